@@ -1,4 +1,4 @@
-"""CUDA graphs for any PyTorch module, without a compiler; beside the rooms only what all of them need lies here.
+"""CUDA graphs for any PyTorch module, without a compiler.
 
 Example:
     >>> import simplegraph as sg

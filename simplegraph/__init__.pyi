@@ -21,6 +21,7 @@ from simplegraph.batch.descriptor import BatchDescriptor as BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch as Dispatch
 from simplegraph.batch.dispatch import Dispatcher as Dispatcher
 from simplegraph.batch.sizes import SizePlan as SizePlan
+from simplegraph.batch.sizes import default_sizes as default_sizes
 from simplegraph.batch.sizes import plan_sizes as plan_sizes
 from simplegraph.device.cuda.first_use import Preload as Preload
 from simplegraph.device.cuda.first_use import preload as preload
@@ -34,6 +35,9 @@ from simplegraph.manager.estimate import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
+from simplegraph.manager.registry import GraphHolder as GraphHolder
+from simplegraph.manager.registry import on_eager as on_eager
+from simplegraph.manager.registry import wrappers as wrappers
 from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break

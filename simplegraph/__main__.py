@@ -1,4 +1,4 @@
-"""The command ``simplegraph``, also ``python -m simplegraph``: try what this machine can do, install kernels."""
+"""The command ``simplegraph``, also ``python -m simplegraph``: try what this machine can do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from simplegraph import __version__
-from simplegraph.base.errors import SimpleGraphError, install_command
+from simplegraph.base.errors import install_command
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
     from torch import Tensor, device
@@ -33,10 +33,9 @@ CUDA graphs for any PyTorch module, without a compiler.
 """
 _EXAMPLES = """\
 examples:
-  simplegraph doctor                                 try capture and replay on this machine
-  simplegraph doctor --attention                     also try every attention backend
-  simplegraph install-flash-attention vllm==0.24.0   take FlashAttention-3's kernels out of a vLLM wheel
-  simplegraph COMMAND --help                         list a command's options
+  simplegraph doctor              try capture and replay on this machine
+  simplegraph doctor --attention  also try every attention backend
+  simplegraph COMMAND --help      list a command's options
 
 Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
 """
@@ -62,10 +61,6 @@ class Finding:
         return self.status != "FAIL"
 
 
-class NotHere(Exception):
-    """Says why something that was to be tried is not available here."""
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep warnings out of what is printed; a finding says what went wrong."""
@@ -89,8 +84,6 @@ def doctor() -> list[Finding]:
         try:
             with _quiet(), torch.inference_mode():
                 findings.append(Finding(name, "ok", trial(device)))
-        except NotHere as reason:
-            findings.append(Finding(name, "skip", str(reason)))
         except Exception as error:
             findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
@@ -175,21 +168,10 @@ def _try_random(device: device) -> str:
     return "replays draw the numbers that eager would"
 
 
-def _try_borrowing(device: device) -> str:
-    if device.type == "cpu":
-        raise NotHere("needs a GPU: the emulator has no pool")
-    from simplegraph.device.cuda.device import _CAN_BORROW
-
-    if not _CAN_BORROW:
-        raise RuntimeError("this torch has no non-owning tensors; every captured size keeps its own outputs")
-    return "outputs of all sizes share the pool's memory"
-
-
 _TRIALS = {
     "capture and replay": _try_replay,
     "recovery from a failed capture": _try_recovery,
     "random numbers": _try_random,
-    "memory sharing between sizes": _try_borrowing,
 }
 # Optional packages, and the extra of this one that brings each.
 _OPTIONAL = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
@@ -210,7 +192,7 @@ def _flash_attention() -> Finding:
     name = "flash-attention"
     if importlib.util.find_spec("numpy") is None:
         return Finding(name, "skip", f"needs numpy, not installed: {install_command('attention')}")
-    from simplegraph.attention.backends.flash_attention import MODULES, problem_of
+    from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL, MODULES, problem_of
 
     supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
     found = {module: [v for v in supports if problem_of(module, v) is None] for module in MODULES}
@@ -221,18 +203,7 @@ def _flash_attention() -> Finding:
     ]
     if said:
         return Finding(name, "ok", "; ".join(said))
-    return Finding(name, "skip", "not installed (optional): simplegraph install-flash-attention vllm==VERSION")
-
-
-def _install(options: argparse.Namespace) -> int:
-    from simplegraph.attention.install import install_flash_attention
-
-    try:
-        print(f"installed {install_flash_attention(options.source, options.target, force=options.force)}")
-    except SimpleGraphError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return Finding(name, "skip", f"not installed (optional): {HOW_TO_INSTALL}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,16 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--attention", action="store_true", help="also try every attention backend at random lengths")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
-    kernels = commands.add_parser("install-flash-attention", help="take FlashAttention-3's kernels out of a vLLM wheel")
-    kernels.add_argument("source", help="a wheel file, or a requirement such as vllm==0.24.0, built for this torch")
-    kernels.add_argument("--target", type=Path, help="folder that gets the package; site-packages by default")
-    kernels.add_argument("--force", action="store_true", help="replace a package that is there")
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 0
-    if options.command == "install-flash-attention":
-        return _install(options)
     findings = doctor() + (attention_findings() if options.attention else [])
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))

@@ -17,7 +17,6 @@ BUSY = CudaGraphConfig(
     max_num_seqs=4,
     batch_dims={"positions": 1, "mask": None, "cache": "reference"},
     pad_values={"positions": 0, "slots": -1, "mask": "keep", "ids": "repeat-last"},
-    trusted_args=["metadata"],
 )
 
 
@@ -59,13 +58,8 @@ class TestDefaults:
     def test_correct_by_default(self):
         config = CudaGraphConfig()
         assert config.mode is CudaGraphMode.FULL
-        assert (config.outputs, config.capture, config.on_capture_failure, config.on_stale) == (
-            "clone",
-            "lazy",
-            "eager",
-            "recapture",
-        )
-        assert (config.num_warmups, config.verify, config.padding, config.debug) == (1, 0, True, False)
+        assert (config.outputs, config.capture, config.on_capture_failure) == ("clone", "lazy", "eager")
+        assert (config.verify, config.padding, config.debug) == (0, True, False)
 
     def test_keyword_only(self):
         with pytest.raises(TypeError):
@@ -81,9 +75,6 @@ class TestNormalised:
     def test_mode_by_name(self):
         assert CudaGraphConfig(mode="piecewise").mode is CudaGraphMode.PIECEWISE
 
-    def test_names(self):
-        assert CudaGraphConfig(trusted_args=["a", "b"]).trusted_args == ("a", "b")
-
 
 BAD = [
     ("mode", "fast"),
@@ -96,11 +87,6 @@ BAD = [
     ("capture_sizes", "8"),
     ("capture_sizes", b"8"),
     ("capture_sizes", 8),
-    ("max_capture_size", 0),
-    ("max_capture_size", 2.0),
-    ("max_capture_size", True),
-    ("num_warmups", -1),
-    ("num_warmups", None),
     ("max_num_seqs", 0),
     ("max_num_tokens", -5),
     ("uniform_query_len", 0),
@@ -114,7 +100,6 @@ BAD = [
     ("outputs", "copy"),
     ("capture", "eager"),
     ("on_capture_failure", "ignore"),
-    ("on_stale", None),
     ("batch_dims", ["x"]),
     ("batch_dims", {1: 0}),
     ("batch_dims", {"x": "first"}),
@@ -124,10 +109,6 @@ BAD = [
     ("pad_values", {"x": "nan"}),
     ("pad_values", {"x": None}),
     ("pad_values", {0: 0}),
-    ("trusted_args", "metadata"),
-    ("trusted_args", [1]),
-    ("trusted_args", None),
-    ("trusted_args", 5),
 ]
 
 
@@ -144,14 +125,9 @@ class TestRefused:
         with pytest.raises(ConfigError):
             CudaGraphConfig().replace(**{field: value})
 
-    def test_sizes_given_twice(self):
-        with pytest.raises(ConfigError, match="both set"):
-            CudaGraphConfig(capture_sizes=[1], max_capture_size=8)
-
-    @pytest.mark.parametrize("sizes", [{"capture_sizes": [1, 16]}, {"max_capture_size": 16}])
-    def test_sizes_no_batch_can_have(self, sizes):
+    def test_sizes_no_batch_can_have(self):
         with pytest.raises(ConfigError, match="largest capture size is 16, above max_num_tokens=8"):
-            CudaGraphConfig(max_num_tokens=8, **sizes)
+            CudaGraphConfig(max_num_tokens=8, capture_sizes=[1, 16])
 
     def test_sizes_above_max_num_seqs_are_no_error(self):
         assert CudaGraphConfig(capture_sizes=[1, 16], max_num_seqs=8).capture_sizes == (1, 16)
@@ -185,12 +161,11 @@ class TestValue:
         assert BUSY.batch_dims == {"positions": 1, "mask": None, "cache": "reference"}
 
     def test_the_callers_own_containers_are_not_kept(self):
-        sizes, dims, names = [1, 2], {"x": 0}, ["a"]
-        config = CudaGraphConfig(capture_sizes=sizes, batch_dims=dims, trusted_args=names)
+        sizes, dims = [1, 2], {"x": 0}
+        config = CudaGraphConfig(capture_sizes=sizes, batch_dims=dims)
         sizes.append(3)
         dims["y"] = 1
-        names.append("b")
-        assert (config.capture_sizes, dict(config.batch_dims), config.trusted_args) == ((1, 2), {"x": 0}, ("a",))
+        assert (config.capture_sizes, dict(config.batch_dims)) == ((1, 2), {"x": 0})
 
     @pytest.mark.parametrize("config", [CudaGraphConfig(), BUSY])
     @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
@@ -216,15 +191,26 @@ class TestReplace:
         assert changed.replace(debug=False) == BUSY
         assert not BUSY.debug
 
-    def test_one_way_to_give_sizes_replaces_the_other(self):
-        assert BUSY.replace(max_capture_size=64).capture_sizes is None
-        assert CudaGraphConfig(max_capture_size=64).replace(capture_sizes=[1]).max_capture_size is None
-
     @pytest.mark.parametrize("take", [CudaGraphConfig, CudaGraphConfig().replace])
     def test_a_typo_is_told_the_setting_that_was_meant_and_lists_all(self, take):
         said = r"no such setting: capture_size \(did you mean capture_sizes\?\); the settings are mode, capture_sizes,"
         with pytest.raises(ConfigError, match=said):
             take(capture_size=[1])
+
+    @pytest.mark.parametrize(
+        ("name", "instead"),
+        [
+            ("max_capture_size", "default_sizes"),
+            ("num_warmups", "eager"),
+            ("on_stale", "recaptures"),
+            ("pad_random", "capture_sizes"),
+            ("trusted_args", "__eq__"),
+            ("break_ops", "break_at"),
+        ],
+    )
+    def test_a_setting_that_there_was_is_told_what_to_use(self, name, instead):
+        with pytest.raises(ConfigError, match=f"no such setting: {name} .*{instead}"):
+            CudaGraphConfig(**{name: 1})
 
     def test_a_name_like_no_setting_is_told_none(self):
         with pytest.raises(ConfigError, match="no such setting: temperature; the settings are mode, capture_sizes,"):
@@ -243,8 +229,6 @@ class TestEnvironment:
             ("MODE", "none", "mode", CudaGraphMode.NONE),
             ("MODE", " FULL_AND_PIECEWISE ", "mode", CudaGraphMode.FULL_AND_PIECEWISE),
             ("CAPTURE_SIZES", "4,1, 2", "capture_sizes", (1, 2, 4)),
-            ("MAX_CAPTURE_SIZE", "64", "max_capture_size", 64),
-            ("NUM_WARMUPS", "0", "num_warmups", 0),
             ("MAX_NUM_SEQS", "100", "max_num_seqs", 100),
             ("MAX_NUM_TOKENS", "100", "max_num_tokens", 100),
             ("UNIFORM_QUERY_LEN", "4", "uniform_query_len", 4),
@@ -252,10 +236,8 @@ class TestEnvironment:
             ("OUTPUTS", "static", "outputs", "static"),
             ("CAPTURE", "upfront", "capture", "upfront"),
             ("ON_CAPTURE_FAILURE", "raise", "on_capture_failure", "raise"),
-            ("ON_STALE", "raise", "on_stale", "raise"),
             ("VERIFY", "3", "verify", 3),
             ("MAX_SIGNATURES", "2", "max_signatures", 2),
-            ("TRUSTED_ARGS", "a, b,", "trusted_args", ("a", "b")),
             ("DEBUG", "1", "debug", True),
             ("DEBUG", "True", "debug", True),
             ("DEBUG", "yes", "debug", True),
@@ -277,7 +259,7 @@ class TestEnvironment:
         with caplog.at_level("WARNING", logger="simplegraph"):
             assert CudaGraphConfig().from_env(kubernetes) == CudaGraphConfig(debug=True)
         said = [record.getMessage() for record in caplog.records]
-        assert any(text.startswith("simplegraph: SIMPLEGRAPH_PORT names no setting") for text in said)
+        assert "simplegraph: SIMPLEGRAPH_PORT names no setting, and is ignored." in said
         misspelt = (
             "SIMPLEGRAPH_CAPTURE_SIZE names no setting (did you mean SIMPLEGRAPH_CAPTURE_SIZES?), and is ignored."
         )
@@ -306,9 +288,9 @@ class TestEnvironment:
             CudaGraphConfig().from_env({"SIMPLEGRAPH_" + variable: text})
 
     def test_the_environment_wins_over_the_code(self):
-        config = BUSY.from_env({"SIMPLEGRAPH_MODE": "NONE", "SIMPLEGRAPH_MAX_CAPTURE_SIZE": "8", "PATH": "/bin"})
+        config = BUSY.from_env({"SIMPLEGRAPH_MODE": "NONE", "SIMPLEGRAPH_CAPTURE_SIZES": "8", "PATH": "/bin"})
         assert config.mode is CudaGraphMode.NONE
-        assert (config.capture_sizes, config.max_capture_size) == (None, 8)
+        assert config.capture_sizes == (8,)
         assert config.batch_dims == BUSY.batch_dims
 
     def test_nothing_set_changes_nothing(self):
@@ -319,8 +301,8 @@ class TestEnvironment:
         assert CudaGraphConfig().from_env().debug
 
     def test_conflicting_variables(self):
-        with pytest.raises(ConfigError, match=r"both set.*SIMPLEGRAPH_CAPTURE_SIZES, SIMPLEGRAPH_MAX_CAPTURE_SIZE"):
-            CudaGraphConfig().from_env({"SIMPLEGRAPH_CAPTURE_SIZES": "1", "SIMPLEGRAPH_MAX_CAPTURE_SIZE": "8"})
+        with pytest.raises(ConfigError, match=r"max_num_tokens=4.*SIMPLEGRAPH_CAPTURE_SIZES, SIMPLEGRAPH_MAX_NUM"):
+            CudaGraphConfig().from_env({"SIMPLEGRAPH_CAPTURE_SIZES": "8", "SIMPLEGRAPH_MAX_NUM_TOKENS": "4"})
 
 
 @given(

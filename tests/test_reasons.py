@@ -31,10 +31,10 @@ class TestReason:
 
     def test_wrapper_reasons_exist(self):
         needed = (
-            "exact padded mode_none batch_too_large size_not_captured mixed_batch first_call warmup capture_failed "
-            "training grad eager_context nested capturing_elsewhere wrong_device ambiguous_batch_dim batch_mismatch "
+            "exact padded switched_off batch_too_large size_not_captured mixed_batch first_call warmup capture_failed "
+            "training grad nested busy wrong_device ambiguous_batch_dim batch_mismatch "
             "opaque_argument unsupported_output too_many_signatures not_captured_upfront stale_too_often "
-            "output_shape_unknown empty_batch lora_count"
+            "output_shape_unknown empty_batch"
         )
         assert set(needed.split()) <= {reason.value for reason in Reason}
 

@@ -1,7 +1,6 @@
 """``python -m bench.accuracy``: scores a trained model on small texts, eagerly and through graphs, which must be equal.
 
-Without --model it scores the trained pair of `data/eagle`, whose target has seen the first text and not the second, and
-models whose weights come with their packages, where these are installed.
+Without --model it scores the trained pair of `data/eagle`, whose target has seen the first text and not the second.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import sys
 
 import torch
 
-from bench.accuracy import packaged
 from bench.accuracy.checkpoints import load_trained
 from bench.accuracy.scores import ScoreError, render
 from bench.accuracy.ways import WAYS, ScorePlan, measure
@@ -35,8 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
         with few_threads(device):
             checkpoint = load_trained(options.model, options.draft, device, DTYPES.get(options.dtype))
             found = measure(checkpoint, plan, options.ways)
-            if options.model == TRAINED:
-                found |= packaged.measure(device)
     except (EngineError, CheckpointError, ScoreError, OSError, RuntimeError, ValueError) as error:
         print(f"python -m bench.accuracy: {error}", file=sys.stderr)
         return 1

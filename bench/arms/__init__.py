@@ -19,11 +19,8 @@ ARMS = {
     "simplegraph-piecewise": "bench.arms.graphed:Piecewise",
     "simplegraph-fused": "bench.arms.graphed:Fused",
     "simplegraph-piecewise-fused": "bench.arms.graphed:PiecewiseFused",
-    "breakable": "bench.arms.breakable:Breakable",
-    "breakable-lean": "bench.arms.breakable:BreakableLean",
     "compiled-piecewise": "bench.arms.compiled_piecewise:CompiledPiecewise",
     "compiled-full": "bench.arms.compiled:CompiledFull",
-    "inductor-partition": "bench.arms.partition:InductorPartition",
 }
 
 # Measured twice: with an empty compile cache, and with the one the first run left.

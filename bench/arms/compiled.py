@@ -31,8 +31,8 @@ def without_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
 
 
-class Compiling(Arm, abc.ABC):
-    """Compiled once with a dynamic batch dimension, at the largest size."""
+class Compiled(Arm, abc.ABC):
+    """Compiled once with a dynamic batch dimension, at the largest size; on a GPU each size is captured after it."""
 
     exact = False
     compiles = True
@@ -43,31 +43,6 @@ class Compiling(Arm, abc.ABC):
         self._static: Batch = tuple(tensor.clone() for tensor in setup.largest)  # type: ignore[assignment]
         torch._inductor.config.compile_threads = COMPILE_THREADS
         self._compiled = self.compile(setup.model)
-
-    @abc.abstractmethod
-    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
-        """Return the compiled model; the compilation itself may happen at the first call."""
-
-    def run(self, batch: Batch) -> Tensor:
-        """Run the compiled model on this batch."""
-        return self._compiled(*batch)
-
-    def compile_and_run(self, first: Batch, timeline: Timeline) -> None:
-        """Compile with the largest batch, then run the first one."""
-        for tensor in self._static:
-            torch._dynamo.mark_dynamic(tensor, 0)
-        self.run(self._static)
-        timeline.mark("compiled")
-        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
-        self(*first)
-        timeline.mark("first_output")
-
-
-class Compiled(Compiling):
-    """A compiled model; on a GPU each size is captured after compilation."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
         self._views = {size: rows(self._static, size) for size in setup.sizes}
         self._replays: dict[int, Replay] = {}
         self._lean = LeanCapture() if setup.device.type == "cuda" else None
@@ -76,6 +51,10 @@ class Compiled(Compiling):
     def check_available(cls, device: torch.device) -> None:
         if device.type == "cpu" and not any(map(shutil.which, CPP_COMPILERS)):
             raise NotAvailable(f"Inductor needs a C++ compiler on a CPU: none of {', '.join(CPP_COMPILERS)} is here")
+
+    @abc.abstractmethod
+    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
+        """Return the compiled model; the compilation itself may happen at the first call."""
 
     @abc.abstractmethod
     def capture(self, lean: LeanCapture, views: Batch) -> Replay:
@@ -94,6 +73,16 @@ class Compiled(Compiling):
                 for size in self.setup.sizes:
                     self._replays[size] = self.capture(self._lean, self._views[size])
         timeline.mark("ready")
+
+    def compile_and_run(self, first: Batch, timeline: Timeline) -> None:
+        """Compile with the largest batch, then run the first one."""
+        for tensor in self._static:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        self._compiled(*self._static)
+        timeline.mark("compiled")
+        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
+        self(*first)
+        timeline.mark("first_output")
 
     def __call__(self, *batch: Tensor) -> Tensor:
         count = batch[0].shape[0]

@@ -51,10 +51,12 @@ def start(
 
 
 def drop_graphs(engine: Engine) -> None:
-    """Drop every graph of an engine that is not used any more."""
+    """Drop every graph of an engine that is not used any more, and give their memory back."""
     for manager in engine.managers:
         manager.reset()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def replays_of(engine: Engine, name: str) -> Replays:

@@ -6,9 +6,6 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from bench.layer_kinds.shapes import KINDS as LAYER_KINDS
-from bench.models_first_call import zoo
-from bench.models_first_call.model_arms import ARMS as MODEL_ARMS
 from bench.serve.serving import ARMS as SERVE_ARMS
 from bench.tools.options import written
 from bench.training.step_arms import ARMS as TRAINING_ARMS
@@ -33,7 +30,6 @@ class Job:
         gpus: how many it needs.
         shares: True if it may run while jobs on other GPUs do.
         variables: set in its environment.
-        needs: reason why it cannot run here, empty if it can.
     """
 
     file: str
@@ -43,7 +39,6 @@ class Job:
     gpus: int = 1
     shares: bool = False
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needs: str = ""
 
     def is_named(self, patterns: Iterable[str]) -> bool:
         """True if a pattern matches the file, its last part, or one of the tables."""
@@ -52,16 +47,14 @@ class Job:
 
 
 def all_jobs() -> list[Job]:
-    """List every job: those of one GPU, of several, and of other people's models, the longest of these first."""
+    """List every job: those of one GPU, of several, and of families of models."""
     return [
         *_one_gpu(),
         *_serving(),
-        *_layer_kinds(),
         *_optimized(),
         *_training(),
         *_several_gpus(),
         *_families(),
-        *_models(),
         *_beside_the_tables(),
     ]
 
@@ -73,20 +66,16 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
     preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
-    first_token = "bench.startup.first_token"
     return [
-        Job("h200_startup", startup, ("startup", "readme")),
+        Job("h200_startup", startup, ("startup",)),
         Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
-        Job("h200_piecewise", _command("bench.piecewise"), ("mixed",)),
-        Job("h200_attention", _command("bench.serve.attention_steps"), ("attention",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
-        Job("h200_engine", _command(first_token), ("first-token",)),
-        Job("h200_first_token", _command(first_token, "--rounds", "2"), ("first-token-process",)),
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
+        Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
     ]
@@ -94,7 +83,7 @@ def _one_gpu() -> list[Job]:
 
 def _serving() -> list[Job]:
     plain = ("eager", "full-decode-only", "full-and-piecewise", "compiled-piecewise")
-    speculation = [name for name in SERVE_ARMS if name != "full-decode-only"]
+    speculation = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
     loads = ("--rate", "60", "--requests", "600"), ("--rate", "20,40,80", "--requests", "100", "--limit", "540")
     files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
     return [
@@ -103,23 +92,8 @@ def _serving() -> list[Job]:
     ]
 
 
-def _layer_kinds() -> list[Job]:
-    steps = Job("h200_layer_kinds", _command("bench.layer_kinds", "--parts", "steps"), ("kinds-steps",))
-    return [
-        steps,
-        *(
-            Job(
-                f"h200_layer_kinds_{kind}",
-                _command("bench.layer_kinds", "--kinds", kind, "--parts", "equality"),
-                ("kinds-equal",),
-            )
-            for kind in LAYER_KINDS
-        ),
-    ]
-
-
 def _optimized() -> list[Job]:
-    models = _command("bench.optimized", "--at-once", "8", "--total", "300")  # a process begun then has 240 s more
+    models = _command("bench.optimized", "--at-once", "8", "--total", "300")  # processes begun then have 240 s more
     return [
         Job("h200_optimized", models, ("optimized",)),
         Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
@@ -189,23 +163,6 @@ def _families() -> list[Job]:
     ]
 
 
-def _models() -> list[Job]:
-    installed, arms = zoo.available(), ",".join(MODEL_ARMS)
-    return [
-        Job(
-            f"h200x4_models/models_{name.replace(' ', '_')}",
-            _command("bench.models_first_call", "--models", written(name), "--arms", arms),
-            ("models",),
-            shares=True,
-            needs="" if name in installed else f"{entry.package} is not installed",
-        )
-        for name, entry in reversed(zoo.ZOO.items())
-    ]
-
-
 def _beside_the_tables() -> list[Job]:
     memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
-    return [
-        Job("h200_training_memory", _command("bench.training", *memory)),
-        Job("h200_agreement", _command("bench.serve.agreement")),
-    ]
+    return [Job("h200_training_memory", _command("bench.training", *memory))]

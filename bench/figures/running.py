@@ -100,8 +100,6 @@ class Runner:
         return outcome
 
     def _outcome(self, job: Job, gpus: Sequence[str]) -> Outcome:
-        if job.needs:
-            return Outcome(job, LEFT_OUT, detail=job.needs)
         if job.gpus > max(1, len(gpus)):
             return Outcome(job, LEFT_OUT, detail=f"it needs {job.gpus} GPUs, here are {len(self._gpus)}")
         file = self._folder / f"{job.file}.json"

@@ -1,9 +1,6 @@
 """``python -m bench.fused_operators``: fused operators of several libraries: first use, time in a graph, error."""
 
-from __future__ import annotations
-
-import sys
-
 from bench.fused_operators.measure import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    main()

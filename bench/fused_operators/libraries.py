@@ -147,20 +147,6 @@ def flashinfer_rotate_and_write(given: Inputs, shapes: Shapes) -> Call:
     return run
 
 
-def liger_add_rms_norm(given: Inputs, shapes: Shapes) -> Call:
-    """Return the forward of liger-kernel's sum and norm, made for training."""
-    module = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
-    x, residual, weight = given["x"], given["residual"], given["weight"]
-    return lambda: module.fused_add_rms_norm_forward(x, residual, weight, 1e-5, 0.0, "llama")
-
-
-def liger_gated(kind: str, given: Inputs, shapes: Shapes) -> Call:
-    """Return the forward of liger-kernel's SwiGLU or GEGLU."""
-    forward = getattr(importlib.import_module(f"liger_kernel.ops.{kind}"), f"{kind}_forward")
-    gate, up = (part.contiguous() for part in given["both"].chunk(2, dim=-1))
-    return lambda: forward(gate, up)
-
-
 OPERATORS = tuple(Shapes().trials())
 # Returns an operator of a library as a call on these inputs.
 Maker = Callable[[Inputs, Shapes], Call]
@@ -173,10 +159,5 @@ LIBRARIES: Mapping[str, Mapping[str, Maker]] = {
         "silu_and_mul": functools.partial(flashinfer_gated, "silu_and_mul"),
         "gelu_and_mul": functools.partial(flashinfer_gated, "gelu_tanh_and_mul"),
         "rotate_and_write": flashinfer_rotate_and_write,
-    },
-    "liger": {
-        "add_rms_norm": liger_add_rms_norm,
-        "silu_and_mul": functools.partial(liger_gated, "swiglu"),
-        "gelu_and_mul": functools.partial(liger_gated, "geglu"),
     },
 }

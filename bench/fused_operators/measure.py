@@ -3,84 +3,67 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
+import dataclasses
 
 import torch
 
 from bench.fused_operators.libraries import LIBRARIES, TINY, Call, Maker, Shapes, inputs
-from bench.startup.processes import cache_environment, run_worker
-from bench.tools.files import OUT, save_figures
-from bench.tools.measure import NOT_SPEED, Figures, device_of, say, seconds, step_milliseconds
-from bench.tools.options import add_json, add_names, numbers
+from bench.tools import command
+from bench.tools.compiler import empty_caches
+from bench.tools.measure import Figures, say, seconds, step_milliseconds
+from bench.tools.options import add_names, numbers
 from bench.tools.tables import grid
-from simplegraph.fused.choice import operators_for
+from bench.tools.turns import answer
 
-ROWS = (1, 8, 64, 256)
 CALLS = 50  # in one graph
 TIMEOUT = 240.0
-THREADED = "simplegraph-threads"
 
 
-def measure(libraries: Sequence[str], rows: Sequence[int], *, cold_flashinfer: bool) -> list[Figures]:
+@dataclasses.dataclass(frozen=True)
+class OperatorsPlan:
+    """The libraries, of `LIBRARIES`, and the rows of the inputs."""
+
+    libraries: tuple[str, ...] = tuple(LIBRARIES)
+    rows: tuple[int, ...] = (1, 8, 64, 256)
+
+
+def default_plan(device: torch.device) -> OperatorsPlan:
+    """Return all libraries on a GPU, else torch."""
+    return OperatorsPlan() if device.type == "cuda" else OperatorsPlan(("torch",))
+
+
+def measure(plan: OperatorsPlan, device: torch.device) -> Figures:
     """Measure each library in a process of its own; one that fails has its error in place of figures."""
-    found = []
-    for library in libraries:
-        with tempfile.TemporaryDirectory() as folder:
-            variables = cache_environment(Path(folder))
-            if cold_flashinfer:
-                variables["FLASHINFER_WORKSPACE_BASE"] = folder
-            line = [sys.executable, "-m", "bench.fused_operators", "--library", library]
-            line += ["--rows", ",".join(map(str, rows))]
-            try:
-                found.append(run_worker(line, variables, TIMEOUT))
-            except RuntimeError as error:
-                found.append({"library": library, "failed": str(error)})
-        say(f"{library}: {json.dumps(found[-1])}")
-    return found
+    results = []
+    for library in plan.libraries:
+        found = answer(measure_library, library, plan.rows, device, seconds=TIMEOUT)
+        results.append({"library": library} | found)
+        say(f"{library}: {found.get('failed', 'done')}")
+    return {"results": results}
 
 
-def measure_here(library: str, rows: Sequence[int], device: torch.device) -> Figures:
+def measure_library(library: str, rows: tuple[int, ...], device: torch.device) -> Figures:
     """Measure a library in this process."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = Shapes() if device.type == "cuda" else TINY
     torch.zeros(1, device=device)
-    if library == THREADED:
-        return {"library": library, "ready_s": _in_threads(shapes, device, dtype)}
-    figures: Figures = {"library": library, "operators": {}, "ready_s": 0.0}
-    largest = inputs(shapes, max(rows), device, dtype)
-    for name, given in largest.items():
-        make = LIBRARIES[library].get(name)
-        if make is None:
-            figures["operators"][name] = {"missing": f"{library} has no such operator"}
-            continue
-        try:
-            first = seconds(lambda make=make, given=given: make(given, shapes)(), device)
-            given = {count: inputs(shapes, count, device, dtype)[name] for count in rows}
-            times = {count: _microseconds(make(each, shapes), device) for count, each in given.items()}
-        except Exception as error:
-            figures["operators"][name] = {"missing": f"{type(error).__name__}: {error}"}
-            continue
-        error = _error(make, name, shapes, device, dtype)
-        figures["operators"][name] = {"first_s": first, "us": times} | error
-        figures["ready_s"] += first
-        shown = {count: round(taken, 2) for count, taken in times.items()}
-        say(f"{library} {name}: first {first:.3f} s, us {shown} {error}")
+    figures: Figures = {"operators": {}, "ready_s": 0.0}
+    with empty_caches():
+        for name, given in inputs(shapes, max(rows), device, dtype).items():
+            make = LIBRARIES[library].get(name)
+            if make is None:
+                figures["operators"][name] = {"missing": f"{library} has no such operator"}
+                continue
+            try:
+                first = seconds(lambda make=make, given=given: make(given, shapes)(), device)
+                given = {count: inputs(shapes, count, device, dtype)[name] for count in rows}
+                times = {count: _microseconds(make(each, shapes), device) for count, each in given.items()}
+            except Exception as error:
+                figures["operators"][name] = {"missing": f"{type(error).__name__}: {error}"}
+                continue
+            figures["operators"][name] = {"first_s": first, "us": times} | _error(make, name, shapes, device, dtype)
+            figures["ready_s"] += first
     return figures
-
-
-def _in_threads(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds until all kernels are ready if they are tried at once, Triton's start included."""
-    started = time.perf_counter()
-    ready = operators_for(device, dtype, list(shapes.trials().values())).triton
-    taken = time.perf_counter() - started
-    if not ready and device.type == "cuda":
-        raise RuntimeError("a kernel did not pass its trial")
-    return taken
 
 
 def _microseconds(call: Call, device: torch.device) -> float:
@@ -111,53 +94,36 @@ def _error(make: Maker, name: str, shapes: Shapes, device: torch.device, dtype: 
     return {"error": float((found.double() - exact).norm() / exact.norm())}
 
 
-def render(figures: Sequence[Figures]) -> str:
-    """Format the first uses, and a line for each library and operator: first use in s, us by rows, error."""
-    lines = [("library", "operator", "first s", *(f"us, {count} rows" for count in _rows(figures)), "error")]
-    empty = [""] * (len(_rows(figures)) + 1)
-    for found in figures:
-        if "operators" not in found:
-            lines.append(
-                (found["library"], found.get("failed", "all"), *_ready(found), *[""] * len(_rows(figures)), "")
-            )
-            continue
-        for name, each in found["operators"].items():
-            if "missing" in each:
-                continue
-            times = [f"{each['us'][key]:.2f}" for key in each["us"]]
+def render(figures: Figures) -> str:
+    """Format a line for each library and operator: first use in s, us by rows, error; then the sum of first uses."""
+    rows = next((list(each["us"]) for found in figures["results"] for each in _timed(found).values()), [])
+    lines: list[tuple[str, ...]] = [
+        ("library", "operator", "first s", *(f"us, {count} rows" for count in rows), "error")
+    ]
+    for found in figures["results"]:
+        for name, each in _timed(found).items():
             error = f"{each['error']:.1e}" if "error" in each else ""
+            times = (f"{us:.2f}" for us in each["us"].values())
             lines.append((found["library"], name, f"{each['first_s']:.2f}", *times, error))
-        lines.append((found["library"], "all", *_ready(found), *empty))
+        ready = f"{found['ready_s']:.2f}" if "ready_s" in found else ""
+        lines.append((found["library"], found.get("reason", "all"), ready, *[""] * (len(rows) + 1)))
     return grid(lines)
 
 
-def _ready(found: Figures) -> tuple[str]:
-    return (f"{found['ready_s']:.2f}" if "ready_s" in found else "",)
+def _timed(found: Figures) -> dict[str, Figures]:
+    """Return the operators of a library that have figures."""
+    return {name: each for name, each in found.get("operators", {}).items() if "us" in each}
 
 
-def _rows(figures: Sequence[Figures]) -> list[str]:
-    each = [one for found in figures for one in found.get("operators", {}).values() if "us" in one]
-    return list(map(str, each[0]["us"])) if each else []
+def failures(figures: Figures) -> list[str]:
+    """List the libraries' errors, if none has figures."""
+    failed = [f"{found['library']}:\n{found['failed']}" for found in figures["results"] if "failed" in found]
+    return failed if len(failed) == len(figures["results"]) else []
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure one library in this process if --library is given; otherwise all, each in its own process."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.fused_operators", description=__doc__)
-    known = (*LIBRARIES, THREADED)
-    add_names(parser, "--libraries", known, "all by default; those that are not installed are left out")
-    parser.add_argument("--rows", type=numbers, default=ROWS, help="rows of the inputs, such as 1,8,64,256")
-    parser.add_argument("--cold-flashinfer", action="store_true", help="empty FlashInfer's cache too: over a minute")
-    add_json(parser, OUT / "fused_operators.json")
-    parser.add_argument("--library", choices=known, help="measure this process, as the command does in its own")
-    options = parser.parse_args(arguments)
-    device = device_of()
-    if options.library is not None:
-        Path(options.json).write_text(json.dumps(measure_here(options.library, options.rows, device)))
-        return 0
-    libraries = options.libraries or [name for name in known if device.type == "cuda" or name == "torch"]
-    figures = measure(libraries, options.rows, cold_flashinfer=options.cold_flashinfer)
-    print(render(figures))
-    if device.type == "cpu":
-        print(NOT_SPEED)
-    save_figures(options.json, {"results": figures})
-    return int(all("failed" in found for found in figures))
+    add_names(parser, "--libraries", LIBRARIES, "all by default; those that are not installed are left out")
+    parser.add_argument("--rows", type=numbers, help="rows of the inputs, such as 1,8,64,256")
+    command.run(parser, arguments, default_plan, measure, render, failures)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.tools.measure import Call, synchronize
 from bench.tools.replays import Replays, Served, timed
-from simplegraph import wrap
+from simplegraph import eager_break, wrap
 from simplegraph.base.reasons import Reason
 
 SIZE = 8
@@ -25,6 +25,19 @@ class FourInputs(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
         return (a + b) * (c + d)
+
+
+@eager_break
+def broken(a: Tensor) -> Tensor:
+    """Do nothing between two graphs."""
+    return a
+
+
+class Broken(FourInputs):
+    """The same in two graphs, with a break between them."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return broken(a + b) * (c + d)
 
 
 class Refused(FourInputs):
@@ -45,31 +58,34 @@ def inputs(device: torch.device) -> tuple[Tensor, ...]:
 def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     """Make the calls to compare, and check their results against eager.
 
-    ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs, inputs elsewhere.
-    ``constant``: the same, of a batch that is no captured size and never changes. ``bare``: `replay` of an equal graph;
-    on a GPU only. ``refused``: a wrapped module whose capture failed, so that it runs eagerly. ``eager``: the same
-    module without a wrapper. ``too large``, ``opaque``: calls above every size, and with an object that may change.
+    ``in place``: static outputs, inputs already in the static buffers. ``break``: the same with an eager break.
+    ``copied``: static outputs, inputs elsewhere. ``constant``: the same, of a batch that is no captured size and never
+    changes. ``bare``: `replay` of an equal graph; on a GPU only. ``refused``: a wrapped module whose capture failed, so
+    that it runs eagerly. ``eager``: the same module without a wrapper. ``too large``, ``opaque``: calls above every
+    size, and with an object that may change.
 
     Raises:
         RuntimeError: a call's result differs from eager's.
     """
     module, given = FourInputs().eval(), inputs(device)
-    # Two wrappers: one whose buffers are known to callers must check for inputs that overlap them.
-    graphed, copying = (
-        wrap(module, capture_sizes=sizes, outputs="static", capture="upfront", verify=0, progress=False)
-        for _ in range(2)
+    # Wrappers of their own: one whose buffers are known to callers must check for inputs that overlap them.
+    graphed, copying, breaking = (
+        wrap(model, mode=mode, capture_sizes=sizes, outputs="static", capture="upfront", verify=0, progress=False)
+        for model, mode in ((module, "FULL"), (module, "FULL"), (Broken().eval(), "PIECEWISE"))
     )
-    graphed.capture_graphs(*given)
-    copying.capture_graphs(*given)
-    views = tuple(graphed.static_inputs(SIZE).values())
-    for view, value in zip(views, given, strict=True):
-        view.copy_(value)
+    views = {}
+    for model in (graphed, copying, breaking):
+        model.capture_graphs(*given)
+        if model is not copying:
+            views[model] = tuple(model.static_inputs(SIZE).values())
+            torch._foreach_copy_(views[model], given)
     refused = refused_calls(given, sizes)
     constant = wrap(module, capture_sizes=[SIZE - 1, SIZE + 1], outputs="static", verify=0, progress=False)
     for _ in range(4):
         constant(*given)
     found: dict[str, Call] = {
-        "in place": Served(lambda: graphed(*views), Replays(graphed, name="in place")),
+        "in place": Served(lambda: graphed(*views[graphed]), Replays(graphed, name="in place")),
+        "break": Served(lambda: breaking(*views[breaking]), Replays(breaking, name="break")),
         "copied": Served(lambda: copying(*given), Replays(copying, name="copied")),
         "constant": Served(lambda: constant(*given), Replays(constant, name="constant")),
     }
@@ -160,8 +176,9 @@ class Samples:
                 self.seconds[name].append((time.perf_counter() - start) / CALLS)
 
     def medians(self) -> dict[str, float]:
-        """The median of each, in us; what a refused call costs above eager; and replays above ``bare``, if taken."""
+        """The median of each, in us; refused calls above eager, a break above one graph, replays above ``bare``."""
         medians = {name: statistics.median(taken) * 1e6 for name, taken in self.seconds.items()}
-        pairs = [("refused", "eager"), *((name, f"{name}, eager") for name in ("too large", "opaque"))]
+        pairs = [("refused", "eager"), ("break", "in place")]
+        pairs += [(name, f"{name}, eager") for name in ("too large", "opaque")]
         pairs += [(name, "bare") for name in ("in place", "copied") if "bare" in medians]
         return medians | {f"{name} above {than}": medians[name] - medians[than] for name, than in pairs}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 
 import torch
 
 from bench.engine import Engine, EngineConfig
-from bench.engine.start import replays_of
+from bench.engine.repeated import RepeatedStep
+from bench.engine.start import drop_graphs, replays_of, start
 from bench.layer_kinds.shapes import Kind
 from bench.models.llama import Llama
-from bench.serve.decode_steps import DecodePlan, RepeatedStep
 from bench.tools.measure import Figures, in_turn, say
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
@@ -24,56 +23,48 @@ def measure(kind: Kind, device: torch.device, batches: tuple[int, ...], *, small
     """Return ms of a decode step by arm, for each number of requests, after comparing the arms' tokens."""
     llama = kind.build(device, small=small)
     on_gpu = device.type == "cuda"
-    plan = DecodePlan("", batches, (), context=kind.context if on_gpu else 60)
-    engines = {"graph": _engine(llama, plan)}
+    context = kind.context if on_gpu else 60
+    engines = {"graph": _engine(llama, batches, context)}
     fused = engines["graph"].runner.model.fused
     if fused:
-        engines["graph, plain layers"] = _engine(llama, plan, fused=False)
+        engines["graph, plain layers"] = _engine(llama, batches, context, fused=False)
     if on_gpu:  # last: what is compiled must outlive the reset of Dynamo before it
-        engines["compiled piecewise"] = _engine(llama, plan, mode="PIECEWISE", compiled=True)
-    figures: Figures = {"context": plan.context, "fused": fused, "layers": llama.config.num_hidden_layers}
+        engines["compiled piecewise"] = _engine(llama, batches, context, mode="PIECEWISE", compiled=True)
+    figures: Figures = {"context": context, "fused": fused, "layers": llama.config.num_hidden_layers}
     figures |= {"attention": engines["graph"].runner.backends[0].name, "decode": []}
     for count in batches:
-        figures["decode"].append({"batch": count} | _decode(engines, plan, count, device))
+        figures["decode"].append({"batch": count} | _decode(engines, context, count, device))
         say(f"decode steps of {count}: {in_line(figures['decode'][-1]['ms'], '.3f', 'ms')}")
     for engine in engines.values():
-        engine.runner.manager.reset()
-    del engines
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()  # the pools of graphs that are gone
+        drop_graphs(engine)
     return figures
 
 
-def _engine(llama: Llama, plan: DecodePlan, **changes: object) -> Engine:
-    most = max(plan.batches)
+def _engine(llama: Llama, batches: tuple[int, ...], context: int, **changes: object) -> Engine:
+    most = max(batches)
     config = EngineConfig(
         max_num_seqs=most,
         max_num_tokens=max(512, most),
-        max_model_len=plan.context,
-        num_pages=1 + most * -(-plan.context // 16),
-        capture_sizes=plan.batches,
+        max_model_len=context,
+        num_pages=1 + most * -(-context // 16),
+        capture_sizes=batches,
     )
     torch._dynamo.reset()
-    engine = Engine(llama, dataclasses.replace(config, **changes))  # type: ignore[arg-type]
     say(f"capturing with {changes or 'graphs'}")
-    failed = engine.capture().failed
-    if failed:
-        raise RuntimeError(f"not captured: {failed}")
-    return engine
+    return start(dataclasses.replace(config, **changes), llama)  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
-def _decode(engines: dict[str, Engine], plan: DecodePlan, count: int, device: torch.device) -> Figures:
+def _decode(engines: dict[str, Engine], context: int, count: int, device: torch.device) -> Figures:
     calls: dict[str, Callable[[], object]] = {}
     tokens = {}
     for name, engine in engines.items():
-        step = RepeatedStep(engine, plan, count)
-        calls[name] = Served(step.graph, replays_of(engine, name))
-        tokens[name] = _from_zero(engine, step.graph)
+        step = RepeatedStep(engine, count, context)
+        calls[name] = Served(step.tokens, replays_of(engine, name))
+        tokens[name] = _from_zero(engine, step.tokens)
         if name == "graph":
-            calls["eager"] = step.eager
-            tokens["eager"] = _from_zero(engine, step.eager)
+            calls["eager"] = step.eager_tokens
+            tokens["eager"] = _from_zero(engine, step.eager_tokens)
     # Random weights make near ties, which rounding decides in half precision.
     agreeing = {name: float((found == tokens["eager"]).double().mean()) for name, found in tokens.items()}
     if agreeing["graph"] < 0.9:

@@ -22,6 +22,7 @@ from bench.model_table.builders.model import RAGGED, Call, TableModel, real_leng
 from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
 from bench.model_table.serving import NEW_TOKENS, Counts, ServedModel, caller, inner_call, serve, serve_parts
 from bench.model_table.times import call_times, token_times, within_kernels
+from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, few_threads
 from bench.tools.replays import SOON, Replays, Served
 from bench.transformers_generate import same_tokens
@@ -38,9 +39,7 @@ TOKENS_PER_LAUNCH = 4  # of a generation whose host is slower than its graphs
 TOLD, REPORTED = 400, 4000  # characters that are kept of a reason's details, and of a report
 
 
-def measure_row(
-    name: str, kind: str, tiny: bool, gpu: int = 0, turn: contextlib.AbstractContextManager[Any] | None = None
-) -> Figures:
+def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0, turn: Turn = NO_TURN) -> Figures:
     """Measure one entry.
 
     Args:
@@ -68,7 +67,7 @@ def measure_row(
         except ModuleNotFoundError as error:  # of a package that the entry's own needs
             return {"column": MISSING, "reason": str(error)}
         try:
-            figures = row.measure(turn or contextlib.nullcontext())
+            figures = row.measure(turn)
         except RuntimeError as error:
             if "custom C++ ops" not in str(error):
                 raise
@@ -138,7 +137,7 @@ class Row:
         found: Call = pytree.tree_map(placed, call)
         return found
 
-    def measure(self, turn: contextlib.AbstractContextManager[Any]) -> Figures:
+    def measure(self, turn: Turn) -> Figures:
         plain = caller(self.entry, self.model)
         expected = [[answers.clone(self._run(plain, call)) for call in calls] for calls in self.calls]
         again = [answers.clone(self._run(plain, call)) for call in self.calls[0]]
@@ -260,7 +259,7 @@ class Row:
     def timed(
         self,
         serving: Callable[[], contextlib.AbstractContextManager[ServedModel]],
-        turn: contextlib.AbstractContextManager[Any],
+        turn: Turn,
         column: str,
     ) -> Figures:
         """Measure eager, served and the kernels alone, in the precision that its users have.
@@ -305,9 +304,7 @@ class Row:
             return {"dtype": str(dtype).removeprefix("torch.")} | found
         return {"untimed": reason[:TOLD]}
 
-    def _in_launches(
-        self, calls: list[Call], tokens: Tensor, turn: contextlib.AbstractContextManager[Any], one_token: Figures
-    ) -> Figures:
+    def _in_launches(self, calls: list[Call], tokens: Tensor, turn: Turn, one_token: Figures) -> Figures:
         """Time graphs that make several tokens each, where the host takes longer for one than its graph does.
 
         Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from bench.tools.fresh import Turn
 from bench.tools.measure import Figures, kernel_milliseconds, seconds, step_milliseconds
 from bench.tools.replays import bound
 
@@ -25,8 +25,6 @@ NEAR = 0.9  # of eager's time
 WIDTH, CLOSE, OFTEN, TRIES = 2048, 1.2, 5, 500
 
 AT_MOST_KERNELS = (1.15, 0.030)  # times the kernels' own time, plus so many ms
-
-Turn = AbstractContextManager[Any]
 
 
 def within_kernels(figures: Figures) -> bool:

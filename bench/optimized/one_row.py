@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import itertools
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +15,12 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from bench.arms.base import NotAvailable
-from bench.arms.libraries import NamedArm, load_compiler, load_optimizer
+from bench.arms.libraries import NamedArm, load_compiler, load_cuda, load_optimizer, load_tensordict
 from bench.optimized.shapes import MODELS, ComparedModel
+from bench.tools.compiler import empty_caches
+from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name
 from bench.tools.replays import Replays, Served
-from bench.tools.turns import Turn
 
 READY_CALLS = 4  # after which every arm has compiled and captured
 BATCHES = 4  # different ones that take turns
@@ -44,29 +41,48 @@ Step = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...]
 
 
-def _graph(entry: ComparedModel, module: nn.Module, rows: int, **settings: Any) -> Step:
-    return sg.wrap(module, capture_sizes=[rows], progress=False, **settings)
+def _graph(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
+    return sg.wrap(module, capture_sizes=[len(batch[0])], progress=False, **settings)
 
 
-def _optimized(entry: ComparedModel, module: nn.Module, rows: int, **settings: Any) -> Step:
+def _optimized(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
     sg.optimize(entry.optimized(module))
-    return _graph(entry, module, rows, **settings)
+    return _graph(entry, module, batch, **settings)
 
 
+def _compiled(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
+    compiled: Step = torch.compile(module, **settings)
+    return compiled
+
+
+def _graphed_callables(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
+    graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), batch)
+    return graphed
+
+
+def _tensordict(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
+    from tensordict.nn import CudaGraphModule
+
+    graphed: Step = CudaGraphModule(module, warmup=READY_CALLS - 2, device=batch[0].device)
+    return graphed
+
+
+REDUCED = functools.partial(_compiled, mode="reduce-overhead")
+# Called with the entry, the module and a batch.
 ARMS: dict[str, NamedArm] = {
-    EAGER: NamedArm(lambda entry, module, rows: module, ours=True),
+    EAGER: NamedArm(lambda entry, module, batch: module, ours=True),
     GRAPH: NamedArm(_graph, ours=True),
     OPTIMIZED: NamedArm(_optimized, load_optimizer, ours=True),
     STATIC: NamedArm(functools.partial(_optimized, outputs="static"), load_optimizer, ours=True),
-    COMPILED: NamedArm(
-        lambda entry, module, rows: torch.compile(module, mode="reduce-overhead"), load_compiler, compiles=True
-    ),
-    DEFAULT: NamedArm(lambda entry, module, rows: torch.compile(module), load_compiler, compiles=True),
+    "make-graphed-callables": NamedArm(_graphed_callables, load_cuda),
+    "tensordict-cudagraph": NamedArm(_tensordict, load_tensordict),
+    COMPILED: NamedArm(REDUCED, load_compiler, compiles=True),
+    DEFAULT: NamedArm(_compiled, load_compiler, compiles=True),
 }
 
 
 def run_row(
-    name: str, rows: int, arms: Sequence[str], device: torch.device, tiny: bool, turn: Turn | None = None
+    name: str, rows: int, arms: Sequence[str], device: torch.device, tiny: bool, gpu: int = 0, turn: Turn = NO_TURN
 ) -> Figures:
     """Measure arms on one model, one after the other from a first call on, then in turn.
 
@@ -77,7 +93,7 @@ def run_row(
     Raises:
         NotReplayed: graphs did not serve an arm of ours.
     """
-    with _empty_caches(), torch.no_grad():
+    with empty_caches(), torch.no_grad():
         entry, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         with device:
@@ -90,15 +106,15 @@ def run_row(
             try:
                 ARMS[arm].load(device)
                 made = copy.deepcopy(module)
-                with turn.undisturbed() if turn else contextlib.nullcontext():
-                    steps[arm] = _first_calls(entry, made, arm, rows, batches, device, found)
+                with turn:
+                    steps[arm] = _first_calls(entry, made, arm, batches, device, found)
             except NotAvailable as reason:
                 found["skipped"] = str(reason)
             except Exception as error:
                 if ARMS[arm].ours:
                     raise
                 found["failed"] = f"{type(error).__name__}: {error}"
-        with turn.timed() if turn else contextlib.nullcontext():
+        with turn:
             _measure(figures["arms"], steps, batches, device)
             wide = _in_float64(module, _batch(entry, rows, device, dtype, tiny))
             for arm, step in steps.items():
@@ -118,14 +134,13 @@ def _first_calls(
     entry: ComparedModel,
     module: nn.Module,
     arm: str,
-    rows: int,
     batches: Sequence[Inputs],
     device: torch.device,
     found: Figures,
 ) -> Step:
     """Make the arm's step and call it until it is ready; notes the seconds, and what `optimize` did."""
     timeline = Timeline(device)
-    step = ARMS[arm].make(entry, module, rows)
+    step = ARMS[arm].make(entry, module, batches[0])
     for _, batch in zip(range(READY_CALLS), itertools.cycle(batches), strict=False):
         step(*batch)
         timeline.mark("first")
@@ -179,17 +194,3 @@ def _in_float64(module: nn.Module, inputs: Inputs) -> _Wide:
 
 def _error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
-
-
-@contextlib.contextmanager
-def _empty_caches() -> Iterator[None]:
-    """Point the compile caches of this process to an empty folder."""
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)

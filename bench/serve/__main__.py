@@ -1,5 +1,8 @@
 """``python -m bench.serve``: serves loads of requests eagerly, from graphs, compiled and with speculation.
 
+With ``--http`` it serves completions over HTTP instead, with OpenAI's interface, until it is told to end; see
+`bench.serve.http`.
+
 Lengths have ShareGPT's long tail (`data/lengths.json`); weights are random unless --model names a checkpoint, or the
 trained pair. Drafts of random weights are arbitrary: --mean-length sets the tokens that a round gives.
 """
@@ -9,8 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
+
 from bench.engine import EngineError
-from bench.engine.config import BACKENDS
+from bench.engine.config import BACKENDS, EngineConfig
 from bench.models.checkpoint import CheckpointError
 from bench.models.eagle import TINY
 from bench.models.workload import Workload
@@ -46,9 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
+    if options.http is not None and options.tp > 1:
+        parser.error("--http serves on one GPU; leave out --tp")
     shard, ranks, device = torchrun.start(options.tp, "serve")
     on_gpu = device.type == "cuda"
     model = options.model or ("8b" if on_gpu else "tiny")
+    if options.http is not None:
+        return _serve_http(options, model, device)
     arms = list(options.arms or default_arms(options.tp))
     for arm in [arm for arm in arms if ARMS[arm].get("compiled") and not on_gpu]:
         say(f"{arm}: not available; emulated graphs cannot see compiled code")
@@ -75,6 +84,33 @@ def main(arguments: list[str] | None = None) -> int:
         if not on_gpu:
             print(NOT_SPEED)
     return int(any(result["dropped"] for result in results.values()))
+
+
+def _serve_http(options: argparse.Namespace, model: str, device: torch.device) -> int:
+    """Serve over HTTP; return 1 if the model cannot be loaded or a package is missing."""
+    try:
+        from bench.serve import http
+    except ImportError as error:
+        print(f"python -m bench.serve: {error}; pip install fastapi uvicorn prometheus-client", file=sys.stderr)
+        return 1
+    batch, length = (256, 2048) if device.type == "cuda" else (8, 512)
+    arm = options.arms[0] if options.arms else "full-and-piecewise"
+    settings = {"mode": ARMS[arm]["mode"], "attention": options.attention[0], "max_num_seqs": batch}
+    config = EngineConfig(**settings, max_model_len=length, num_pages=1 + batch * -(-length // 16))
+    try:
+        workload = Workload(folders(model, options.draft)[0], (1,), device, lm_head=True)
+        http.run(workload.build(windows=True), model, workload.folder, config, options.http, options.most)
+    except (EngineError, CheckpointError, FileNotFoundError, ValueError) as error:
+        print(f"python -m bench.serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected HOST:PORT, such as 127.0.0.1:8000")
+    return host or "127.0.0.1", int(port)
 
 
 def folders(model: str, draft: str) -> tuple[str, str]:
@@ -117,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
     parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
     parser.add_argument("--limit", type=positive, default=float("inf"), help="seconds after which no other load begins")
+    parser.add_argument(
+        "--http", type=_address, nargs="?", const="127.0.0.1:8000", metavar="HOST:PORT", help="serve completions there"
+    )
+    parser.add_argument("--most", type=count, default=256, help="requests that --http lets in at once; others get 429")
     torchrun.add_option(parser)
     add_json(parser, OUT / "serve.json")
     return parser

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from bench.arms import load_arm
 from bench.arms.base import Arm, Setup
 from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.engine.scheduler import StepPlan
-from bench.engine.start import replays_of
+from bench.engine.repeated import RepeatedStep
+from bench.engine.start import replays_of, start
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import command, text
@@ -31,7 +30,6 @@ from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
 from bench.tools.options import numbers
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
-from simplegraph import BatchDescriptor, CudaGraphMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +99,8 @@ def _engine(llama: Llama, plan: DecodePlan, attention: str, tokens: int = 1) -> 
         page_size=PAGE_SIZE,
         tokens_per_launch=tokens,
     )
-    engine = Engine(llama, config)
     say(f"engine with {attention}, {tokens} tokens a launch")
-    summary = engine.capture()
-    if summary.failed:
-        raise RuntimeError(f"{attention}: not captured: {summary.failed}")
-    return engine
+    return start(config, llama)
 
 
 def _started(name: str, setup: Setup) -> Arm:
@@ -124,8 +118,8 @@ def _started(name: str, setup: Setup) -> Arm:
 def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) -> Figures:
     """Measure one generation: ms between steps while all requests decode, when the caller gets the tokens."""
     vocab = engine.runner.llama.config.vocab_size
-    for start in range(count):
-        prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
+    for index in range(count):
+        prompt = text.token_ids(plan.prompt, vocab, start=37 * index).tolist()
         engine.add(prompt, SamplingParams(max_tokens=plan.output))
     device, tokens = engine.runner.device, engine.config.tokens_per_launch
     replays = replays_of(engine, f"{attention}, generation")
@@ -153,54 +147,16 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
     } | replays.figures()
 
 
-class RepeatedStep:
-    """One decode step of an engine, repeated: as a graph, and eagerly."""
-
-    def __init__(self, engine: Engine, plan: DecodePlan, count: int) -> None:
-        self._runner, self._count = engine.runner, count
-        length = plan.context
-        pages = -(-length // PAGE_SIZE)
-        tables = []
-        for backend in self._runner.backends:
-            gone = max(0, length - (backend.window or length)) // PAGE_SIZE  # pages before the window
-            table = torch.zeros(count, pages, dtype=torch.int32)
-            table[:, gone:] = 1 + torch.arange(count * (pages - gone), dtype=torch.int32).view(count, -1)
-            tables.append(table.numpy())
-        vocab = engine.runner.llama.config.vocab_size
-        slots = torch.arange(count).numpy()
-        lengths = torch.full((count,), length).numpy()
-        ids = text.token_ids(count, vocab).numpy()
-        step = StepPlan([], [1] * count, [False] * count, slots, lengths, ids, lengths - 1, tables)
-        manager = self._runner.manager
-        self.batch = manager.dispatch(count, count, 1)
-        self._runner.describe(step, self.batch)
-
-    def graph(self) -> Tensor:
-        self._runner.repeat()
-        found = self._runner.manager.run(self.batch, self._runner.forward)
-        if isinstance(found, Tensor):  # hidden states of a piecewise graph
-            return self._runner.llama.head(found[: self._count]).argmax(dim=-1)
-        return found.tokens[: self._count]
-
-    def eager(self) -> Tensor:
-        self._runner.repeat()
-        rows = self.batch.descriptor.num_tokens
-        hidden = self._runner.forward(CudaGraphMode.NONE, BatchDescriptor(rows, rows, 1))
-        if not isinstance(hidden, Tensor):
-            raise TypeError("an eager step gave what a graph gives")
-        return self._runner.llama.head(hidden[: self._count]).argmax(dim=-1)
-
-
 @torch.inference_mode()
 def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: dict[str, Arm], count: int) -> Figures:
     calls: dict[str, Callable[[], object]] = {}
     for name, engine in engines.items():
-        steps = RepeatedStep(engine, plan, count)
-        graph, eager = steps.graph().clone(), steps.eager()
+        steps = RepeatedStep(engine, count, plan.context)
+        graph, eager = steps.tokens().clone(), steps.eager_tokens()
         agreeing = float((graph == eager).double().mean())
         if agreeing < 0.9:  # random weights make near ties, which rounding decides
             raise RuntimeError(f"{name}, batch {count}: {agreeing:.0%} of the graph's tokens are eager's.")
-        calls |= {f"{name} graph": Served(steps.graph, replays_of(engine, name)), f"{name} eager": steps.eager}
+        calls |= {f"{name} graph": Served(steps.tokens, replays_of(engine, name)), f"{name} eager": steps.eager_tokens}
     batch = setup.batch(count)
     for name, arm in arms.items():
         calls[name] = lambda arm=arm: arm(*batch).argmax(dim=-1)  # type: ignore[misc]

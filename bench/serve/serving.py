@@ -22,6 +22,7 @@ from simplegraph import RankGroup
 # How the engine runs in each arm.
 ARMS: dict[str, dict[str, Any]] = {
     "eager": {"mode": "NONE"},
+    "full": {"mode": "FULL"},
     "full-decode-only": {"mode": "FULL_DECODE_ONLY"},
     "full-and-piecewise": {"mode": "FULL_AND_PIECEWISE"},
     "compiled-piecewise": {"mode": "PIECEWISE", "compiled": True},

@@ -24,8 +24,6 @@ RATIOS = {
     "again_our_captures_alone_over_plain_loop": (("simplegraph", _ALONE_AGAIN), ("plain-loop", _AGAIN)),
     "memory_ours_over_plain_loop": (("simplegraph", _KEPT), ("plain-loop", _KEPT)),
     "memory_ours_over_lean_loop": (("simplegraph", _KEPT), ("lean-loop", _KEPT)),
-    "again_breakable_over_our_piecewise": (("breakable", _AGAIN), ("simplegraph-piecewise", _AGAIN)),
-    "memory_our_piecewise_over_breakable": (("simplegraph-piecewise", _KEPT), ("breakable", _KEPT)),
     "ready_piecewise_cold_over_ours": (("compiled-piecewise (cold)", _READY), ("simplegraph", _READY)),
     "ready_piecewise_warm_over_ours": (("compiled-piecewise (warm)", _READY), ("simplegraph", _READY)),
 }

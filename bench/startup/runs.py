@@ -59,7 +59,7 @@ class StartupPlan:
 
     def rounds_of(self, run: Run) -> int:
         """Return the number of processes of a run; compiled arms take fewer, since they are slow."""
-        return self.compiled_rounds if run.arm in COMPILED or run.arm == "inductor-partition" else self.rounds
+        return self.compiled_rounds if run.arm in COMPILED else self.rounds
 
 
 def runs_of(arms: Iterable[str]) -> list[Run]:

@@ -29,10 +29,29 @@ def render(results: dict[str, Result]) -> str:
         return f"{heading(results)}\n\n{missing(results)}"
     parts = [heading(results), grid(measured([header(results), *found]))]
     if _emulated(results):
-        parts += [EMULATED, missing(results), EXPLANATION]
+        parts += [EMULATED, missing(results), EXPLANATION, finding(results)]
     else:
-        parts += [missing(results), ratios(results), f"{EXPLANATION}\n{GPU_EXPLANATION}"]
+        parts += [missing(results), ratios(results), f"{EXPLANATION}\n{GPU_EXPLANATION}", finding(results)]
     return "\n\n".join(part for part in parts if part)
+
+
+def finding(results: dict[str, Result]) -> str:
+    """Say in a sentence what was found of simplegraph; "" if it has no figures."""
+    ours, eager = results.get("simplegraph", {}), results.get("eager")
+    ready = figure(ours, "seconds", "ready")
+    if ready is None:
+        return ""
+    found = f"Found: simplegraph had {len(ours['sizes'])} batch sizes ready {ready:.2f} s after the model was built"
+    if _emulated(results):
+        equal, error = _equal(ours), max((one["error"] for one in ours["correct"]), default=0.0)
+        return f"{found}; at captured sizes {equal} answers are eager's to the bit, the largest error is {error:.0e}."
+    others = [(cache, figure(results.get(f"compiled-piecewise ({cache})"), "seconds", "ready")) for cache in _CACHES]
+    sooner = [
+        f"{other / ready:.1f} times sooner than torch.compile ({cache} cache)" for cache, other in others if other
+    ]
+    pairs = [(batch, figure(ours, "step_ms", batch), figure(eager, "step_ms", batch)) for batch in _batches(results)]
+    steps = [f"{one / other:.2f} of eager's step at batch {batch}" for batch, one, other in pairs if one and other]
+    return "; ".join([", ".join([found, *sooner]), *([f"a step takes {', '.join(steps)}"] if steps else [])]) + "."
 
 
 def header(results: dict[str, Result]) -> list[str]:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 
 def load_cold() -> None:
     """Import the compiler's modules and disable its caches, so that a first call only compiles."""
@@ -17,3 +23,17 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[None]:
+    """Point the compile caches of this process to an empty folder."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

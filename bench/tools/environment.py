@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 # Packages whose version can change a figure; those that are not installed are null in the JSON.
 LIBRARIES = (
     *("torch", "triton", "transformers", "timm", "torchvision", "diffusers", "peft", "tensordict", "simple-cuda-graph"),
-    *("vllm", "vllm-flash-attn", "flash-attn", "flash-attn-3", "flashinfer-python", "liger-kernel"),
+    *("vllm", "vllm-flash-attn", "flash-attn", "flash-attn-3", "flashinfer-python"),
     *("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-bindings"),
-    *("breakable-cuda-graphs", "numpy"),
+    "numpy",
 )
 # Packages of FlashAttention-3's kernels, which may lie beside others without a version.
 KERNELS = ("vllm_flash_attn", "flash_attn_interface")

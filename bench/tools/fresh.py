@@ -13,6 +13,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Entered by a process while it measures times and all beside it stand still: ``with turn: ...``, as often as it wants.
+Turn = contextlib.AbstractContextManager[Any]
+NO_TURN: Turn = contextlib.nullcontext()
+WANTED, OVER = "wanted", "over"  # messages of a process's turn
 _PRELOAD_SECONDS = 120
 _PRELOADED = ["torch"]  # its import takes seconds, and does not initialize CUDA
 
@@ -99,7 +103,7 @@ class FreshProcess:
         other.close()  # only the child's end stays open, so that its death is noticed
 
     def receive(self) -> Any:
-        """Wait for a message: one of `Turn`'s, or what `result` reads. Raises ProcessFailed if it died."""
+        """Wait for a message: `WANTED` or `OVER`, or what `result` reads. Raises ProcessFailed if it died."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -136,29 +140,23 @@ class FreshProcess:
         self.connection.close()
 
 
-class Turn:
-    """Lets a function measure times while all beside it stand still: ``with turn: ...``, as often as it wants.
-
-    Args:
-        connection: to the process that gives turns.
-    """
-
-    WANTED, OVER = "wanted", "over"
+class _GivenTurn(contextlib.AbstractContextManager[None]):
+    """Asks the process at the other end for a turn."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def __enter__(self) -> None:
-        self._connection.send(self.WANTED)
+        self._connection.send(WANTED)
         self._connection.recv()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._connection.send(self.OVER)
+        self._connection.send(OVER)
 
 
 def _answer(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], turns: bool) -> None:
     try:
-        result = True, function(*args, *([Turn(connection)] if turns else []))
+        result = True, function(*args, *([_GivenTurn(connection)] if turns else []))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         result = False, (traceback.format_exc(), reason)

@@ -17,13 +17,12 @@ SOON = frozenset(
         Reason.FIRST_CALL,
         Reason.WARMUP,
         Reason.PROOF,
-        Reason.LENGTH_LEARNT,
         Reason.BATCH_DIM_UNCONFIRMED,
         Reason.OUTPUT_SHAPE_UNKNOWN,
     }
 )
 # Of an engine's steps, by its own settings: what its mode or its sizes leave without a graph.
-PLANNED = frozenset({Reason.MODE_NONE, Reason.MIXED_BATCH, Reason.BATCH_TOO_LARGE})
+PLANNED = frozenset({Reason.SWITCHED_OFF, Reason.MIXED_BATCH, Reason.BATCH_TOO_LARGE})
 
 
 class NotReplayed(RuntimeError):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from multiprocessing import connection
-from typing import Any
+from typing import Any, TypeVar
 
-from bench.tools.fresh import FreshProcess, ProcessFailed, Turn
+from bench.tools.fresh import OVER, WANTED, FreshProcess, ProcessFailed
 
 DRAINED = 0.3  # seconds after which GPUs have done what halted processes gave to them
 
+K = TypeVar("K", bound=Hashable)
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -28,7 +29,7 @@ class _Member:
         gpu: that it uses; left: seconds that it may still run; the time in which it waits or is halted does not count.
     """
 
-    name: str
+    name: Hashable
     process: FreshProcess
     gpu: int
     left: float
@@ -52,7 +53,7 @@ class SideBySide:
         self._waiting: list[_Member] = []
         self._gpus = collections.deque(range(gpus))
 
-    def run(self, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Any]]:
+    def run(self, tasks: Mapping[K, Task]) -> Iterator[tuple[K, Any]]:
         """Yield each task's name and result, or the error it ended with, as they are done.
 
         Args:
@@ -74,14 +75,14 @@ class SideBySide:
             for member in self._running + self._waiting:
                 member.process.close()
 
-    def _start(self, name: str, task: Task) -> None:
+    def _start(self, name: Hashable, task: Task) -> None:
         function, args = task
         self._gpus.rotate(-1)
         gpu = self._gpus[0]
         process = FreshProcess(function, *args, gpu, turns=True)
         self._running.append(_Member(name, process, gpu, self._seconds))
 
-    def _measure(self) -> Iterator[tuple[str, Any]]:
+    def _measure(self) -> Iterator[tuple[Any, Any]]:
         """Let all that wait measure, one on each GPU at a time, while the others are halted."""
         for member in self._running:
             member.process.stop()
@@ -102,7 +103,7 @@ class SideBySide:
         for member in self._running:
             member.process.go_on()
 
-    def _advance(self, members: list[_Member], wanting: list[_Member]) -> Iterator[tuple[str, Any]]:
+    def _advance(self, members: list[_Member], wanting: list[_Member]) -> Iterator[tuple[Any, Any]]:
         """Wait a moment for messages: yields results, and moves members whose turn begins or is over to `wanting`."""
         began = time.monotonic()
         ready = connection.wait([member.process.connection for member in members], timeout=0.2)
@@ -113,10 +114,10 @@ class SideBySide:
             if member.process.connection in ready:
                 try:
                     message = member.process.receive()
-                    if message in (Turn.WANTED, Turn.OVER):
+                    if message in (WANTED, OVER):
                         members.remove(member)
                         wanting.append(member)
-                        if message == Turn.OVER:
+                        if message == OVER:
                             member.process.stop()
                         continue
                     found = member.process.result(message)

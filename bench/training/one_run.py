@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import time
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 
 from bench.arms.base import NotAvailable
+from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, in_turn, step_milliseconds, synchronize
 from bench.tools.replays import Served
 from bench.tools.tables import MIB
-from bench.tools.turns import Turn
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, Step, Task
 
@@ -31,7 +30,7 @@ IN_TURN = {"cuda": 15, "cpu": 2}  # rounds in which arms take turns
 PER_TURN = 20
 
 
-def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | None = None) -> Figures:
+def run_arm(name: str, arm: str, device: torch.device, tiny: bool, gpu: int = 0, turn: Turn = NO_TURN) -> Figures:
     """Measure one arm on one workload; `skipped` is the reason if it cannot run.
 
     Raises:
@@ -46,7 +45,7 @@ def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | 
     torch.manual_seed(1)  # of dropout: the same draws for every arm whose graphs advance generators as eager does
     step, figures = _first_steps(task, arm, batches)
     replays = ARMS[arm].replays(task, step, f"{arm} of {name}")
-    with turn.timed() if turn else contextlib.nullcontext():
+    with turn:
         turns = itertools.cycle(batches)
         call = Served(lambda: step(*next(turns)), replays, ARMS[arm].each)
         estimate = figures["calls"][-1] - figures["calls"][-2]

@@ -21,8 +21,8 @@ from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
 from bench.tools.turns import answer, side_by_side
 from bench.training.one_run import run_arm, run_in_turn, run_shapes
-from bench.training.requirements import ROUNDING, SAME, describe, difference, render
 from bench.training.step_arms import ARMS
+from bench.training.table import ROUNDING, SAME, describe, difference, render
 from bench.training.workloads import WORKLOADS, available
 
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)
@@ -85,8 +85,8 @@ def measure(plan: TrainingPlan, device: torch.device) -> Figures:
         for name in plan.workloads:
             steps[name]["in turn"] = _measured(plan, run_in_turn, name, IN_TURN_ARMS, device)
     for first in range(0, len(slow), plan.at_once):
-        calls = {pair: (run_arm, *pair, device, plan.tiny) for pair in slow[first : first + plan.at_once]}
-        for (name, arm), found in side_by_side(calls, plan.timeout).items():
+        tasks = {pair: (run_arm, (*pair, device, plan.tiny)) for pair in slow[first : first + plan.at_once]}
+        for (name, arm), found in side_by_side(tasks, plan.timeout).items():
             steps[name][arm] = found
             say(f"{name}, {arm}: {describe(found)}")
     return figures

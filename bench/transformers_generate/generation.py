@@ -10,7 +10,6 @@ generation then takes longer than it does alone.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -19,12 +18,13 @@ from typing import Any
 
 import torch
 
-from bench.tools import command, compiler, cores
+from bench.tools import command, compiler
+from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
 from bench.tools.replays import Replays, Served
 from bench.tools.tables import cell, ratio
-from bench.tools.turns import Turn, side_by_side
+from bench.tools.turns import side_by_side
 from bench.transformers_generate import families, same_tokens
 
 PLAIN, COMPILED = "plain", "static-compiled"
@@ -45,7 +45,6 @@ class GenerationPlan:
         batch, prompt, tokens: rows, tokens of each prompt, and new ones.
         rounds: generations after the first; their median counts.
         arms: of `ALL_ARMS`.
-        busy: True to generate with all other cores busy as well.
         compared: tokens that are generated in float32 to compare graphs with plain.
         processes: processes of each arm that compiles nothing.
         at_once: models whose processes run side by side.
@@ -59,7 +58,6 @@ class GenerationPlan:
     tokens: int = 128
     rounds: int = 5
     arms: tuple[str, ...] = ARMS
-    busy: bool = False
     compared: int = 128
     processes: int = 3
     at_once: int = 1
@@ -77,7 +75,13 @@ def default_plan(device: torch.device) -> GenerationPlan:
 
 
 def run_arm(
-    plan: GenerationPlan, name: str, arm: str, device: torch.device, dtype: torch.dtype, turn: Turn | None = None
+    plan: GenerationPlan,
+    name: str,
+    arm: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    gpu: int = 0,
+    turn: Turn = NO_TURN,
 ) -> Figures:
     """Measure seconds of the first generation, ms per token of later ones, and return the tokens.
 
@@ -113,7 +117,7 @@ def run_arm(
     # Prompts run eagerly; a graph makes every token after the first, or several.
     replays = Replays(*([] if graphs is None else [graphs]), name=f"{arm} of {name}")
     later = Served(generate, replays, (plan.tokens - 1) // LAUNCHES.get(arm, 1))
-    with turn.timed() if turn else contextlib.nullcontext():
+    with turn:
         taken += [seconds(later, device) for _ in range(plan.rounds)]
         figures: Figures = {
             "first_seconds": taken[0],
@@ -121,11 +125,6 @@ def run_arm(
             "seconds": taken,
             "tokens": result[:, -plan.tokens :].tolist(),
         }
-        if plan.busy:
-            with cores.busy_cores() as others:
-                taken = [seconds(later, device) for _ in range(plan.rounds)]
-            figures |= {"busy_cores": others, "busy_seconds": taken}
-            figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
     if arm == PLAIN:
         figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
     if arm == COMPILED:
@@ -148,7 +147,7 @@ def _measure_models(plan: GenerationPlan, some: Sequence[str], device: torch.dev
     """Measure models side by side, one arm after the other."""
     say(f"{', '.join(some)}: tokens in float32 ...")
     settings = device, plan.tiny, plan.prompt, plan.compared
-    found = side_by_side({name: (same_tokens.compare, name, *settings) for name in some}, plan.timeout, timed=False)
+    found = side_by_side({name: (same_tokens.compare, (name, *settings)) for name in some}, plan.timeout)
     for name, agreement in found.items():
         say(f"{name}, {_agreement(agreement)}")
     arms: dict[str, Figures] = {name: {} for name in some}
@@ -164,8 +163,8 @@ def _measure_arm(plan: GenerationPlan, some: Sequence[str], arm: str, device: to
     runs: dict[str, list[Figures]] = {name: [] for name in some}
     for _ in range(1 if arm == COMPILED and device.type == "cuda" else plan.processes):
         left = [name for name in some if not any("failed" in run for run in runs[name])]
-        calls = {name: (run_arm, plan, name, arm, device, torch.bfloat16) for name in left}
-        for name, run in side_by_side(calls, plan.timeout).items():
+        tasks = {name: (run_arm, (plan, name, arm, device, torch.bfloat16)) for name in left}
+        for name, run in side_by_side(tasks, plan.timeout).items():
             runs[name].append({key: value for key, value in run.items() if key != "tokens"})
     return {name: _medians(arm, each) for name, each in runs.items()}
 
@@ -192,16 +191,11 @@ _COLUMNS = ("ms a token", "x plain ms", "first s", "x sooner", "GPU busy")
 
 
 def render(figures: Figures) -> str:
-    """The figures as a table.
-
-    `cores busy` is ms a token with all other cores busy; `x sooner` the compiled first generation's time over that of
-    the arm.
-    """
+    """The figures as a table; `x sooner` is the compiled first generation's time over that of the arm."""
     lines = ["batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"])]
     if figures["plan"].get("at_once", 1) > 1:
         lines.append("first generations ran beside those of other models, so they took longer than alone")
-    columns = (*_COLUMNS, "cores busy") if figures["plan"].get("busy") else _COLUMNS
-    lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in columns))
+    lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in _COLUMNS))
     for name, model in figures["models"].items():
         lines += [f"{name:>10}  {arm:>22}{_cells(found, model['arms'])}" for arm, found in model["arms"].items()]
         lines.append(f"{name:>10}  {_agreement(model)}")
@@ -212,8 +206,7 @@ def _in_a_line(found: Figures) -> str:
     """The figures of an arm in a line, or why there are none."""
     if "ms_per_token" not in found:
         return f"skipped: {found['skipped']}" if "skipped" in found else f"failed: {found['reason']}"
-    busy = f" ({found['busy_ms_per_token']:.3f} with all other cores busy)" if "busy_ms_per_token" in found else ""
-    return f"{found['ms_per_token']:.3f} ms a token{busy}, first generate {found['first_seconds']:.2f} s"
+    return f"{found['ms_per_token']:.3f} ms a token, first generate {found['first_seconds']:.2f} s"
 
 
 def _cells(found: Figures, arms: Figures) -> str:
@@ -226,7 +219,6 @@ def _cells(found: Figures, arms: Figures) -> str:
         cell(found, "first_seconds", ".2f"),
         ratio(compiled, found, "first_seconds", ".1f"),
         cell(found, "busy_share", ".0%"),
-        *([cell(found, "busy_ms_per_token", ".3f")] if "busy_ms_per_token" in found else []),
     ]
     row = "".join(f"{cell:>12}" for cell in cells)
     return row if found.get("compiled_graphs", 1) else f"{row}  (transformers compiled nothing)"
@@ -257,7 +249,6 @@ def main(argv: list[str] | None = None) -> None:
     add_names(parser, "--models", families.FAMILIES, "llama by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     add_names(parser, "--arms", ALL_ARMS, f"by default {', '.join(ARMS)}")
-    parser.add_argument("--busy", action="store_true", help="generate with all other cores busy as well")
     for name, help_text in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, help=help_text)
     command.run(parser, argv, default_plan, measure, render, failures)

@@ -21,7 +21,7 @@ def ragged(prompt: int) -> tuple[list[int], ...]:
     return [prompt], [prompt, prompt // 2, prompt // 4 + 1], [prompt - 1, prompt + 3, 2, prompt // 2 + 1]
 
 
-def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: int) -> dict[str, int]:
+def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: int, *_: Any) -> dict[str, int]:
     """Compare the tokens that one model generates with and without graphs.
 
     If a row's tokens diverge, the two most likely ones must differ by no more than rounding, and so must the logits:

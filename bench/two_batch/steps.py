@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bench.engine import Engine, EngineConfig
-from bench.engine.scheduler import StepPlan
-from bench.engine.start import drop_graphs, replays_of
+from bench.engine.repeated import RepeatedStep
+from bench.engine.start import drop_graphs, replays_of, start
 from bench.models.llama import Llama
-from bench.tools import text
 from bench.tools.measure import Figures, in_turn, say
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
@@ -76,34 +73,6 @@ def prompt_steps(tokens: int, device: torch.device) -> Steps:
     return Steps(shapes, tokens, "FULL", "sdpa", rounds=1, repeats=2)
 
 
-class DescribedStep:
-    """One step of an engine, which can be repeated: it writes the same keys and values each time."""
-
-    def __init__(self, engine: Engine, count: int, query: int, length: int) -> None:
-        self._runner = runner = engine.runner
-        pages = -(-length // PAGE)
-        table = 1 + torch.arange(count * pages, dtype=torch.int32).view(count, pages)
-        positions = torch.arange(length - query, length).repeat(count)
-        ids = text.token_ids(count * query, runner.llama.config.vocab_size)
-        numbers = torch.arange(count).numpy(), torch.full((count,), length).numpy(), ids.numpy(), positions.numpy()
-        plan = StepPlan([], [query] * count, [False] * count, *numbers, [table.numpy()] * len(runner.backends))
-        self.batch = runner.manager.dispatch(count * query, count, 1 if query == 1 else None)
-        if self.batch.mode is not CudaGraphMode.FULL:
-            raise RuntimeError(f"a step of {count} x {query} tokens runs in mode {self.batch.mode.name}.")
-        runner.describe(plan, self.batch)
-        self._last = torch.arange(1, count + 1, device=runner.device) * query - 1
-
-    def run(self) -> Any:
-        """Run it once more; return the outputs of its graph."""
-        self._runner.repeat()
-        return self._runner.manager.run(self.batch, self._runner.forward)
-
-    def logits(self) -> Tensor:
-        """Run it, and return the logits of each request's last token."""
-        found = self.run()
-        return found.logits.clone() if hasattr(found, "logits") else self._runner.llama.head(found[self._last])
-
-
 @torch.inference_mode()
 def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Figures]:
     """Yield ms of each step whole and in halves, after comparing their logits."""
@@ -111,7 +80,9 @@ def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Fig
     try:
         for count, query in steps.shapes:
             length = steps.context if query == 1 else query
-            arms = {name: DescribedStep(engine, count, query, length) for name, engine in engines.items()}
+            arms = {name: RepeatedStep(engine, count, length, query) for name, engine in engines.items()}
+            if any(arm.batch.mode is not CudaGraphMode.FULL for arm in arms.values()):
+                raise RuntimeError(f"a step of {count} x {query} tokens has no full graph.")
             whole, halves = (arm.logits().double() for arm in arms.values())
             calls: dict[str, Callable[[], object]] = {
                 name: Served(arm.run, replays_of(engines[name], name)) for name, arm in arms.items()
@@ -130,7 +101,8 @@ def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Fig
                 "attention": engines["whole"].runner.backends[0].name,
             }
     finally:
-        _drop(engines)
+        for engine in engines.values():
+            drop_graphs(engine)
 
 
 @torch.inference_mode()
@@ -142,29 +114,17 @@ def choices(llama: Llama, ranks: RankGroup | None, steps: Steps) -> list[Figures
         {"tokens": each.num_tokens, "chosen": each in overlap.chosen} | times._asdict()
         for each, times in overlap.measured.items()
     ]
-    _drop({"auto": engine})
+    drop_graphs(engine)
     return found
 
 
 def _engine(llama: Llama, ranks: RankGroup | None, steps: Steps, overlap: str) -> Engine:
     say(f"capturing {steps.mode} with two_batch_overlap={overlap}")
-    engine = Engine(llama, steps.config(overlap), ranks)
+    engine = start(steps.config(overlap), llama, ranks=ranks)
     generator = torch.Generator(engine.runner.device).manual_seed(5)
     for backend in engine.runner.backends:
         backend.cache._memory.normal_(generator=generator)  # equal in all engines
-    failed = engine.capture().failed
-    if failed:
-        raise RuntimeError(f"not captured: {failed}")
     return engine
-
-
-def _drop(engines: dict[str, Engine]) -> None:
-    for engine in engines.values():
-        drop_graphs(engine)
-    engines.clear()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _collectives(llama: Llama, rows: int) -> Callable[[], object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.tools import drawings, notebook, plots, tables
+from docs.tools import dashboard, drawings, notebook, plots, screenshot, tables, timeline
 
 if __name__ == "__main__":
     for page in tables.PAGES:
@@ -10,3 +10,6 @@ if __name__ == "__main__":
     plots.draw_all()
     drawings.draw_all()
     notebook.store()
+    dashboard.store()
+    screenshot.store()
+    timeline.store()

@@ -82,3 +82,11 @@ def _finish(axis: Any, title: str) -> None:
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def colours_legend(chart: Any) -> None:
+    """Say below a chart which colour is whose."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=OURS, label="simplegraph"), Patch(color=OTHERS, label="others")]
+    chart.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)

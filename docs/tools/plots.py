@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from docs.tools.charts import OURS, bars, dots, draw, log_axis
+from docs.tools.charts import OURS, bars, colours_legend, dots, draw, log_axis
 from docs.tools.raw import ROOT, extra, load, startup
 from docs.tools.tables import FAMILIES, MODEL_ARMS, models
 
@@ -35,8 +35,9 @@ def _startup(path: Path) -> None:
             steps = {name: run["step_ms"][batch] for name, run in runs.items()}
             bars(axis, f"a step at batch {batch}, ms", steps, "%.2f")
             axis.set_yticklabels([])
+        colours_legend(chart)
 
-    draw(path, fill, ncols=3, figsize=(10.5, 3.0), width_ratios=(1.35, 1, 1))
+    draw(path, fill, ncols=3, figsize=(10.5, 3.3), width_ratios=(1.35, 1, 1))
 
 
 def _decode(path: Path) -> None:
@@ -56,8 +57,9 @@ def _decode(path: Path) -> None:
             bars(axis, f"batch {batch}, ms", {text: ms[key] for key, text in names.items()}, "%.2f")
         for axis in axes[1:]:
             axis.set_yticklabels([])
+        colours_legend(chart)
 
-    draw(path, fill, ncols=4, figsize=(11, 3.2), width_ratios=(1, 1, 1, 1))
+    draw(path, fill, ncols=4, figsize=(11, 3.5), width_ratios=(1, 1, 1, 1))
 
 
 def _serving(path: Path) -> None:

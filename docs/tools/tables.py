@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.training.requirements import beyond_eager
+from bench.training.table import beyond_eager
 from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
@@ -45,25 +45,14 @@ def write(page: Path) -> None:
 
 
 def _readme() -> str:
-    names = {
-        "eager": "eager",
-        "plain-loop": "a plain loop of `torch.cuda.graph`",
-        "lean-loop": "the leanest loop of bare captures",
-        "simplegraph": "**simplegraph**",
-        "simplegraph-piecewise": "**simplegraph**, attention left eager",
-        "simplegraph-fused": "**simplegraph**, layers with fused kernels",
-        "compiled-full (cold)": "`torch.compile` and graphs, empty compile cache",
-        "compiled-full (warm)": "`torch.compile` and graphs, filled compile cache",
-    }
-    head = ["", "all 51 batch sizes ready after", "a step at batch 1", "a step at batch 64"]
-    runs = startup()
-    return grid(
-        head,
-        (
-            [text, f"{run['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in step_cells(run, ("1", "64")))]
-            for run, text in ((runs[name], text) for name, text in names.items() if name in runs)
-        ),
-    )
+    names = ("eager", "**simplegraph**", "`make_graphed_callables`", "tensordict", "`torch.compile`, reduce-overhead")
+    order = ("eager", "simplegraph", "make-graphed-callables", "tensordict-cudagraph", "compiled-reduce-overhead")
+    rows = []
+    for text, arms in models().items():
+        first = (f"{arms[arm]['first_seconds']:.1f} s" for arm in ("simplegraph", "compiled-reduce-overhead"))
+        faster = f"{arms['eager']['ms'] / arms['simplegraph']['ms']:.1f} times"
+        rows.append([text, *(f"{arms[arm]['ms']:.2f}" for arm in order), faster, " / ".join(first)])
+    return grid(["", *names, "faster than eager", "first call, simplegraph / compiled"], rows)
 
 
 def _startup() -> str:

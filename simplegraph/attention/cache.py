@@ -10,7 +10,7 @@ from torch import Tensor
 
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.base.errors import ConfigError, InputError
-from simplegraph.fused.choice import triton_runs
+from simplegraph.fused.choice import chosen_operators, triton_runs
 
 
 class PagedKVCache:
@@ -59,7 +59,7 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
         self.device = self._memory.device
-        self._by_triton = triton_runs(self.device)
+        self._operators = chosen_operators(triton=triton_runs(self.device))
         self._keys: dict[int, Tensor]
         self._values: dict[int, Tensor]
         self._keys, self._values = (
@@ -83,6 +83,7 @@ class PagedKVCache:
         """Fill all keys and values with zeros."""
         self._memory.zero_()
 
+    @torch.no_grad()  # else keys that require a gradient would make the whole cache require one
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write each token's key and value to its slot: one kernel on a GPU, graph-safe on every device.
 
@@ -104,25 +105,9 @@ class PagedKVCache:
                     f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the cache and {shape[0]} slots "
                     f"expect {shape} and {self.dtype}."
                 )
-        if self._by_triton:
-            from simplegraph.fused.cache_kernels import write_pages
-
-            keys, values = self.pages(layer)
-            write_pages(k, v, keys, values, slot_mapping, self.page_size, self.layout)
-        else:
-            self._write_by_index(layer, k, v, slot_mapping)
+        self._operators.write_pages(k, v, self.pages(layer), slot_mapping, self.layout)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values with the page for padding."""
         index = self._index[layer]
         return self._memory[0, index], self._memory[1, index]
-
-    @torch.no_grad()  # else keys that require a gradient would make the whole cache require one
-    def _write_by_index(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        slots = torch.where(slot_mapping < 0, self.num_pages * self.page_size, slot_mapping)
-        for memory, rows in zip(self.pages(layer), (k, v), strict=True):
-            if self.layout == "NHD":
-                memory.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, rows)
-            else:
-                page, offset = slots // self.page_size, slots % self.page_size
-                memory.transpose(1, 2).index_put_((page, offset), rows)

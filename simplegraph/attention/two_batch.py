@@ -219,7 +219,7 @@ class TwoBatchOverlap(GraphHooks):
         trial.table.ranks = manager.ranks
         jobs = [CaptureJob(_key(each), *_key(each), bind_forward(forward, *_key(each))) for each in self._splits]
         with trial.table.trying():
-            failed = trial.new_capture(jobs).run(config.num_warmups).failed
+            failed = trial.new_capture(jobs).run(1).failed
         for label, error in failed.items():
             logger.warning("simplegraph: overlap of %s is not measured, and not used: %s", label, headline(str(error)))
         return trial

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from simplegraph.base import patches
-from simplegraph.base.errors import ConfigError
 
 
 class BreakRecorder(Protocol):
@@ -80,55 +79,36 @@ _intercepted: set[Any] = set()
 _lock = threading.Lock()
 
 
-def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
-    """Operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``, and these.
-
-    Args:
-        names: such as ``"mylib::attention"`` (all overloads) or ``"aten::sort.stable"``.
-
-    Raises:
-        ConfigError: no such operator is registered.
-    """
-    found = set(_tagged())
-    for name in names:
-        overloads = _overloads(name)
-        if not overloads:
-            raise ConfigError(
-                f"break_ops names {name!r}, but no such operator is registered; expected the form "
-                "'namespace::name', of a library that is imported before the capture."
-            )
-        found.update(overloads)
+def breaking_operators() -> frozenset[Any]:
+    """Return the operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``."""
+    found = _tagged(frozenset(torch._C._dispatch_get_all_op_names()))
     with _lock:
         for operator in found - _intercepted:
             _intercept(operator)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _tagged(names: frozenset[str]) -> frozenset[Any]:
+    """Pick the operators with the tag; each name takes microseconds, so the last answer is kept."""
+    found: set[Any] = set()
+    for name in names:
+        packet, _, overload = name.partition(".")
+        operation = torch._C._get_operation_overload(packet, overload)
+        if operation is not None and _UNSAFE in operation[2]:
+            found.update(_overload(name))
     return frozenset(found)
 
 
-def _tagged() -> list[Any]:
-    """List the registered operators with the tag; looks at those that are new, since each takes microseconds."""
-    names = frozenset(torch._C._dispatch_get_all_op_names())
-    with _lock:
-        for gone in _looked_at.keys() - names:
-            del _looked_at[gone]
-        for name in names - _looked_at.keys():
-            packet, _, overload = name.partition(".")
-            operation = torch._C._get_operation_overload(packet, overload)
-            unsafe = operation is not None and _UNSAFE in operation[2]
-            _looked_at[name] = _overloads(name, exact=True) if unsafe else []
-        return [each for found in filter(None, _looked_at.values()) for each in found]
-
-
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-_looked_at: dict[str, list[Any]] = {}
 
 
-def _overloads(name: str, *, exact: bool = False) -> list[Any]:
+def _overload(name: str) -> list[Any]:
+    """Find the operator of a registered name, such as ``aten::sort.stable``; empty if Python cannot call it."""
     namespace, _, rest = name.partition("::")
-    packet_name, _, overload = rest.partition(".")
+    packet, _, overload = rest.partition(".")
     try:
-        packet = getattr(getattr(torch.ops, namespace), packet_name)
-        chosen = [overload or "default"] if overload or exact else packet.overloads()
-        return [getattr(packet, one) for one in chosen]
+        return [getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")]
     except (AttributeError, RuntimeError):
         return []
 

@@ -67,7 +67,7 @@ class CudaGraphMode(enum.Enum):
             return cls["NONE" if name == "OFF" else name]
         except KeyError:
             names = ", ".join(cls.__members__)
-            raise ConfigError(f"mode is {value!r}; expected one of {names}.") from None
+            raise ConfigError(f"mode is {value!r}; expected one of {names}, or OFF for NONE.") from None
 
 
 class AttentionCGSupport(enum.IntEnum):
@@ -92,10 +92,7 @@ class CudaGraphConfig:
 
     Args:
         mode: a `CudaGraphMode` or its name.
-        capture_sizes: batch sizes (rows, tokens) to capture. None takes the default list up to `max_capture_size`.
-        max_capture_size: the largest default size, in rows; default 512. It is always captured itself.
-        num_warmups: eager runs of a size before it is captured. With ``capture="lazy"`` these are the caller's own
-            calls; with ``"upfront"`` they run on the largest size.
+        capture_sizes: batch sizes (rows, tokens) to capture. None takes `default_sizes(512)`, up to `max_num_tokens`.
         max_num_seqs: the most requests in a batch. Uniform decode sizes are at most `uniform_query_len` times that.
         max_num_tokens: the most tokens in a batch; larger `capture_sizes` are an error.
         uniform_query_len: tokens per request in a uniform decode batch (1, or 1 + draft tokens).
@@ -112,13 +109,9 @@ class CudaGraphConfig:
         outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
             next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
             the forward returns are returned as the caller's own tensors.
-        capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in `capture_graphs`, so
-            that a later call never pays for a capture.
+        capture: ``"lazy"`` captures a size at the second call of that size, the first of which warms it up;
+            ``"upfront"`` only in `capture_graphs`, so that a later call never pays for a capture.
         on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
-        on_stale: ``"recapture"`` drops all graphs when something that they read was moved or replaced, and
-            captures again; ``"raise"`` raises `StaleGraphError`.
-        pad_random: allow padding even if the forward draws random numbers; the following numbers then differ from
-            eager's.
         verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
             double, which together take at most so many percent of the time of the replays since. Such a call runs
             eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
@@ -135,15 +128,11 @@ class CudaGraphConfig:
             diffusers' attention processors; other state is fixed at capture. State that the forward itself changes
             (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names it,
             unless the key contains that state; a replay then leaves it unchanged.
-        trusted_args: names of arguments whose non-tensor objects never change inside; they become part of
-            the key by identity.
-        break_ops: operators (``"mylib::attention"``) that are eager breaks, in addition to those tagged
-            ``torch.Tag.cudagraph_unsafe``.
         decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
             ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
         training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.
-        debug: check every captured input's address at every replay, and name those that moved; refuse graphs also for
-            freed memory that a struct points to; with a `RankGroup` check that all ranks replay the same graph.
+        debug: check every captured input's address at every replay, and name those that moved; with a
+            `RankGroup` check that all ranks replay the same graph.
         progress: show a progress bar while capturing several sizes.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.
@@ -154,8 +143,6 @@ class CudaGraphConfig:
 
     mode: CudaGraphMode = CudaGraphMode.FULL
     capture_sizes: Sequence[int] | None = None
-    max_capture_size: int | None = None
-    num_warmups: int = 1
     max_num_seqs: int | None = None
     max_num_tokens: int | None = None
     uniform_query_len: int = 1
@@ -168,14 +155,10 @@ class CudaGraphConfig:
     outputs: Literal["clone", "static"] = "clone"
     capture: Literal["lazy", "upfront"] = "lazy"
     on_capture_failure: Literal["eager", "raise"] = "eager"
-    on_stale: Literal["recapture", "raise"] = "recapture"
-    pad_random: bool = False
     verify: int = 1
     max_signatures: int = 16
     on_too_many_signatures: Literal["eager", "flush"] = "eager"
     state_key: Callable[[Any], Hashable] | None = None
-    trusted_args: Sequence[str] = ()
-    break_ops: Sequence[str] = ()
     decode_capture_sizes: Sequence[int] | None = None
     training: bool = False
     debug: bool = False
@@ -191,11 +174,6 @@ class CudaGraphConfig:
             value = getattr(self, name)
             if value is not None or not optional:
                 object.__setattr__(self, name, kind.check(name, value))
-        if self.capture_sizes is not None and self.max_capture_size is not None:
-            raise ConfigError("capture_sizes and max_capture_size are both set; give one of them, not both.")
-        for name in self.break_ops:
-            if not all(name.partition("::")):
-                raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
         if bool(self.length_dims) != bool(self.lengths):
             raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
         if self.lengths and self.exact_shapes:
@@ -218,9 +196,8 @@ class CudaGraphConfig:
         if self.uniform_query_len > self.max_num_tokens:
             above = f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}"
             raise ConfigError(f"{above}; no request of a uniform decode batch would fit. Lower it, or raise the limit.")
-        largest = self.capture_sizes[-1] if self.capture_sizes else self.max_capture_size
-        if largest is not None and largest > self.max_num_tokens:
-            above = f"the largest capture size is {largest}, above max_num_tokens={self.max_num_tokens}"
+        if self.capture_sizes is not None and self.capture_sizes[-1] > self.max_num_tokens:
+            above = f"the largest capture size is {self.capture_sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
             drop = "Drop the sizes above max_num_tokens, or raise the limit."
             raise ConfigError(f"{above}; no batch could ever use it. {drop}")
 
@@ -231,10 +208,6 @@ class CudaGraphConfig:
             ConfigError: a name is no field, or a value is invalid.
         """
         check_settings(changes)
-        if changes.get("capture_sizes") is not None:
-            changes.setdefault("max_capture_size", None)
-        if changes.get("max_capture_size") is not None:
-            changes.setdefault("capture_sizes", None)
         return dataclasses.replace(self, **changes)
 
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
@@ -266,12 +239,24 @@ class CudaGraphConfig:
             raise ConfigError(f"{error} (set from the environment: {names})") from None
 
 
+# What to use in place of settings that there were.
+_REPLACED = {
+    "max_capture_size": "capture_sizes=simplegraph.default_sizes(largest)",
+    "num_warmups": "`with simplegraph.eager():` around the first calls",
+    "on_stale": "graph_stats.recaptures, which counts captures that were dropped",
+    "pad_random": "capture_sizes with the batch sizes of a model that draws random numbers",
+    "trusted_args": "an attribute of the module, or a class with __eq__ and __hash__",
+    "break_ops": "simplegraph.break_at, simplegraph.eager_break or the operator's tag torch.Tag.cudagraph_unsafe",
+}
+
+
 def check_settings(names: Iterable[str], where: str = "") -> None:
-    """Refuse names that are no fields of `CudaGraphConfig`, and suggest similar ones."""
+    """Refuse names that are no fields of `CudaGraphConfig`, and say what to use instead."""
     known = CudaGraphConfig.__dataclass_fields__
     unknown = sorted(set(names) - known.keys())
     if unknown:
-        hint = did_you_mean(unknown, known)
+        replaced = [f" ({name} is replaced by {_REPLACED[name]})" for name in unknown if name in _REPLACED]
+        hint = "".join(replaced) or did_you_mean(unknown, known)
         raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(known)}.")
 
 
@@ -304,11 +289,6 @@ def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     if not _require(name, sizes, valid, "a sequence of sizes, such as [1, 2, 4, 8]"):
         raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
     return tuple(sorted({_check_int(f"{name} entry", size) for size in sizes}))
-
-
-def _check_names(name: str, names: Any) -> tuple[str, ...]:
-    valid = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(item, str) for item in names)
-    return tuple(_require(name, names, valid, "a sequence of names"))
 
 
 def _check_mapping(check: Callable[[str, Any], Any], name: str, mapping: Any) -> Mapping[str, Any]:
@@ -355,7 +335,7 @@ def _warn_of_unknown(variables: tuple[str, ...]) -> None:
     """Warn once a process of environment variables that name no setting."""
     known = [ENV_PREFIX + field.upper() for field, (_, kind) in _kinds().items() if kind.parse]
     for variable in variables:
-        hint = did_you_mean([variable], known)
+        hint = did_you_mean([variable], known, cutoff=0.9)  # the prefix alone makes any two similar
         logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
 
 
@@ -377,10 +357,6 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _parse_names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 class _Kind(NamedTuple):
     """Checks the settings of one type; `parse` reads them from an environment variable, if that is possible."""
 
@@ -389,13 +365,12 @@ class _Kind(NamedTuple):
     expected: str = ""
 
 
-_LEAST = {"num_warmups": 0, "verify": 0}  # for all other integers 1
+_LEAST = {"verify": 0}  # for all other integers 1
 _KINDS: dict[Any, _Kind] = {
     CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
     int: _Kind(_check_int, int, "a whole number"),
     bool: _Kind(_check_bool, _parse_bool, "1 or 0, true or false"),
     Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
-    Sequence[str]: _Kind(_check_names, _parse_names),
     Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
     Mapping[str, int]: _Kind(functools.partial(_check_mapping, _check_length_dim)),
     Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
+import logging
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from simplegraph.base.reasons import Reason
+from simplegraph.base.user_code import described_line, running_line
+
+logger = logging.getLogger("simplegraph")
 
 _UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)
 
@@ -26,14 +30,9 @@ class CallContext(NamedTuple):
 
 
 class _CallState(threading.local):
-    """The context of this thread.
-
-    Attributes:
-        eager_inside: the file and line of the last `eager` inside a forward that a graph owns.
-    """
+    """The context of this thread."""
 
     context: CallContext | None = None
-    eager_inside: tuple[str, int] | None = None
 
 
 CALLS = _CallState()
@@ -91,6 +90,16 @@ def eager() -> contextlib.AbstractContextManager[None]:
     mark the part as an eager break (`eager_break`, `break_at`).
     """
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
-        caller = sys._getframe(1)
-        CALLS.eager_inside = caller.f_code.co_filename, caller.f_lineno
-    return bypassed(Reason.EAGER_CONTEXT)
+        _warn_of_eager(running_line())
+    return bypassed(Reason.SWITCHED_OFF)
+
+
+@functools.cache
+def _warn_of_eager(line: tuple[str, int] | None) -> None:
+    """Warn once of each line: every size is captured."""
+    logger.warning(
+        "simplegraph: eager()%s has no effect inside a forward that is captured; the part is captured, too.\n"
+        "  To run it eagerly between two graphs mark it as a break (eager_break, break_at) under mode='PIECEWISE'. "
+        "eager() is for calls of wrapped modules.",
+        "" if line is None else f" at {described_line(*line)}",
+    )

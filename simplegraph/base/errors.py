@@ -87,9 +87,9 @@ def refuse_inside_capture(is_capturing: bool) -> None:
         raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
 
 
-def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
-    """Return " (did you mean ...?)" with known names similar to these; "" if there are none."""
-    close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))
+def did_you_mean(names: Iterable[str], known: Collection[str], cutoff: float = 0.6) -> str:
+    """Return " (did you mean ...?)" with known names at least that similar (of 1) to these; "" if there are none."""
+    close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1, cutoff))
     return f" (did you mean {', '.join(close)}?)" if close else ""
 
 

@@ -19,8 +19,20 @@ StateKey = Callable[[Any], Hashable]
 capture_contexts: list[Callable[[Notes, bool], AbstractContextManager[None]]] = []
 # module -> a function that reads Python state which its graphs depend on, or None.
 state_keys: list[Callable[[Any], StateKey | None]] = []
+# Called before captures, outside of locks: what is loaded in threads meanwhile, beside which nothing may be captured.
+before_captures: set[Callable[[], object]] = set()
 # configuration -> the class that serves the calls of a module wrapped with it, or None.
 runner_kinds: list[Callable[[Any], Any]] = []
+# Called with (wrapper's name, reason, detail) at each eager call.
+eager_listeners: list[Callable[[str, Any, str], object]] = []
+# report -> it as a page of HTML; the last one is used.
+report_pages: list[Callable[[Any], str]] = []
+
+
+def wait_before_captures() -> None:
+    """Call all `before_captures`."""
+    for wait in tuple(before_captures):
+        wait()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("out of memory",),
         "the device ran out of memory.",
-        "Capture fewer or smaller sizes (capture_sizes, max_capture_size), or free memory first.",
+        "Capture fewer or smaller sizes (capture_sizes), or free memory first.",
     ),
     (
         ("unjoined", "streamcaptureunjoined"),
@@ -64,6 +64,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("beside the items of a mapping",),
         "what a mapping holds beside its items was read, which may change from call to call unnoticed.",
         "Read the items alone, or pass what is needed as an argument of its own.",
+    ),
+    (
+        ("that an eager break returned",),
+        "an object that an eager break returned was read, and each replay has another one.",
+        "Read it in an eager break, or return what is read as tensors.",
     ),
     (
         ("nestedtensorimpl",),

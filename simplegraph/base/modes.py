@@ -17,17 +17,13 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def autocast_cache_off() -> contextlib.AbstractContextManager[None]:
-    """Keep casts of weights out of autocast's cache: in a capture they are pool memory, and ones from before are freed.
-
-    The warmup does without it too, since Dynamo compiles for either state, and must not compile in the capture.
-    """
-    return autocast_cache(enabled=False)
-
-
 @contextlib.contextmanager
 def autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Let autocast keep casts of weights in here, or not. Casts from before are not used; none is left."""
+    """Let autocast keep casts of weights in here, or not. Casts from before are not used; none is left.
+
+    In a capture they would be pool memory, and ones from before are freed. The warmup does without the cache too, since
+    Dynamo compiles for either state, and must not compile in the capture.
+    """
     was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)

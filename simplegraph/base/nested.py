@@ -8,7 +8,7 @@ import functools
 import numbers
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ class TreeSpec:
     type: type | None = None
     keys: tuple[Any, ...] = ()
     children: tuple[TreeSpec, ...] = ()
-    context: Any = dataclasses.field(default=None, hash=False)  # a registered node's own, often a list of keys
+    context: Any = dataclasses.field(default=None, hash=False)  # a registered node's own; of a dict the types of keys
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Rebuild the nested value from its leaves."""
@@ -109,13 +109,18 @@ def opened_once(value: Any) -> Opened | None:
     return _opened_mapping(value) if opened is None and isinstance(value, Mapping) else opened
 
 
+def _key_types(keys: Collection[Any]) -> tuple[type, ...] | None:
+    """Return what tells keys that are equal from each other, as 1 and True are; None for texts."""
+    return tuple(map(type, keys)) if any(type(key) is not str for key in keys) else None
+
+
 def _opened_plain(value: Any) -> Opened | None:
     """Open a container of a known class, a registered one, or a dataclass."""
     kind = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
     if kind is dict or kind is OrderedDict:
-        return value.keys(), value.values(), None
+        return value.keys(), value.values(), _key_types(value)
     if kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
         node = pytree.SUPPORTED_NODES[kind]
         values, context = node.flatten_fn(value)
@@ -136,23 +141,24 @@ _ITEMS = ""  # the key of the attribute that holds a mapping's items: names of l
 
 
 class WithheldError(RuntimeError):
-    """A forward that is being captured read what a mapping holds beside its items; eager calls may."""
+    """A forward that is being captured read what a `Withheld` stands for; eager calls may."""
 
 
 class Withheld:
-    """Stands in a capture for what a mapping holds beside its items, such as a tokenizer's encodings.
+    """Stands in a capture for an object that may differ from call to call, such as a tokenizer's encodings.
 
-    It may differ from call to call, and captured calls do not read it: a forward that does is refused.
+    Captured calls do not read it: a forward that does is refused.
 
     Args:
         kind: the type that it stands for.
+        where: where it is found, for messages.
     """
 
-    def __init__(self, kind: type) -> None:
-        self.__dict__["kind"] = kind
+    def __init__(self, kind: type, where: str = "beside the items of a mapping") -> None:
+        self.__dict__.update(kind=kind, where=where)
 
     def __repr__(self) -> str:
-        return f"a {self.__dict__['kind'].__name__} beside the items of a mapping"
+        return f"a {self.__dict__['kind'].__name__} {self.__dict__['where']}"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Withheld and other.__dict__["kind"] is self.__dict__["kind"]

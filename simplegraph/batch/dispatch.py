@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.sizes import DEFAULT_LARGEST, PaddingMap, mixed_sizes, uniform_decode_sizes
+from simplegraph.batch.sizes import DEFAULT_LARGEST, mixed_sizes, padded_size, uniform_decode_sizes
 
 logger = logging.getLogger("simplegraph")
 
@@ -41,7 +41,7 @@ class _Graphs:
     """All graphs of one kind: their mode, their sizes, and the batches that they take."""
 
     mode: CudaGraphMode
-    sizes: PaddingMap
+    sizes: Sequence[int]
     uniform_query_len: int | None
     config: CudaGraphConfig
 
@@ -51,14 +51,14 @@ class _Graphs:
             refusal = self._refuse_full(batch, allow_full)
             if refusal is not None:
                 return refusal
-        padded = self.sizes.padded(batch.num_tokens)
+        padded = padded_size(self.sizes, batch.num_tokens)
         if padded is None:
             return Reason.BATCH_TOO_LARGE
         return padded if self.config.padding or padded == batch.num_tokens else Reason.SIZE_NOT_CAPTURED
 
     def _refuse_full(self, batch: BatchDescriptor, allow_full: bool) -> Reason | None:
         if not allow_full:
-            return Reason.FULL_NOT_ALLOWED
+            return Reason.MIXED_BATCH
         if self.uniform_query_len not in (None, batch.uniform_query_len):
             return Reason.MIXED_BATCH
         too_many = self.config.max_num_seqs is not None and (batch.num_reqs or 0) > self.config.max_num_seqs
@@ -106,7 +106,6 @@ class Dispatcher:
             logger.warning("simplegraph: %s", message)
         self._graphs = _all_graphs(self.mode, config)
         self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
-        self._agreed: dict[tuple[CudaGraphMode, int, int], tuple[CudaGraphMode, BatchDescriptor]] = {}
 
     def dispatch(
         self,
@@ -153,26 +152,22 @@ class Dispatcher:
         Raises:
             CaptureSizeError: no rank has anything to run.
         """
-        found = self._agreed.get((mode, size, num_active_loras))
-        if found is None:
-            found = self._agreed[mode, size, num_active_loras] = self._find_agreed(mode, size, num_active_loras)
-        return Dispatch(*found, Reason.OTHER_RANKS, found[1].num_tokens - num_tokens)
-
-    def _find_agreed(self, mode: CudaGraphMode, size: int, loras: int) -> tuple[CudaGraphMode, BatchDescriptor]:
-        lora_case = next((case for case in self.lora_cases if case >= loras), None)
+        lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)
+        found = CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=num_active_loras)
         for graphs in self._graphs:
-            padded = graphs.sizes.padded(size) if size else None
+            padded = padded_size(graphs.sizes, size)
             allowed = mode is not CudaGraphMode.NONE and graphs.mode in (mode, CudaGraphMode.PIECEWISE)
             if allowed and padded is not None and lora_case is not None:
-                return graphs.mode, graphs.key(padded, lora_case, requests=self._requests)
-        return CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=loras)
+                found = graphs.mode, graphs.key(padded, lora_case, requests=self._requests)
+                break
+        return Dispatch(*found, Reason.OTHER_RANKS, found[1].num_tokens - num_tokens)
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         """List everything to capture as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
         found = [
             (graphs.mode, graphs.key(size, lora_case, requests=self._requests))
             for graphs, lora_case in itertools.product(self._graphs, self.lora_cases)
-            for size in graphs.sizes.sizes
+            for size in graphs.sizes
         ]
         return sorted(found, key=lambda pair: pair[1], reverse=True)
 
@@ -183,10 +178,12 @@ class Dispatcher:
             return f"batch size {size}: add {size} to capture_sizes"
         if batch.reason is not Reason.BATCH_TOO_LARGE:
             return f"batch size {size}"
+        if batch.descriptor.num_active_loras > self.lora_cases[-1]:
+            return f"{batch.descriptor.num_active_loras} active LoRAs: add that to lora_cases"
         requests = batch.descriptor.num_reqs or -(-size // (batch.descriptor.uniform_query_len or size))
         if config.max_num_seqs is not None and requests > config.max_num_seqs:
             return f"{requests} requests: raise max_num_seqs to {requests}"
-        largest = max(graphs.sizes.largest for graphs in self._graphs)
+        largest = max(graphs.sizes[-1] for graphs in self._graphs)
         changes = []
         if config.max_num_tokens is not None and size > config.max_num_tokens:
             changes.append(f"raise max_num_tokens to {size}")
@@ -194,16 +191,16 @@ class Dispatcher:
             changes.append(f"add {size} to decode_capture_sizes")
         elif config.capture_sizes is not None:
             changes.append(f"add {size} to capture_sizes")
-        elif size > (config.max_capture_size or DEFAULT_LARGEST):
-            changes.append(f"set max_capture_size={size}")
+        elif size > DEFAULT_LARGEST:
+            changes.append(f"set capture_sizes=simplegraph.default_sizes({size})")
         return f"batch size {size}, the largest is {largest}: {' and '.join(changes) or 'no setting allows it'}"
 
     def _decide(self, batch: BatchDescriptor, allow_full: bool) -> Dispatch:
-        reason = Reason.MODE_NONE
+        reason = Reason.SWITCHED_OFF
         lora_case = next((case for case in self.lora_cases if case >= batch.num_active_loras), None)
         for graphs in self._graphs:
             if lora_case is None:
-                reason = Reason.LORA_COUNT
+                reason = Reason.BATCH_TOO_LARGE
                 break
             padded = graphs.accept(batch, allow_full=allow_full)
             if not isinstance(padded, Reason):
@@ -218,10 +215,9 @@ def _all_graphs(mode: CudaGraphMode, config: CudaGraphConfig) -> tuple[_Graphs, 
     """Return the kinds of graphs that a mode has, in the order they are tried."""
     kinds: list[_Graphs] = []
     if mode.separate_routine() and mode.decode_mode() is CudaGraphMode.FULL:
-        sizes = PaddingMap(uniform_decode_sizes(config))
-        kinds.append(_Graphs(CudaGraphMode.FULL, sizes, config.uniform_query_len, config))
+        kinds.append(_Graphs(CudaGraphMode.FULL, uniform_decode_sizes(config), config.uniform_query_len, config))
     if mode.mixed_mode() is not CudaGraphMode.NONE:
-        kinds.append(_Graphs(mode.mixed_mode(), PaddingMap(mixed_sizes(config)), None, config))
+        kinds.append(_Graphs(mode.mixed_mode(), mixed_sizes(config), None, config))
     return tuple(kinds)
 
 

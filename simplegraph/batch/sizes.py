@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,6 @@ from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import CaptureSizeError, ConfigError
 
 DEFAULT_LARGEST = 512
-
-# Sizes up to this limit are padded through a table; for a batch of a million rows a table would be too large.
-_TABLE_LIMIT = 1 << 16
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:
@@ -39,15 +36,14 @@ def default_sizes(largest: int) -> tuple[int, ...]:
 def mixed_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
     """Return the sizes, in tokens, of graphs that serve any batch; ascending.
 
-    These are the configuration's `capture_sizes`, or the default list up to the smaller of `max_capture_size`
-    (512 unless set) and `max_num_tokens`. With `exact_shapes` every call counts as one row.
+    These are the configuration's `capture_sizes`, or the default list up to 512 or `max_num_tokens`. With
+    `exact_shapes` every call counts as one row.
     """
     if config.exact_shapes:
         return (1,)
     if config.capture_sizes is not None:
         return tuple(config.capture_sizes)
-    largest = config.max_capture_size or DEFAULT_LARGEST
-    return default_sizes(min(largest, config.max_num_tokens or largest))
+    return default_sizes(min(DEFAULT_LARGEST, config.max_num_tokens or DEFAULT_LARGEST))
 
 
 def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
@@ -76,58 +72,18 @@ def _largest_decode(config: CudaGraphConfig) -> int | None:
     return min(limits, default=None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class PaddingMap:
-    """Maps a batch size to the smallest captured size that holds it. Immutable.
+def padded_size(sizes: Sequence[int], size: int) -> int | None:
+    """Return the smallest captured size that holds `size`, or None if all are smaller.
 
-    >>> PaddingMap([1, 2, 4, 8]).padded(3)
+    >>> padded_size([1, 2, 4, 8], 3)
     4
 
     Args:
-        sizes: the captured sizes, in rows or tokens, in any order; the attribute is ascending.
-
-    Raises:
-        CaptureSizeError: `sizes` is empty, or an entry is no whole number of at least 1.
+        sizes: the captured sizes, in rows or tokens, ascending.
+        size: at least 1.
     """
-
-    sizes: Sequence[int]
-    _table: tuple[int, ...] = dataclasses.field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(sorted({_require_size(size) for size in self.sizes})))
-        if not self.sizes:
-            raise CaptureSizeError("there are no capture sizes to pad to; give at least one, such as [1, 2, 4, 8].")
-        object.__setattr__(self, "_table", _padding_table(self.sizes, min(self.largest, _TABLE_LIMIT)))
-
-    @property
-    def largest(self) -> int:
-        """The largest captured size."""
-        return self.sizes[-1]
-
-    def padded(self, size: int) -> int | None:
-        """Return the smallest captured size that holds `size`, or None if all are smaller.
-
-        Raises:
-            CaptureSizeError: `size` is below 1.
-        """
-        if 0 < size < len(self._table):
-            return self._table[size]
-        index = bisect.bisect_left(self.sizes, _require_size(size))
-        return self.sizes[index] if index < len(self.sizes) else None
-
-    def __contains__(self, size: object) -> bool:
-        return size in self.sizes
-
-    def __repr__(self) -> str:
-        return f"PaddingMap({list(self.sizes)})"
-
-
-def _padding_table(sizes: Sequence[int], last: int) -> tuple[int, ...]:
-    """Build a table whose entry n is the smallest size that holds n, for n up to `last`; entry 0 is never read."""
-    table = [0]
-    for size in sizes:
-        table += [size] * (min(size, last) + 1 - len(table))
-    return tuple(table)
+    index = bisect.bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None
 
 
 def _require_size(size: Any) -> int:
@@ -183,8 +139,8 @@ def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Seque
         ConfigError: the histogram is empty, a size, a count or `num_graphs` is invalid, or `num_graphs` is too
             few for `always` and the largest batch.
 
-    Source: shortest path with a concave cost, solved one graph at a time with a monotone convex hull:
-        O(num_graphs * sizes).
+    Source: shortest path with a concave cost, solved one graph at a time by divide and conquer:
+        O(num_graphs * sizes * log(sizes)).
     """
     counts = _check_histogram(histogram)
     forced = {_plan_int("always entry", size) for size in always}
@@ -253,81 +209,67 @@ def _unscale(total: int, scale: int) -> float:
 
 
 def _waste(points: Sequence[int], weights: Sequence[int], sizes: Sequence[int]) -> int:
-    return sum(weight * (_padded_size(sizes, point) - point) for point, weight in zip(points, weights, strict=True))
-
-
-def _padded_size(sizes: Sequence[int], point: int) -> int:
     # A forced size above the largest batch has no weight, so it may lie beyond the default sizes.
-    return sizes[min(bisect.bisect_left(sizes, point), len(sizes) - 1)]
+    padded = (padded_size(sizes, point) or point for point in points)
+    return sum(weight * (size - point) for size, point, weight in zip(padded, points, weights, strict=True))
 
 
 def _choose_sizes(points: Sequence[int], weights: Sequence[int], forced: set[int], num_graphs: int) -> tuple[int, ...]:
     """Choose at most `num_graphs` points that hold all weight with the least padding."""
-    layer: _Layer = [0] + [None] * len(points)
+    costs = _Costs(points, weights, forced)
+    layer = [0] + [costs.impossible] * len(points)
     parents: list[list[int]] = []
-    best: tuple[int, int] | None = None
-    for graphs in range(1, min(num_graphs, len(points)) + 1):
-        layer, parent = _one_more_graph(layer, points, weights, forced)
+    least = []
+    for _ in range(min(num_graphs, len(points))):
+        layer, parent = costs.one_more_size(layer)
         parents.append(parent)
-        waste = layer[-1]
-        if waste is not None and (best is None or waste < best[0]):
-            best = waste, graphs
+        least.append(layer[-1])
     chosen: list[int] = []
     position = len(points)
-    for parent in reversed(parents[: best[1] if best else 0]):
+    for parent in reversed(parents[: least.index(min(least)) + 1]):
         chosen.append(points[position - 1])
         position = parent[position]
     return tuple(reversed(chosen))
 
 
-# Entry i: the least waste of exactly k sizes that hold the first i points, the last size being points[i - 1].
-_Layer = list[int | None]
+class _Costs:
+    """The cost of padding runs of points, each to its last one: the padding, and far more for each forced one skipped.
 
+    Args:
+        points: ascending.
+        weights: of each.
+        forced: points that no run may skip.
+    """
 
-def _one_more_graph(
-    previous: _Layer, points: Sequence[int], weights: Sequence[int], forced: set[int]
-) -> tuple[_Layer, list[int]]:
-    """Compute the layer for one more graph, and for each entry the index in `previous` that it came from."""
-    layer: _Layer = [None]
-    parent = [0]
-    hull = _Hull()
-    count = tokens = 0
-    for index, (point, weight) in enumerate(zip(points, weights, strict=True)):
-        if index and points[index - 1] in forced:
-            hull = _Hull()  # no size may skip a forced one
-        before = previous[index]
-        if before is not None:
-            hull.add(-count, before + tokens, index)
-        count, tokens = count + weight, tokens + weight * point
-        least, origin = hull.least(point)
-        layer.append(None if least is None else point * count - tokens + least)
-        parent.append(origin)
-    return layer, parent
+    def __init__(self, points: Sequence[int], weights: Sequence[int], forced: set[int]) -> None:
+        self._points = points
+        self._counts = list(itertools.accumulate(weights, initial=0))
+        self._tokens: list[int] = list(itertools.accumulate(map(operator.mul, points, weights), initial=0))
+        self._forced = list(itertools.accumulate((point in forced for point in points), initial=0))
+        self._forbidden = points[-1] * self._counts[-1] + 1  # above all padding together
+        self.impossible = self._forbidden * (len(points) + 1)
 
+    def cost(self, start: int, end: int) -> int:
+        """Return the cost of ``points[start:end]``."""
+        size, count = self._points[end - 1], self._counts[end] - self._counts[start]
+        skipped = self._forced[end - 1] - self._forced[start]
+        return size * count - (self._tokens[end] - self._tokens[start]) + skipped * self._forbidden
 
-class _Hull:
-    """The lower hull of lines that are added by falling slope, asked at rising positions."""
+    def one_more_size(self, layer: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Compute the least costs of one more size, and for each the index in `layer` that it comes from.
 
-    def __init__(self) -> None:
-        self._lines: collections.deque[tuple[int, int, int]] = collections.deque()
-
-    def add(self, slope: int, offset: int, label: int) -> None:
-        while len(self._lines) > 1 and _never_lowest(self._lines[-2], self._lines[-1], (slope, offset, label)):
-            self._lines.pop()
-        self._lines.append((slope, offset, label))
-
-    def least(self, position: int) -> tuple[int | None, int]:
-        """Return the lowest value at `position` and its line's label; None without lines."""
-        lines = self._lines
-        while len(lines) > 1 and _value(lines[1], position) <= _value(lines[0], position):
-            lines.popleft()
-        return (_value(lines[0], position), lines[0][2]) if lines else (None, 0)
-
-
-def _value(line: tuple[int, int, int], position: int) -> int:
-    return line[0] * position + line[1]
-
-
-def _never_lowest(first: tuple[int, int, int], middle: tuple[int, int, int], last: tuple[int, int, int]) -> bool:
-    """True if `middle` is nowhere below both its neighbours."""
-    return (last[1] - first[1]) * (first[0] - middle[0]) <= (middle[1] - first[1]) * (first[0] - last[0])
+        Args:
+            layer: entry i is the least cost of exactly k sizes that hold the first i points.
+        """
+        costs, origins = [self.impossible] * len(layer), [0] * len(layer)
+        # More points never draw the best origin back, so each entry bounds the search on both of its sides.
+        ranges = [(1, len(layer), 0, len(layer) - 1)]
+        while ranges:
+            low, high, first, last = ranges.pop()
+            if low < high:
+                end = (low + high) // 2
+                starts = range(first, min(end, last + 1))
+                costs[end], back = min((layer[start] + self.cost(start, end), -start) for start in starts)
+                origins[end] = -back
+                ranges += [(low, end, first, origins[end]), (end + 1, high, origins[end], last)]
+        return costs, origins

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import HostError
-from simplegraph.base.nested import LEAF, ById, TreeSpec, flatten
+from simplegraph.base.nested import LEAF, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.subclass import plain
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
+from simplegraph.call.args import Arg, HostArg, TensorArg, batch_dim_of, short_repr
 from simplegraph.call.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
@@ -58,7 +59,7 @@ class Binding:
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if it draws random numbers.
-        counted: Python state that every run changes.
+        counted: Python state that every run changes, by padded size: a branch on the rows may change some.
         made: places of the outputs that the forward was seen to make.
         numbers: the Python numbers that its runs passed to operators.
         refused: what its latest eager run showed that no capture may come to.
@@ -76,7 +77,7 @@ class Binding:
     proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
     written: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
-    counted: CountedState = dataclasses.field(default_factory=CountedState)
+    counted: dict[int, CountedState] = dataclasses.field(default_factory=lambda: collections.defaultdict(CountedState))
     draws: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
@@ -147,6 +148,7 @@ class CallLayout:
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
         device_type: of the device that they run on; binding: what is known about the signature.
+        training: the mode of the module.
         plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
             same, why it is not (a `Refusal`).
     """
@@ -159,6 +161,7 @@ class CallLayout:
     modes: tuple[Any, ...]
     device_type: str
     binding: Binding
+    training: bool = False
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
     refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -227,36 +230,29 @@ class Call(NamedTuple):
     def padding(self) -> int:
         return self.padded - self.batch
 
-    def check(self, *, pad_random: bool) -> None:
+    @property
+    def breaks(self) -> bool:
+        """True if its graph honours breaks, so that its warmup must trace them."""
+        return self.dispatch.mode is CudaGraphMode.PIECEWISE
+
+    def check(self) -> None:
         """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
         binding = self.binding
         if binding.unsupported is not None:
             raise binding.unsupported.again()
+        for counted in binding.counted.values():  # what one size advances, others may, where it cannot be seen
+            counted.check()
         if self.padding and binding.unsliceable is not None:
             raise binding.unsliceable.again()
-        if self.padding and binding.draws and not pad_random:
-            raise CannotBind(Reason.RANDOM_PADDING, f"batch size {self.batch}")
+        if self.padding and binding.draws:
+            raise CannotBind(Reason.SIZE_NOT_CAPTURED, f"it draws; add {self.batch} to capture_sizes")
         if binding.written and self.aliased:
-            raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in self.tensors))
+            raise CannotBind(Reason.ALIASED, ", ".join(name for name, _ in self.tensors))
 
-    def never_compared(self, limit: int, *, proven: bool) -> list[str]:
-        """Name the inputs that a kernel which torch does not dispatch may write without anybody having looked.
-
-        Args:
-            limit: bytes that one comparison may copy.
-            proven: the first replay is compared with eager, inputs included where these fit.
-        """
+    def never_compared(self) -> list[str]:
+        """Name the inputs, too large to be compared, that a kernel which torch does not dispatch may write unseen."""
         known = self.binding.written | self.binding.compared
-        args = zip(self.layout.args, self.leaves, strict=True)
-        left = [(arg.name, leaf.nbytes) for arg, leaf in args if _copied(arg) and arg.name not in known]
-        fits = proven and sum(nbytes for _, nbytes in left) <= limit
-        return [] if fits else [name for name, _ in left]
-
-    @property
-    def trusted(self) -> list[Any]:
-        """The objects of `trusted_args`."""
-        constants = [arg for arg in self.layout.args if isinstance(arg, ConstantArg)]
-        return [arg.leaf for arg in constants if isinstance(arg.key, ById)]
+        return [arg.name for arg in self.layout.args if _copied(arg) and arg.name not in known]
 
     def confirmed(self, reader: CallReader) -> bool:
         """True if no batch dimension of the call is a guess from one batch size."""

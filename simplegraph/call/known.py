@@ -21,7 +21,7 @@ from simplegraph.call.torch_modules import known_arguments
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 
-_MAX_LAYOUTS = 4  # per signature, on average: keywords come in any order
+_MAX_LAYOUTS = 16  # per signature: keywords come in any order
 
 
 class KnownCalls:
@@ -32,18 +32,22 @@ class KnownCalls:
 
     Attributes:
         outdated: True if there are as many signatures as may be, and some belong to a state that is over.
-        layouts: by nesting and signature; bindings: by signature; last: the layout of the latest call.
+        bindings: by signature; last: the layout of the latest call.
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
     def __init__(self, config: CudaGraphConfig) -> None:
         self._config = config
-        self.layouts: dict[Hashable, CallLayout] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
         self.outdated = False
         self.state_key = config.state_key
         self._reader: CallReader | None = None
+
+    @property
+    def layouts(self) -> list[CallLayout]:
+        """The ways of passing arguments of all signatures."""
+        return [layout for binding in list(self.bindings.values()) for layout in list(binding.layouts.values())]
 
     def reader(self, module: Any) -> CallReader:
         """Return what names the leaves of the module's calls."""
@@ -52,31 +56,36 @@ class KnownCalls:
         return self._reader
 
     def read(
-        self, module: Any, leaves: list[Any], names: Sequence[str], spec: TreeSpec, device: torch.device
+        self,
+        module: Any,
+        leaves: list[Any],
+        names: Sequence[str],
+        spec: TreeSpec,
+        device: torch.device,
+        gradients: Hashable = None,
     ) -> tuple[int, CallLayout]:
         """Find the batch size and the layout of a call on a device; a new layout is kept once it is in `use`.
+
+        `gradients` tells apart what wants gradients, where graphs make them.
 
         Raises:
             CannotBind: a graph cannot serve the call.
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
-        context = autocast, state, settings, modes = self.context(module, autocast_dtype(device.type))
+        autocast, settings, modes = autocast_dtype(device.type), TorchSettings(), function_modes()
+        state = self._state_of(module)
+        context = autocast, state, settings, modes, gradients
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
-        layout = self.layouts.get((spec, signature))
+        binding = self.bindings.get(signature) or Binding(signature)
+        layout = binding.layouts.get(spec)
         if layout is None:
-            binding = self.bindings.get(signature) or Binding(signature)
-            layout = CallLayout(spec, args, autocast, state, settings, modes, device.type, binding)
+            around = autocast, state, settings, modes, device.type
+            layout = CallLayout(spec, args, *around, binding, module.training)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)
             self.outdated = full and any(module.is_over(each.context) for each in self.bindings)  # type: ignore[attr-defined]
         return size, layout
-
-    def context(
-        self, module: Any, autocast: torch.dtype | None
-    ) -> tuple[torch.dtype | None, Hashable, TorchSettings, tuple[Any, ...]]:
-        """Read what is around a call and tells its graph apart: autocast, Python state, settings, default devices."""
-        return autocast, self._state_of(module), TorchSettings(), function_modes()
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""
@@ -89,14 +98,12 @@ class KnownCalls:
 
     def use(self, layout: CallLayout) -> None:
         """Keep a layout, and note that it is the latest."""
-        signature = layout.binding.signature
-        self.bindings[signature] = layout.binding
-        layout.binding.layouts[layout.spec] = layout
-        self.layouts.pop((layout.spec, signature), None)  # the latest comes last
-        self.layouts[layout.spec, signature] = self.last = layout
-        while len(self.layouts) > _MAX_LAYOUTS * self._config.max_signatures:
-            oldest = self.layouts.pop(next(iter(self.layouts)))  # its plan is made again when such a call comes
-            del oldest.binding.layouts[oldest.spec]
+        known = layout.binding.layouts
+        self.bindings[layout.binding.signature] = layout.binding
+        known.pop(layout.spec, None)  # the latest comes last
+        known[layout.spec] = self.last = layout
+        while len(known) > _MAX_LAYOUTS:
+            del known[next(iter(known))]  # its plan is made again when such a call comes
 
     def _state_of(self, module: Any) -> Hashable:
         """Read the Python state that is part of the key: what extras know, unless `state_key` says which."""
@@ -113,14 +120,14 @@ class KnownCalls:
 
     def drop_plans(self) -> None:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
-        for layout in self.layouts.values():
+        for layout in self.layouts:
             layout.plans.clear()
             layout.refusals.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()
             binding.numbers.clear()  # what went stale may have held some
-            binding.counted.look_again()
+            binding.counted.clear()  # it may be another object by now, or other code
 
     def clear(self) -> None:
         """Forget all layouts and signatures."""
@@ -128,7 +135,6 @@ class KnownCalls:
         for binding in self.bindings.values():
             binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
         self.bindings.clear()
-        self.layouts.clear()
         self.last = None
 
 

@@ -27,13 +27,17 @@ class ModuleMemory:
         table: of the graphs, for the device and its free memory.
         call: the call.
         seen: tensors that the forward was seen to use, by storage key; written: the keys of those that it wrote.
+        launched: the keys of those that Triton's launches were passed, and may write to.
     """
 
-    def __init__(self, table: ProgramTable, call: Call, seen: dict[int, Tensor], written: set[int]) -> None:
+    def __init__(
+        self, table: ProgramTable, call: Call, seen: dict[int, Tensor], written: set[int], launched: set[int]
+    ) -> None:
         self._table = table
         self._call = call
         self._seen = seen
         self._written = written
+        self._launched = launched
 
     def save(self) -> SavedMemory | None:
         """Prepare to copy all of it, the caller's inputs included; None if that is too much.
@@ -63,7 +67,8 @@ class ModuleMemory:
         """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
         device = self._table.device.torch_device
         named = [(entry.name, part) for entry in held_tensors(self._call.module) for part in parts(entry.tensor)]
-        named += [("memory from elsewhere", _whole(self._seen[key])) for key in self._written if key in self._seen]
+        other = [tensor for key, tensor in self._seen.items() if key in self._written | self._launched]
+        named += [("memory from elsewhere", _whole(tensor)) for tensor in other]
         found: dict[Hashable, tuple[str, Tensor]] = {}
         for name, tensor in named:
             if has_address(tensor) and tensor.device == device:

@@ -22,16 +22,19 @@ class MemoryInUse:
 
     Attributes:
         read: what it reads or writes; written: storage keys of what it writes to.
+        launched: those of what Triton's launches were passed, and may write to.
     """
 
     read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
     written: set[int] = dataclasses.field(default_factory=set)
+    launched: set[int] = dataclasses.field(default_factory=set)
 
     def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Take in what runs were seen to use; `inputs` are the keys of their inputs, `survey` is of their module."""
         self.read.add(survey, observers, inputs)
         held = {key for each in survey.tensors.values() for key in each.memory}
         for observer in observers:  # an argument may be the module's own memory
+            self.launched |= observer.launched
             self.written |= {key for key in observer.written if key in held or key not in inputs}
 
     def check(self, call: Call) -> None:
@@ -46,7 +49,7 @@ class MemoryInUse:
             if name in copied and (key in self.written or (name in written and key in self.read.keys)):
                 names.append(name)
         if names:
-            raise CannotBind(Reason.ALIASED_INPUTS, f"{', '.join(names)} and memory of the module")
+            raise CannotBind(Reason.ALIASED, f"{', '.join(names)} and memory of the module")
 
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
         """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.nested import flatten
@@ -18,6 +19,8 @@ from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
 from simplegraph.call.sharing import SharedOutputs
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.snapshot import holds_graph_memory
+from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 
 Copies = tuple[list[Tensor], list[Tensor]]
@@ -43,8 +46,11 @@ class Plan:
         compared: what a proof compares with eager.
         addresses: of the static inputs, by name.
         guarded: some calls with such arguments must run eagerly; `refusal` says which.
-        debug: replays check addresses.
+        debug: replays check addresses before, and what breaks keep after.
+        differentiable: calls under grad mode have a history.
     """
+
+    differentiable = False
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Plan:
         self._guards = guards
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
+        self._module: weakref.ref[nn.Module] = weakref.ref(call.module)
         self._static = table.config.outputs == "static"
         self._prepare_inputs(call)
         self._prepare_outputs(call)
@@ -201,14 +208,14 @@ class Plan:
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
         if any((leaves[one] is leaves[other]) is not same for one, other, same in self._same):
-            return CannotBind(Reason.ALIASED_INPUTS, "the forward asks if they are one tensor")
+            return CannotBind(Reason.ALIASED, "the forward asks if they are one tensor")
         if self.written_back and self._aliased(leaves):
-            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
+            return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
-            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to a static output that it is passed")
+            return CannotBind(Reason.ALIASED, "the forward writes to a static output that it is passed")
         for index, spans in self._guards:
             if spans.hold(leaves[index].data_ptr()):
-                return CannotBind(Reason.ALIASED_INPUTS, f"{self.slots[index].arg.name} and memory of the module")
+                return CannotBind(Reason.ALIASED, f"{self.slots[index].arg.name} and memory of the module")
         return self._shared.refusal(leaves)
 
     def _aliased(self, leaves: Sequence[Any]) -> bool:
@@ -231,12 +238,16 @@ class Plan:
         Returns:
             What the caller gets: tensors of its own, or graph memory, nested as the forward returned them.
         """
+        if self.debug:
+            self.check_places()
         load = self.load if copies is not NOTHING or self.padding else None
         try:
             self.table.replay(self.graph, self.padding, load, copies)
         except BaseException:
             self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
             raise
+        if self.debug:
+            self._check_kept()
         if self.written_back:
             self.write_back(leaves)
         if self._single:
@@ -249,6 +260,28 @@ class Plan:
             for index in self._clone:
                 outputs[index] = outputs[index].clone()
         return self._spec.unflatten(outputs)
+
+    def check_places(self) -> None:
+        """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+        inputs = self.inputs.inputs.items()
+        moved = [name for name, static in inputs if static.view(self.padded).data_ptr() != self.addresses[name]]
+        names = [f"argument {name}" for name in moved] + self.state.what_moved()
+        if names:
+            raise StaleGraphError(
+                f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
+                "Something resized or replaced it; call reset_graphs() to capture again."
+            )
+
+    def _check_kept(self) -> None:
+        """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
+        module = self._module()
+        held = held_tensors(module) if self.program.breaks and module is not None else []
+        kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, self.device, self.pool)]
+        if kept:
+            raise StaleGraphError(
+                f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
+                "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
+            )
 
     def handed_out(self, result: Any) -> Any:
         """Return eager's result as a replay would: static outputs are always the same memory."""
@@ -280,15 +313,3 @@ def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any)
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
     """Say what goes into views of padding rows: the padding number of each, and the view."""
     return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]
-
-
-def check_places(plan: Plan) -> None:
-    """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
-    inputs = plan.inputs.inputs.items()
-    moved = [name for name, static in inputs if static.view(plan.padded).data_ptr() != plan.addresses[name]]
-    names = [f"argument {name}" for name in moved] + plan.state.what_moved()
-    if names:
-        raise StaleGraphError(
-            f"no longer where the graph of {plan.graph.counters.label} reads it: {', '.join(names)}. "
-            "Something resized or replaced it; call reset_graphs() to capture again."
-        )

@@ -18,7 +18,8 @@ _grad_enabled = torch.is_grad_enabled  # looked up once
 LASTING = frozenset(
     {
         *(Reason.CAPTURE_FAILED, Reason.NOT_CAPTURED_UPFRONT, Reason.UNSUPPORTED_OUTPUT, Reason.CHANGED_ARGUMENTS),
-        *(Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED, Reason.PADDING_SHOWS, Reason.RANDOM_PADDING),
+        *(Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED, Reason.PADDING_SHOWS, Reason.SIZE_NOT_CAPTURED),
+        Reason.PYTHON_STATE,
     }
 )
 # The classes and shapes of arguments alone decide these, before a call is read as one of a signature.

@@ -77,7 +77,7 @@ class SharedOutputs:
         """
         for source, shape, dense, name in self._strides:
             if not _same_strides(shape, leaves[source].stride(), dense):
-                return CannotBind(Reason.ALIASED_OUTPUTS, f"an output may lie in {name}, which is not contiguous")
+                return CannotBind(Reason.ALIASED, f"an output may lie in {name}, which is not contiguous")
         return None
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
@@ -103,9 +103,9 @@ def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View
     part: Tensor = slot.arg.leaf if isinstance(slot.arg, HostArg) else slot.view
     shape, dense, name = _dense(slot)
     if not _same_strides(shape, part.stride(), dense):
-        raise CannotBind(Reason.ALIASED_OUTPUTS, f"an output is a view of {name}, padded in an inner dimension")
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {name}, padded in an inner dimension")
     if output.dtype is not part.dtype or _is_lazy(output):
-        raise CannotBind(Reason.ALIASED_OUTPUTS, f"an output is a view of {name} as another dtype")
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {name} as another dtype")
     offset = int(output.storage_offset() - part.storage_offset())
     return _View(index, source, tuple(output.shape), tuple(output.stride()), offset)
 
@@ -185,7 +185,7 @@ def _group(members: Sequence[int], outputs: Sequence[Any]) -> tuple[Tensor, list
     """View the memory that several outputs lie in, and say where they begin in a copy of it."""
     tensors: list[Tensor] = [outputs[index] for index in members]
     if len({tensor.dtype for tensor in tensors}) > 1 or any(map(_is_lazy, tensors)):
-        raise CannotBind(Reason.ALIASED_OUTPUTS, "outputs are views of one memory as different dtypes")
+        raise CannotBind(Reason.ALIASED, "outputs are views of one memory as different dtypes")
     start = min(int(tensor.storage_offset()) for tensor in tensors)
     end = max(int(tensor.storage_offset()) + _end(tensor) for tensor in tensors)
     with torch.inference_mode(False), torch.no_grad():

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simplegraph.base.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.base.errors import ConfigError, InputError, did_you_mean
-from simplegraph.base.nested import ATOMS, ById, TreeSpec, constant_key, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
@@ -41,12 +41,32 @@ class Signature:
         return hash((self.args, self.specs, self.context))
 
 
+def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
+    """Refuse a misspelt argument, which would be padded by another rule than its user thinks.
+
+    Raises:
+        ConfigError: a setting names an argument that `forward` does not take.
+    """
+    if not config.batch_dims and not config.pad_values:
+        return
+    parameters = inspect.signature(forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    names = [p.name for p in parameters]
+    for setting in ("batch_dims", "pad_values"):
+        for name in getattr(config, setting):
+            if name.split(".")[0] not in names:
+                hint = did_you_mean([name.split(".")[0]], names)
+                takes = ", ".join(names) or "nothing"
+                raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")
+
+
 class CallReader:
     """Reads calls of one module: names the leaves, finds the batch dimension, keeps what it has learnt.
 
     Args:
         forward: the function whose parameters name the arguments.
-        config: declared batch dimensions, pad rules and trusted arguments.
+        config: declared batch dimensions and pad rules.
         known: what need not be declared.
         exact: find no batch dimensions, as with `exact_shapes`.
     """
@@ -63,8 +83,8 @@ class CallReader:
         self._exact = exact or config.exact_shapes
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
+        check_names(forward, config)
         parameters = inspect.signature(forward).parameters.values()
-        self._check_names(parameters)
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -72,18 +92,6 @@ class CallReader:
         self._seen: dict[
             tuple[TreeSpec, Hashable], list[dict[int, tuple[int, ...]]]
         ] = {}  # the latest of them, oldest first
-
-    def _check_names(self, parameters: Collection[inspect.Parameter]) -> None:
-        """Refuse a misspelt argument, which would be padded by another rule than its user thinks."""
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return
-        names = [p.name for p in parameters]
-        for setting in ("batch_dims", "pad_values"):
-            for name in getattr(self._config, setting):
-                if name.split(".")[0] not in names:
-                    hint = did_you_mean([name.split(".")[0]], names)
-                    takes = ", ".join(names) or "nothing"
-                    raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and how they nest."""
@@ -254,8 +262,6 @@ class CallReader:
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
-        if any(prefix in self._config.trusted_args for prefix in prefixes(name)):
-            return ConstantArg(name, kind, ById(value), value)
         if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
         if kind is not slice and _is_unhashable(value):
@@ -286,19 +292,6 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if not devices:
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor; exact_shapes=True needs none")
     return next((device for device in devices if device.type != "cpu"), devices[0])
-
-
-def only_size(reader: CallReader, batch: int, spec: TreeSpec) -> str:
-    """Say that calls came in one batch size alone, and in which lengths lists came, which may be the batch."""
-    told = f"only batch size {batch} has been called"
-    calls = [dict(reader._arguments(known)) for known, _ in reader._seen]
-    for name, child in reader._arguments(spec):
-        others = [child, *(call[name] for call in calls if name in call)]
-        lengths = sorted({len(other.children) for other in others if other.type is list})
-        if len(lengths) > 1:
-            listed = f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
-            return f"{told}, in lists of {listed} as {name}; if a list is the batch, use exact_shapes=True"
-    return told
 
 
 def differences(then: Signature, now: Signature) -> list[str]:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.device.protocol import GraphDevice
-
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that a device draws from if none is named."""
@@ -60,18 +58,12 @@ class HostRandom:
             sys.modules["numpy.random"].set_state(pickle.loads(self._numpy))
 
 
+def is_global_generator(value: Any) -> bool:
+    """True for the generators that `HostRandom` remembers."""
+    numpy = sys.modules.get("numpy.random.mtrand")
+    return value is random._inst or value is getattr(numpy, "_rand", HostRandom)
+
+
 def _numpy_state() -> bytes | None:
     read: Any = getattr(sys.modules.get("numpy.random"), "get_state", None)
     return None if read is None else pickle.dumps(read(legacy=False))
-
-
-def order_draws(device: GraphDevice) -> None:
-    """Let the current stream wait for the one on which a graph that draws was replayed last, or a capture begun.
-
-    Such graphs read seed and offset of a generator from memory that each of their replays, and each capture, sets: two
-    of them on two streams would read each other's. Call with CAPTURE_LOCK held.
-    """
-    stream = device.current_stream()
-    if stream != device.drawing_stream:
-        device.wait_for(device.drawing_stream)
-        device.drawing_stream = stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -74,14 +73,3 @@ class Inventory:
         """Return it as plain values."""
         touches = [{**touch._asdict(), "place": touch.place.name.lower()} for touch in self.touches]
         return {"nodes": self.nodes, "touches": touches, "notes": dict(self.notes), "seconds": self.seconds}
-
-
-def merged(parts: Sequence[Inventory]) -> Inventory:
-    """Put the inventories of a Program's segments together."""
-    whole = Inventory()
-    for part in parts:
-        whole.nodes += part.nodes
-        whole.touches += part.touches
-        whole.notes += part.notes
-        whole.seconds += part.seconds
-    return whole

@@ -1,4 +1,4 @@
-"""Tell by a kernel's name in the driver who launches it, how to show it, and which of its arguments it writes."""
+"""Tell by a kernel's name in the driver who launches it, and how to show it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _OF_LIBRARIES = re.compile(
 )
 # Those of no language begin with what they were made for.
 _NAMED = re.compile(r"(cutlass|ampere|volta|turing|hopper|maxwell|sm\d+)_")
-_POINTER = re.compile(r"\*(?:\s*(?:const|__restrict__|restrict))*$")
 
 
 @functools.cache
@@ -47,42 +46,6 @@ def readable(kernel: str) -> str:
         shown += letter if depth == 0 and letter != "<" and letter != ">" else ""
         depth += letter == "<"
     return shown.removeprefix("void ").strip()
-
-
-@functools.cache
-def accesses(kernel: str) -> tuple[str, ...]:
-    """Return for each argument "reads" if it points to constants, "writes" to others, and "" if that is not told.
-
-    Nothing for a kernel that is not of C++, such as Triton's.
-    """
-    text = _demangled(kernel)
-    return tuple(map(_access, _arguments(text))) if text is not None else ()
-
-
-def _access(argument: str) -> str:
-    pointer = _POINTER.search(argument)
-    if pointer is None:
-        return ""
-    to = argument[: pointer.start()].rstrip()
-    return "reads" if to.endswith("const") or to.startswith("const ") else "writes"
-
-
-def _arguments(text: str) -> list[str]:
-    """Split the last parentheses of a signature at its commas."""
-    if not text.endswith(")"):
-        return []
-    found, depth = [""], 0
-    for letter in reversed(text):
-        depth += letter in ")>]"
-        if letter in "(<[":
-            depth -= 1
-            if depth == 0 and letter == "(":
-                break
-        if depth == 1 and letter == ",":
-            found.append("")
-        elif depth > 1 or letter != ")":
-            found[-1] = letter + found[-1]
-    return [argument.strip() for argument in reversed(found) if argument.strip()]
 
 
 def _demangled(kernel: str) -> str | None:
@@ -120,30 +83,20 @@ def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Ite
         inventory: of a graph.
         names: of memory, better ones than the driver's reader had.
     """
-    modules: dict[str, dict[str, dict[str, dict[str, None]]]] = {}
+    modules: dict[str, dict[str, dict[str, None]]] = {}
     for _, touches in itertools.groupby(inventory.touches, operator.attrgetter("number")):
         named = [(touch, _name(touch, names)) for touch in touches]
         owners = [name.rpartition(".")[0] for touch, name in named if name and touch.certain]
         kernels = modules.setdefault(max(owners, key=len, default=""), {})
         for touch, name in named:
-            shown = kernels.setdefault(readable(touch.node), {})
-            shown.setdefault(_how(touch), {}).setdefault(_shown(touch, name))
+            kernels.setdefault(readable(touch.node), {}).setdefault(_shown(touch, name))
     for module, kernels in modules.items():
         if module:
             yield f"{module}:"
         for kernel, shown in kernels.items():
-            told = "; ".join(f"{how} {', '.join(places)}".strip() for how, places in shown.items())
-            yield f"{'  ' * bool(module)}{kernel}: {told}"
+            yield f"{'  ' * bool(module)}{kernel}: {', '.join(shown)}"
     for note, count in inventory.notes.items():
         yield f"not read: {count} x {note}"
-
-
-def _how(touch: Touch) -> str:
-    """Return "reads" or "writes" where the name of the node tells."""
-    if touch.parameter < 0:
-        return "reads" if touch.node == "copy from" else "writes"
-    told = accesses(touch.node)
-    return told[touch.parameter] if touch.parameter < len(told) else ""
 
 
 def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:

@@ -189,3 +189,15 @@ class GraphDevice(Protocol):
         reuse it, and it is valid from one replay to the next. The result and its views keep the pool's memory
         from being given back, so that it stays readable when graphs and pool are dropped.
         """
+
+
+def order_draws(device: GraphDevice) -> None:
+    """Let the current stream wait for the one on which a graph that draws was replayed last, or a capture begun.
+
+    Such graphs read seed and offset of a generator from memory that each of their replays, and each capture, sets: two
+    of them on two streams would read each other's. Call with CAPTURE_LOCK held.
+    """
+    stream = device.current_stream()
+    if stream != device.drawing_stream:
+        device.wait_for(device.drawing_stream)
+        device.drawing_stream = stream

@@ -23,7 +23,65 @@ from simplegraph.distributed.rendezvous import Rendezvous, require_group
 _made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
 
 
-class RankGroup:
+class SingleRank:
+    """The ranks of a model that has one, and the questions that `RankGroup` asks all of its.
+
+    Attributes:
+        seconds: what the parts of the last capture session took; see `CaptureSummary`.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __init__(self) -> None:
+        self.seconds = Stopwatch()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Wrap an action of all ranks: an exception on one rank is raised on the others as well."""
+        return contextlib.nullcontext()
+
+    def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
+        """Start a capture session; see `RankGroup.begin`."""
+
+    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
+        """Return the first rank on which `what` failed and its message; None if it succeeded on all ranks.
+
+        Raises:
+            RankError: a rank did not come, or is at another point of the program.
+        """
+        return self.failures(what, {} if error is None else {what: error}).get(what)
+
+    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
+        """Return what failed on any rank, by name: the first rank that it failed on, and its message.
+
+        Args:
+            what: was done to all of them.
+            errors: of this rank, by name.
+
+        Raises:
+            RankError: a rank did not come, or is at another point of the program.
+        """
+        words = self._ask(f"the result of {what}", {name: str(error) for name, error in errors.items()})
+        found: dict[str, tuple[int, str]] = {}
+        for rank, messages in enumerate(words):
+            for name, message in messages.items():
+                found.setdefault(name, (rank, message))
+        return found
+
+    def any(self, what: str, flag: bool) -> bool:
+        """True if `flag` is True on any rank.
+
+        Raises:
+            RankError: a rank did not come, or is at another point of the program.
+        """
+        return any(self._ask(what, flag))
+
+    def _ask(self, question: str, answer: Any) -> list[Any]:
+        """Return the answers of all ranks."""
+        return [answer]
+
+
+class RankGroup(SingleRank):
     """The ranks whose graphs hold collectives with each other. Construct it on all of them, in the same order.
 
     Pass it as `ranks` to `wrap` or `CudaGraphManager`. One group may serve several models that all ranks capture in
@@ -35,9 +93,6 @@ class RankGroup:
         timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
             A hang in a collective of eager code, warmups included, ends at that group's own timeout.
 
-    Attributes:
-        seconds: what setting up ``communicators`` and ``meetings`` have taken; a capture session starts anew.
-
     Raises:
         ConfigError: torch.distributed is not initialised, this rank is not in a group, or `timeout` is invalid.
 
@@ -47,6 +102,7 @@ class RankGroup:
     def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
+        super().__init__()
         self._group = require_group(group)
         self._groups = [self._group, *(require_group(each) for each in communicators)]
         self.rank: int = dist.get_rank(self._group)
@@ -54,7 +110,6 @@ class RankGroup:
         name = str(self._group.group_name)
         _made[name] += 1
         self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
-        self.seconds = Stopwatch()
         # Private to torch, since the public functions take as long as a replay.
         self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
 
@@ -115,40 +170,6 @@ class RankGroup:
                 f"{next(iter(str(error).splitlines()), '')}"
             ) from error
 
-    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
-        """Return the first rank on which `what` failed and its message; None if it succeeded on all ranks.
-
-        Raises:
-            RankError: a rank did not come, or is at another point of the program.
-        """
-        words = self._ask(f"the result of {what}", None if error is None else str(error))
-        return next(((rank, word) for rank, word in enumerate(words) if word is not None), None)
-
-    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
-        """Return what failed on any rank, by name: the first rank that it failed on, and its message.
-
-        Args:
-            what: was done to all of them.
-            errors: of this rank, by name.
-
-        Raises:
-            RankError: a rank did not come, or is at another point of the program.
-        """
-        words = self._ask(f"the result of {what}", {name: str(error) for name, error in errors.items()})
-        found: dict[str, tuple[int, str]] = {}
-        for rank, messages in enumerate(words):
-            for name, message in messages.items():
-                found.setdefault(name, (rank, message))
-        return found
-
-    def any(self, what: str, flag: bool) -> bool:
-        """True if `flag` is True on any rank.
-
-        Raises:
-            RankError: a rank did not come, or is at another point of the program.
-        """
-        return any(self._ask(what, flag))
-
     def _ask(self, question: str, answer: Any) -> list[Any]:
         with self.seconds.timed("meetings"):
             return self._rendezvous.ask(question, answer)
@@ -163,30 +184,6 @@ class RankGroup:
                     f"the process group has {found or 'no backend'} for {device_type} tensors, whose collectives no "
                     f"graph can hold; make it with {wanted}, such as init_process_group('cpu:gloo,cuda:nccl')."
                 )
-
-
-class SingleRank:
-    """Replaces a `RankGroup` if there is only one rank."""
-
-    rank, size = 0, 1
-
-    def __init__(self) -> None:
-        self.seconds = Stopwatch()  # nothing takes any
-
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
-        """Do nothing: there are no other ranks."""
-
-    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
-        return None if error is None else (self.rank, str(error))
-
-    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
-        return {name: (self.rank, str(error)) for name, error in errors.items()}
-
-    def any(self, what: str, flag: bool) -> bool:
-        return flag
 
 
 def _refuse_other_captures(captures: Sequence[str]) -> None:

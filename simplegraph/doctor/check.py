@@ -86,7 +86,6 @@ def check(
     others: Sequence[tuple[Any, ...]] = (),
     before: Callable[[int], object] | None = None,
     batch_dims: Mapping[str, Any] | None = None,
-    break_ops: Sequence[str] = (),
     capture_sizes: Collection[int] | None = None,
     **kwargs: Any,
 ) -> CheckReport:
@@ -110,8 +109,7 @@ def check(
         before: called with the batch's number (0 for `args`) before each of its runs and replays; it can set metadata
             that breaks read.
         batch_dims: batch dimensions by argument name, as in `CudaGraphConfig`.
-        break_ops: operators that break, as in `CudaGraphConfig`.
-        capture_sizes: batch sizes whose graphs' memory is to be estimated, by capturing some of them.
+        capture_sizes: batch sizes whose graphs' memory is to be measured, by capturing them.
         **kwargs: example inputs passed by keyword, for every batch.
 
     Raises:
@@ -127,7 +125,6 @@ def check(
         raise InputError("check got others that are not tuples of positional arguments, such as [(x2,), (x3,)].")
     config = CudaGraphConfig(
         batch_dims=batch_dims or {},
-        break_ops=break_ops,
         on_capture_failure="raise",
         verify=0,  # a trial compares replays itself
         progress=False,

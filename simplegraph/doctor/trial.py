@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.break_operators import breaking_operators, inlining, recording_breaks
-from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import bypassed, outside_calls
 from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import parts, storage_key, wait_collectives
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.call.args import batch_dim_of
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader
@@ -28,7 +27,7 @@ from simplegraph.device.select import graph_device
 from simplegraph.guard.snapshot import Snapshot, has_address
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
+from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.program.breaks.trace import BreakTracer
 from simplegraph.program.observe import MemoryObserver
@@ -92,7 +91,7 @@ class ModuleTrial:
     def _observe(self) -> None:
         """Run once eagerly, to find what the forward writes, what its outputs alias, and its breaks."""
         observer = MemoryObserver()
-        operators = breaking_operators(self._config.break_ops)
+        operators = breaking_operators()
         tracer = BreakTracer(operators, observer, self._device.torch_device)
         leaves = cloned(self._leaves)
         try:
@@ -211,20 +210,16 @@ class ModuleTrial:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
 
     def memory(self, sizes: Collection[int]) -> MemoryEstimate:
-        """Capture some of the sizes, measure their memory, and drop their graphs.
+        """Capture the sizes, measure their memory, and drop their graphs.
 
         Raises:
             ConfigError: the sizes are invalid.
             CaptureError: one of them cannot be captured.
         """
-        checked = CudaGraphConfig(capture_sizes=list(sizes)).capture_sizes or ()
-        graphs = [(CudaGraphMode.FULL, BatchDescriptor(size)) for size in reversed(checked)]
-        picked = graphs_to_measure(graphs)
-        wrapped: Any = self._wrap(capture_sizes=[descriptor.num_tokens for _, descriptor in picked])
+        wrapped: Any = self._wrap(capture_sizes=list(sizes))
         with self._capture(wrapped) as summary:
-            taken = {graph.size: graph.bytes for graph in wrapped.graph_stats.graphs.values()}
-            measured = {graph: taken[graph[1].num_tokens] for graph in picked}
-            return estimated(graphs, measured, summary.bytes, emulated=self._device.emulated)
+            taken = [graph.bytes for graph in wrapped.graph_stats.graphs.values()]
+            return MemoryEstimate.measured(taken, summary.bytes, emulated=self._device.emulated)
 
     @contextlib.contextmanager
     def _capture(self, wrapped: Any) -> Iterator[CaptureSummary]:

@@ -17,7 +17,6 @@ from simplegraph.device.cuda.first_use import without_collections
 from simplegraph.device.cuda.triton_start import (
     build_driver,
     import_triton,
-    launchers_start,
     read_compiler,
     triton_starts,
 )
@@ -112,13 +111,12 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
             for trial in some:
                 _run(operators, device, dtype, trial)
 
-    with launchers_start() as join:
-        threads = ThreadPoolExecutor(sum(map(len, chains)), "simplegraph-compile", initializer=join)
-        with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
-            begun = [(threads.submit(run, first), others) for first, *others in chains]
-            for first, others in begun:
-                for some in others if first.exception() is None else ():
-                    threads.submit(run, some)
+    threads = ThreadPoolExecutor(sum(map(len, chains)), "simplegraph-compile")
+    with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
+        begun = [(threads.submit(run, first), others) for first, *others in chains]
+        for first, others in begun:
+            for some in others if first.exception() is None else ():
+                threads.submit(run, some)
 
 
 def _this_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from simplegraph.base.context import CALLS
-from simplegraph.base.failures import BREAK
-from simplegraph.base.user_code import described_line
-from simplegraph.device.generators import HostRandom
+from torch import nn
+
+from simplegraph.base.nested import ATOMS
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.snapshot import Snapshot, holds_graph_memory
 from simplegraph.program.escapes import PythonState
+from simplegraph.program.places import MODULES_OWN, Surroundings, by_class, held_by, is_library, names_in
 
-logger = logging.getLogger("simplegraph")
+_NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
+_MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
 
 
 class ModuleState(PythonState):
@@ -58,48 +63,133 @@ class ModuleState(PythonState):
         self._before, self._values = [], []
 
 
-@contextlib.contextmanager
-def warning_of_eager(name: str) -> Iterator[None]:
-    """Warn of a ``with simplegraph.eager()`` in a forward that is captured in here: it has no effect there."""
-    CALLS.eager_inside = None
-    try:
-        yield
-    finally:
-        if CALLS.eager_inside is not None:
-            _warn_of_eager(name, CALLS.eager_inside)
+class HostState(Surroundings):
+    """Remembers what code can advance outside of modules and containers, and no capture could put back as it was.
+
+    That are the positions of generators, iterators and files, bytes and arrays of the host, where a function that was
+    looked into names them, or an object or a class holds them.
+
+    Args:
+        module: leads to them.
+        snapshot: of the module; what that tells of is left out.
+    """
+
+    def __init__(self, module: Any, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._positions: list[tuple[Any, Any]] = []
+        super().__init__([module, *type(module).__mro__], _NEAR)
+
+    def _remember(self, value: Any) -> Iterable[Any]:
+        position = _position(value)
+        if position is not None:
+            self._positions.append((value, position))
+        if _are_globals(value) or _breaks(value):
+            return ()
+        if type(value) is types.FunctionType and not is_library(value.__module__):
+            self._ways.setdefault(id(value.__globals__), (value.__globals__, id(value)))
+            return *super()._remember(value), *map(value.__globals__.get, sorted(names_in(value.__code__)))
+        if not self._snapshot.holds(value):
+            return super()._remember(value)
+        held, unused = (vars(value), MODULES_OWN) if isinstance(value, nn.Module) else (held_by(value) or {}, ())
+        return type(value), *(item for name, item in held.items() if name not in unused or item)
+
+    def advanced(self) -> set[str]:
+        """Name what is elsewhere by now."""
+        return {self._name_of(thing) for thing, before in self._positions if _position(thing) != before}
+
+    def _name_of(self, thing: Any) -> str:
+        place, _ = self._ways[self._ways[id(thing)][1]]
+        if type(place) is types.FunctionType and any(thing is held for held in place.__globals__.values()):
+            place = place.__globals__
+        return self._name(place, next((key for key, held in (held_by(place) or {}).items() if held is thing), "?"))
 
 
-@functools.lru_cache(maxsize=256)
-def _warn_of_eager(name: str, line: tuple[str, int]) -> None:
-    """Warn once of each line: every size is captured."""
-    logger.warning(
-        "simplegraph: %s: eager() at %s has no effect inside a forward that is captured; the part is captured, too.\n"
-        "  To run it eagerly between two graphs %s. eager() is for calls of wrapped modules.",
-        *(name, described_line(*line), BREAK),
-    )
+def _are_globals(place: Any) -> bool:
+    return type(place) is dict and "__builtins__" in place
+
+
+def _breaks(value: Any) -> bool:
+    """True for an eager break, or a class of modules that are: it runs at every replay."""
+    own = vars(value) if isinstance(value, (type, types.FunctionType)) else ()
+    return "_simplegraph_break" in own or "_simplegraph_unbroken" in own
+
+
+def _position(value: Any) -> Any:
+    """Return how far something has come that code advances; None for what does not advance, or does not tell."""
+    read = _reader_of(type(value))
+    if read is not None and not is_global_generator(value):
+        with contextlib.suppress(Exception):  # a closed file, the system's random generator
+            return read(value)
+    return None
+
+
+@by_class
+def _reader_of(kind: type) -> Callable[[Any], Any] | None:
+    if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
+        return operator.length_hint
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_READERS[name] for name in names if name in _READERS), None)
+
+
+def _pickled(value: Any) -> bytes | None:
+    small = max(sys.getsizeof(value), getattr(value, "nbytes", 0)) <= _MAX_BYTES
+    return pickle.dumps(value) if small else None
+
+
+def _progress(made: types.GeneratorType[Any, Any, Any]) -> list[Any]:
+    frame: Any = made.gi_frame  # None once it has ended
+    return [frame.f_lasti, *(each for each in frame.f_locals.values() if isinstance(each, ATOMS))]
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "random.Random": _pickled,
+    "numpy.random._generator.Generator": _pickled,
+    "numpy.random.mtrand.RandomState": _pickled,
+    "numpy.ndarray": _pickled,
+    "array.array": _pickled,
+    "builtins.bytearray": _pickled,
+    "itertools.count": repr,
+    "builtins.generator": _progress,
+    "_io._IOBase": operator.methodcaller("tell"),
+    "_queue.SimpleQueue": operator.methodcaller("qsize"),
+}
 
 
 class CountedState:
-    """Finds what the first eager run of a signature changed below the module, and its first captured run, too.
+    """Finds what the first eager run of a size changed below the module, and its first captured run, too.
 
-    A cache that is filled once is changed by the first alone; what eager breaks change, by eager runs alone.
+    A cache that is filled once is changed by the first alone; what eager breaks change, by eager runs alone. What no
+    capture could put back is looked for at eager runs alone, until one leaves it as it is.
 
     Attributes:
         names: the places, dotted from the module; None before the first capture.
+        advanced: what the latest eager run advanced and a capture could not put back, by name.
     """
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
+        self.advanced: set[str] = set()
+        self._always: set[str] = set()  # what two eager runs in a row advanced
         self._changed: set[str] | None = None
+
+    def check(self) -> None:
+        """Refuse to record a forward that advances host state at every run. Raises CannotBind."""
+        if self._always:
+            raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self._always)))
 
     @contextlib.contextmanager
     def eager_run(self, module: Any) -> Iterator[None]:
         """Note what a real run changes, if it is the first: looking costs milliseconds."""
-        before = (Snapshot(module, tensors=False), HostRandom()) if self._changed is None else None
+        if self._changed is not None and not self.advanced:
+            yield
+            return
+        snapshot, host = Snapshot(module, tensors=False), HostRandom()
+        state = HostState(module, snapshot)
         yield
-        if before is not None:
-            snapshot, host = before
-            self._changed = snapshot.changed_names() | host.drawn()
+        before, self.advanced = self.advanced, state.advanced()
+        self._always = before & self.advanced
+        if self._changed is None:
+            self._changed = snapshot.changed_names() | host.drawn() | self.advanced
 
     @contextlib.contextmanager
     def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
@@ -113,20 +203,19 @@ class CountedState:
             yield
             return
         before, key = Snapshot(module, tensors=False), state_key and state_key(module)
-        host = HostRandom()
+        host, state = HostRandom(), HostState(module, before) if self.advanced else None
         complete = False
         try:
             yield
             complete = True
         finally:
             in_key = state_key is not None and state_key(module) != key
-            names = [] if in_key else sorted(self._changed & (before.changed_names() | host.drawn()))
+            changed = before.changed_names() | host.drawn()
+            if state is not None:
+                changed |= state.advanced()
+            names = [] if in_key else sorted(self._changed & changed)
             if complete or names:  # a capture that failed may not have come to what changes
                 self.names = sorted({*(self.names or ()), *names})
-
-    def look_again(self) -> None:
-        """Let the next eager run find what it changes: that may be another object by now, or other code."""
-        self._changed, self.names = None, None
 
     @property
     def refusal(self) -> tuple[str, str]:

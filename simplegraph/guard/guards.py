@@ -151,7 +151,8 @@ class CapturedState:
         module, reading = self._module(), self._reading
         if reading is None or module is None:
             return True
-        return not self._own_gradients and any(map(_requires_grad, reading.live_tensors(vars(module))))
+        live = reading.live_tensors(vars(module))
+        return live is None or (not self._own_gradients and any(map(_requires_grad, live)))
 
     def what_moved(self) -> list[str]:
         """Name everything that moved or was replaced."""

@@ -97,7 +97,7 @@ class Reach:
             self._add_all("partial.", value.args, range(len(value.args)))
             self._add_all("partial.", value.keywords, value.keywords)
         elif callable(value) and not isinstance(value, type) and is_library(type(value).__module__):
-            self._left += ((inner, name) for inner in _functions_in(value))
+            self._left += ((inner, name) for inner in functions_in(value))
         else:
             self._open(value, name)
 
@@ -105,7 +105,7 @@ class Reach:
         code = function.__code__
         is_packaged = "site-packages" in code.co_filename or "dist-packages" in code.co_filename
         if (is_packaged or is_library(function.__module__)) and (self._has_read or hasattr(function, "__wrapped__")):
-            self._left += ((inner, "self") for inner in _functions_in(function)[1:])  # it may decorate a user's
+            self._left += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
             return
         self._has_read, names = True, _names_of(code)
         self._names |= names.all
@@ -137,7 +137,7 @@ class Reach:
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
                 computed = of_class and hasattr(type(member), "__get__") and not isinstance(member, _READABLE)
                 if of_class:  # one that another class overrides may be called as well
-                    self._left += ((inner, name) for inner in _functions_in(member))
+                    self._left += ((inner, name) for inner in functions_in(member))
                 self._add(f"{name}.{key}", Attributes(owner) if of_class and not computed else namespace, key, owner)
 
     def _add_all(self, prefix: str, holder: Any, keys: Iterable[Any]) -> None:
@@ -193,7 +193,7 @@ def _is_method(step: dis.Instruction) -> bool:
     return step.opname == "LOAD_METHOD" or flagged
 
 
-def _functions_in(value: Any) -> list[Any]:
+def functions_in(value: Any) -> list[Any]:
     """List the functions that a value is, or stands for."""
     inner = () if not hasattr(type(value), "__get__") and not callable(value) else _INNER
     return [each for each in (value, *(getattr(value, name, None) for name in inner)) if isinstance(each, _FUNCTIONS)]

@@ -23,8 +23,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _READERS = tuple(map(operator.itemgetter, _REGISTRIES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_VALUE = frozenset({type(None), bool, int, float, str})
-_CONTAINERS = frozenset({list, dict, collections.deque, collections.OrderedDict})
+_CONTAINERS = (list, dict, collections.deque)
 _chain = itertools.chain.from_iterable
+_get = object.__getattribute__  # past what the class of an object makes of it
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _training = operator.itemgetter("training")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
@@ -80,7 +81,7 @@ class Reading:
         bases, self._levels = _levels(vars(root), attributes, links)
         self._held = [(filled, attributes, bases)]
         self._deaths = _clear_at_death(children, self._held)
-        values, self._lengths = self._read(vars(root)) or ([], [])
+        values, self._lengths = self._read(vars(root))
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
@@ -88,6 +89,7 @@ class Reading:
         others = sorted(set(others) - set(numbers))
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
         self._numbers = self._numbers_at(values)
+        self._number_types = list(map(type, self._numbers))
         # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
         self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
         self._ids = list(map(id, self._others_at(values)))
@@ -115,12 +117,9 @@ class Reading:
             start += len(keys)
         return indices
 
-    def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]] | None:
-        """Read all values and the lengths of all containers; None once a submodule is gone."""
-        held = next(iter(self._held), None)
-        if held is None:
-            return None
-        filled, below, bases = held
+    def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]]:
+        """Read all values and the lengths of all containers. Raises whatever a place that is gone raises."""
+        filled, below, bases = self._held[0]
         own = map(attributes.__getitem__, _REGISTRIES)
         parameters, buffers, modules = map(map, _READERS, filled)
         values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
@@ -132,7 +131,7 @@ class Reading:
         for parents, keys, opened in self._levels:
             found = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
             values += found
-            holders = [vars(found[at]) if by_attributes else found[at] for at, by_attributes in opened]
+            holders = [_get(found[at], "__dict__") if by_attributes else found[at] for at, by_attributes in opened]
             lengths += map(len, holders)
         return values, lengths
 
@@ -142,42 +141,45 @@ class Reading:
             tensors = tuple(part for tensor in tensors for part in parts(tensor))
         return (*tensors, *self._owned) if self._owned else tensors
 
-    def live_tensors(self, attributes: dict[str, Any]) -> Sequence[Tensor]:
-        """Return the tensors that are compared, as they are now; none once anything was removed."""
-        found = self._read(attributes)
-        return () if found is None or found[1] != self._lengths else self._of(found[0])
+    def live_tensors(self, attributes: dict[str, Any]) -> Sequence[Tensor] | None:
+        """Return the tensors that are compared, as they are now; None if they cannot be read."""
+        try:
+            values, lengths = self._read(attributes)
+            return self._of(values) if lengths == self._lengths else None
+        except Exception:  # a survey finds out what it was
+            return None
 
     def same(self, attributes: dict[str, Any]) -> bool:
         """True if all is as it was; `attributes` are the module's own. What cannot be read has changed."""
-        if any(self._empty_registries) or self._hooks != self._hooks_before:
-            return False
-        if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
-            if any(self._empty_hooks):
-                return False
-            self._handles = RemovableHandle.next_id
         try:
-            found = self._read(attributes)
-            if found is None or found[1] != self._lengths:
+            if any(self._empty_registries) or self._hooks != self._hooks_before:
                 return False
-            values = found[0]
-            if list(map(id, self._others_at(values))) != self._ids or self._numbers_at(values) != self._numbers:
+            if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
+                if any(self._empty_hooks):
+                    return False
+                self._handles = RemovableHandle.next_id
+            values, lengths = self._read(attributes)
+            if lengths != self._lengths or list(map(id, self._others_at(values))) != self._ids:
+                return False
+            numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
+            if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
                 return False
             tensors = self._of(values) if self._is_more else self._tensors_at(values)
             if list(map(Tensor.data_ptr, tensors)) != self._addresses:
                 return False
-        except (LookupError, TypeError, RuntimeError, ValueError):  # the last of an empty cell
+            if self._is_again:
+                if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+                    return False
+                tensors = self._once(tensors)
+            check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
+            return (
+                (check.check(*tensors) if check is not None else self._same_layouts(tensors))
+                and list(map(type, self._modules_at(values))) == self._types
+                and list(map(_training, self._held[0][1])) == self._modes
+                and [kind.forward for kind in self._kinds] == self._forwards
+            )
+        except Exception:  # a survey finds out what it was
             return False
-        if self._is_again:
-            if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
-                return False
-            tensors = self._once(tensors)
-        check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
-        return (
-            (check.check(*tensors) if check is not None else self._same_layouts(tensors))
-            and list(map(type, self._modules_at(values))) == self._types
-            and list(map(_training, self._held[0][1])) == self._modes
-            and [kind.forward for kind in self._kinds] == self._forwards
-        )
 
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
         """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
@@ -217,12 +219,21 @@ def _levels(
                 level.parents.append(container)
                 level.keys.append(key)
             is_last = depth + 1 == len(chain)
-            if not is_last or type(value) in _CONTAINERS:  # an empty one may be filled
-                step = at, not is_last and chain[depth + 1][0] is not value
+            known = isinstance(value, _CONTAINERS)
+            if not is_last or known or _is_bare(value):  # an empty one may be filled
+                step = at, not known if is_last else chain[depth + 1][0] is not value
                 container = opened.setdefault((depth, *step), len(level.opened))
                 if container == len(level.opened):
                     level.opened.append(step)
     return bases, levels
+
+
+def _is_bare(value: Any) -> bool:
+    """True for an object that has no attributes, and may get some; what can be called is compared by identity."""
+    try:
+        return not callable(value) and bool(_get(value, "__dict__") == {})
+    except AttributeError:
+        return False
 
 
 def _layouts_of(tensors: Sequence[Tensor]) -> list[Any]:

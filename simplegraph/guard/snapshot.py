@@ -68,7 +68,7 @@ class Snapshot:
         self._empty_in: list[tuple[int, Any]] = []  # the index of what holds each, and under which key
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
         self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
-        seen: set[int] = set()
+        self._seen = seen = set[int]()
         left: collections.deque[tuple[Any, int, Any]] = collections.deque([(plain(module), -1, "")])
         while left and len(self._holders) < _MAX_HOLDERS:
             value, parent, key = left.popleft()
@@ -97,6 +97,10 @@ class Snapshot:
             if id(part) not in seen and has_address(part):
                 seen.add(id(part))
                 self._tensors.append((part, part.detach(), place(part), parent, key))
+
+    def holds(self, place: Any) -> bool:
+        """True for a container, and for an object whose attributes are looked at."""
+        return id(place) in self._seen or id(getattr(place, "__dict__", None)) in self._seen
 
     def changes(self) -> list[Change]:
         """Find every place that holds something else, and every tensor that was moved.
@@ -249,11 +253,10 @@ def _refill(container: Any, before: Any) -> None:
         kind.clear(container)
         (kind.update if kind is set else kind.extend)(container, before)
         return
-    base: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
     for key in dict.keys(container) - before.keys() - {_UNSEEN}:
-        base.__delitem__(container, key)
+        put(container, key, ABSENT)
     ordered = [key for key in dict.keys(container) if key in before] == [key for key in before if key in container]
     for key, value in before.items():
         if not ordered and key in container:
-            base.__delitem__(container, key)  # which puts it last
-        base.__setitem__(container, key, value)
+            put(container, key, ABSENT)  # which puts it last
+        put(container, key, value)

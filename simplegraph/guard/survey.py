@@ -65,7 +65,7 @@ class Survey:
         tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
         generators: random generators in such attributes.
         links: chains of links to modules that are no children, to generators, functions and settings, and to what may
-            become a tensor: None and empty containers.
+            become a tensor or get one: None and containers without any.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -124,13 +124,14 @@ class Survey:
             inner, items = _contents(value)
             if inner is None:
                 return
-            if not items or id(inner) in self._opened:  # what it holds is read by another way
+            before = len(self.links), len(self.tensors)
+            if id(inner) not in self._opened:  # else what it holds is read by another way
+                self._opened.add(id(inner))
+                for index, (key, item) in enumerate(items):
+                    label = index if isinstance(key, Tensor) else key  # of an optimizer's state
+                    self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
+            if before == (len(self.links), len(self.tensors)):
                 self.links.append(links)
-                return
-            self._opened.add(id(inner))
-            for index, (key, item) in enumerate(items):
-                label = index if isinstance(key, Tensor) else key  # of an optimizer's state
-                self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}

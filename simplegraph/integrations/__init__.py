@@ -10,7 +10,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
-from simplegraph.base.extras import Notes, StateKey, capture_contexts, runner_kinds, state_keys
+from simplegraph.base.extras import Notes, StateKey, capture_contexts, report_pages, runner_kinds, state_keys
 
 
 def register() -> None:
@@ -18,6 +18,7 @@ def register() -> None:
     capture_contexts.append(_transformers_masks)
     state_keys.append(_switches)
     runner_kinds.append(_training)
+    report_pages.append(_page)
 
 
 def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
@@ -40,3 +41,9 @@ def _training(config: Any) -> Any:
     from simplegraph.training.runner import TrainingRunner
 
     return TrainingRunner
+
+
+def _page(report: Any) -> str:
+    from simplegraph.doctor.page import page
+
+    return page(report)

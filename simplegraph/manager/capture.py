@@ -19,13 +19,13 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
 from simplegraph.base.extras import entered
 from simplegraph.base.failures import capture_error, release_locals
-from simplegraph.base.modes import autocast_cache_off
+from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import WithheldError
-from simplegraph.base.stopwatch import Stopwatch
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
+from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.breaks.trace import BreakTracer
 from simplegraph.program.escapes import PythonState, take_back
@@ -39,8 +39,9 @@ logger = logging.getLogger("simplegraph")
 
 
 def _read_differently(seen: Sequence[MemoryObserver]) -> bool:
-    """True if the first and the last of these runs read other memory."""
-    return len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
+    """True if the first and the last of these runs read other memory, or one did what no capture may come to."""
+    refused = any(observer.refused for observer in seen)
+    return refused or (len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys())
 
 
 def run_observed(
@@ -65,13 +66,15 @@ def run_observed(
     observer = MemoryObserver(rows=rows)
     tracer = None
     if traced:
-        operators = breaking_operators(table.config.break_ops)
+        operators = breaking_operators()
         tracer = BreakTracer(operators, observer, table.device.torch_device, inputs)
     host = HostWarmup(table.device.torch_device)
     following = contextlib.nullcontext() if key is None else host.following(observer)
     noting = entered({} if key is None else table.constants.notes, as_captured=False)
+    # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
+    casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
     # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
-    with autocast_cache_off(), recording_breaks(tracer), following, observer, noting:
+    with casts, recording_breaks(tracer), following, observer, noting:
         outputs = wait_collectives(run())
     if key is not None:
         table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
@@ -104,7 +107,6 @@ class GraphCapture:
         observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
             smallest size read the same memory, the others are taken to do so too.
         reads: CPU tensors from before whose values captures took, by their place in memory.
-        parts: seconds by part; see `CaptureSummary`.
     """
 
     table: ProgramTable
@@ -116,7 +118,6 @@ class GraphCapture:
     state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
-    parts: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
     _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
@@ -134,13 +135,12 @@ class GraphCapture:
             warmed_up: called between these and the captures.
 
         Raises:
-            ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
+            ConfigError: ranks differ in their settings.
             Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
-        breaking_operators(table.config.break_ops)
+        breaking_operators()
         started = time.perf_counter()
-        self.parts.clear()
         ranks.seconds.clear()
         with ranks.together():
             shared = _shared_settings(table, self.settings, num_warmups)
@@ -157,8 +157,15 @@ class GraphCapture:
         table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())
-        parts = {**ranks.seconds, **self.parts}
-        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken, parts)
+        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken, dict(ranks.seconds))
+
+    def inspect(self, summary: CaptureSummary) -> CaptureSummary:
+        """Drop graphs that touch memory which was given back; return what is left of those captured.
+
+        Everything must be over that could have undone the captures: nothing may live for that alone.
+        """
+        self.state.forget()
+        return inspect_graphs(self.table, self.jobs, list(observed_tensors(self.observers)), summary)
 
     def _run_session(self, num_warmups: int, warmed_up: Callable[[], object]) -> None:
         table, jobs = self.table, self.jobs
@@ -171,7 +178,7 @@ class GraphCapture:
             try:
                 self._capture_each(session)
             finally:  # whatever came of the others
-                with self.parts.timed("instantiate"):
+                with self._ranks.seconds.timed("instantiate"):
                     unready = _wait_for_graphs(table, jobs)
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
@@ -198,7 +205,8 @@ class GraphCapture:
             if self._ranks.any("what graphs read", _read_differently(seen)):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
-                self._capture_or_fail(session, again, {job.label for job in again}, CaptureBar(None))
+                with capture_bar(len(again), show=False) as hidden:
+                    self._capture_or_fail(session, again, {job.label for job in again}, hidden)
 
     def _capture_or_fail(
         self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: CaptureBar
@@ -241,9 +249,10 @@ class GraphCapture:
             for refused in filter(None, (job.refused, *(observer.refused for observer in self.observers))):
                 raise capture_error(refused, job.label)
             trace = self._trace(job)
+            seconds = self._ranks.seconds
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
             _announce(self.table, job)
-            with torch.profiler.record_function(f"simplegraph.capture {job.label}"), self.parts.timed("capture"):
+            with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
             program.constants = host.served
             try:
@@ -286,14 +295,17 @@ class GraphCapture:
         """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
         followed, constants = observed or self.table.constants.met_host, self.table.constants
-        with (
-            entered(constants.notes, as_captured=True),
-            host.following(observer if observed else None) if followed else contextlib.nullcontext(),
-            observer if observed else contextlib.nullcontext(),
-        ):
-            outputs = job.run()
-            for hooks in self.table.hooks:
-                hooks.end_of_forward(job.mode, job.descriptor)
+        try:
+            with (
+                entered(constants.notes, as_captured=True),
+                host.following(observer if observed else None) if followed else contextlib.nullcontext(),
+                observer if observed else contextlib.nullcontext(),
+            ):
+                outputs = job.run()
+                for hooks in self.table.hooks:
+                    hooks.end_of_forward(job.mode, job.descriptor)
+        finally:  # what one size did that no capture may come to, others would do, too, and are not observed
+            self.observers += [observer] if observer.refused else []
         host.check_refused()
         self.observers += [observer] if observed else []
         return outputs
@@ -307,7 +319,7 @@ class GraphCapture:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
             run = functools.partial(_run_as_captured, self.table, job.run)
-            with self.parts.timed("warmup"):
+            with self._ranks.seconds.timed("warmup"):
                 _, observer, trace = run_observed(self.table, run, job.key, traced=traced, rows=job.rows)
             if trace is not None:
                 self.table.add_trace(job.key, trace)
@@ -369,7 +381,7 @@ def _check_breaks(table: ProgramTable, job: CaptureJob, program: Program) -> Non
         cause = f"the attention declares {support.name}, but the forward met no eager break"
         raise CaptureError(
             f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
-            "  Mark it with @simplegraph.eager_break, simplegraph.break_at, or by its operator in break_ops.",
+            "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe.",
             cause=cause,
         )
 

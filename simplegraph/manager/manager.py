@@ -26,15 +26,15 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
+from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks, settings_of
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, bind_forward
 from simplegraph.manager.proof import prove_batch
+from simplegraph.manager.registry import register
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.escapes import PythonState
 from simplegraph.program.program import Program
 
@@ -103,13 +103,19 @@ class CudaGraphManager:
         self.pool = pool or self.device.new_pool()
         if not shared:
             self.pool.managers.add(self)
-        self.ranks: RankGroup | SingleRank = ranks or SingleRank()
+        self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))
         self._kept_alive: list[Any] = []  # what engines' graphs read
+        if stats is None:
+            register(self)
+
+    def __repr__(self) -> str:
+        """Name the manager and sum up its steps, as `wrappers` shows it."""
+        return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
 
     @property
     def programs(self) -> dict[Key, Program]:
@@ -207,7 +213,7 @@ class CudaGraphManager:
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
         capture = self.new_capture(jobs, state=PythonState([forward]))
-        summary = inspect_graphs(capture, capture.run(self.config.num_warmups))
+        summary = capture.inspect(capture.run(1))
         self._kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
         return summary
@@ -245,9 +251,10 @@ class CudaGraphManager:
             return self._replay(graph, batch.padding)
         reason, detail = batch.reason, ""
         if capturing:
-            reason = Reason.CAPTURING_ELSEWHERE
+            reason = Reason.BUSY
         elif batch.mode is not CudaGraphMode.NONE:
             reason = self._why_uncaptured((batch.mode, batch.descriptor))
+            detail = "" if self.table.graphs else "call the manager's capture first"
         else:
             detail = self.dispatcher.advice(batch)
         self.stats.ran_eagerly(reason, detail, batch.descriptor.num_tokens - batch.padding)
@@ -271,26 +278,25 @@ class CudaGraphManager:
         return graph.program.result()
 
     def memory_estimate(self, forward: Forward) -> MemoryEstimate:
-        """Capture some of the descriptors into a pool of their own, measure, and drop them again.
+        """Capture every descriptor into a pool of its own, measure, and drop the graphs again.
 
-        The forward runs `num_warmups` times for real, as `capture` would run it.
+        The forward runs once for real, as `capture` would run it.
 
         Raises:
             CaptureError: one of them cannot be captured.
         """
-        todo = self.descriptors()
-        trial = CudaGraphManager(self.config.replace(progress=False), device=self.device, name=self.stats.name)
+        quiet, stats = self.config.replace(progress=False), GraphStats(self.stats.name)
+        trial = CudaGraphManager(quiet, device=self.device, stats=stats)
         trial.hooks.extend(self.hooks)
         try:
-            picked = graphs_to_measure(todo)
-            jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in picked]
-            summary = trial.new_capture(jobs).run(self.config.num_warmups)
+            jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
+            summary = trial.new_capture(jobs).run(1)
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
-            measured = {key: trial.stats.graphs[key].bytes for key in picked}
+            taken = [graph.bytes for graph in trial.stats.graphs.values()]
+            return MemoryEstimate.measured(taken, summary.bytes, emulated=self.device.emulated)
         finally:
             trial.reset()
-        return estimated(todo, measured, summary.bytes, emulated=self.device.emulated)
 
     def report(self) -> GraphReport:
         """Report captures, replays and eager calls; print it, or ask it for JSON."""

@@ -17,12 +17,11 @@ class CaptureBar:
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
-        self._started = 0
-        self._failed = 0
+        self._started = self._failed = 0
 
     def next(self, size: int, device: GraphDevice) -> None:
         """Show the size that is captured next."""
-        if self._bar is not None:
+        if not self._bar.disable:
             self.end()
             self._shown = {"size": size, "free": f"{device.free_memory() / 2**30:.1f} GiB"}
             emulated = " (emulated)" if device.emulated else ""
@@ -32,7 +31,7 @@ class CaptureBar:
 
     def fail(self) -> None:
         """Show that the size came to no graph: it counts as none."""
-        if self._bar is not None:
+        if not self._bar.disable:
             self._failed += 1
             self._bar.set_postfix(self._shown, failed=self._failed, refresh=False)
 
@@ -44,10 +43,8 @@ class CaptureBar:
 @contextlib.contextmanager
 def capture_bar(total: int, show: bool) -> Iterator[CaptureBar]:
     """Show a bar over `total` captures, on the first rank only."""
-    if not show or os.environ.get("RANK", "") not in ("", "0"):
-        yield CaptureBar(None)
-        return
-    with tqdm(total=total, desc="Capturing graphs", unit="graph", leave=True) as bar:
+    hidden = not show or os.environ.get("RANK", "") not in ("", "0")
+    with tqdm(total=total, desc="Capturing graphs", unit="graph", leave=True, disable=hidden) as bar:
         shown = CaptureBar(bar)
         yield shown
         shown.end()

@@ -82,7 +82,7 @@ class ReplayProof:
         observer, program = MemoryObserver(rows=rows), self._graph.program
         tape = None
         if program.breaks:
-            tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)
+            tape = BreakTape(breaking_operators(), observer, self._memory)
         # The observer is asked first, as in a warmup: it sees reads that are served.
         with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
             result = wait_collectives(run())

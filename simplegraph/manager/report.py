@@ -6,13 +6,15 @@ import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from simplegraph.base.extras import report_pages
 from simplegraph.base.reasons import DOCUMENTATION
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.kernels import report_lines
 from simplegraph.manager.jobs import headline, merged_failures
-from simplegraph.manager.stats import GraphCounters, GraphStats
+from simplegraph.manager.stats import GraphCounters, GraphStats, counted
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
@@ -54,26 +56,31 @@ class GraphReport:
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
             "failures": dict(stats.failures),
             "optimizations": list(self.optimizations),
-            "graphs": [_as_dict(graph) for graph in self._graphs()],
+            "graphs": [_as_dict(graph) for graph in self.graphs()],
         }
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def _graphs(self) -> list[Any]:
+    def save(self, path: str | Path) -> None:
+        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links."""
+        Path(path).write_text(report_pages[-1](self), encoding="utf-8")
+
+    def graphs(self) -> list[GraphCounters]:
+        """Return the counters of each graph, by mode and size."""
         return sorted(self.stats.graphs.values(), key=lambda graph: (graph.mode, graph.size))
 
     def __str__(self) -> str:
         stats = self.stats
         where = f"{self.device}, emulated: no speed" if self.emulated else self.device
-        count = "1 graph" if len(stats.graphs) == 1 else f"{len(stats.graphs)} graphs"
         lines = [
-            f"{stats.name} ({where}): {count}, {stats.capture_seconds:.3f} s, {_mib(stats.graph_bytes)} MiB; "
-            f"{stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
-            f"{sum(stats.eager.values())} eager calls"
+            f"{stats.name} ({where}): {counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
+            f"{_mib(stats.graph_bytes)} MiB; {counted(stats.replays, 'replay')}, "
+            f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, "
+            f"{counted(stats.eager.total(), 'eager call')}"
         ]
-        graphs = self._graphs()
+        graphs = self.graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         if self.pointers:

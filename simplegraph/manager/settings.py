@@ -21,8 +21,6 @@ class CudaGraphSettings(TypedDict, total=False):
 
     mode: CudaGraphMode | ModeName
     capture_sizes: Sequence[int] | None
-    max_capture_size: int | None
-    num_warmups: int
     max_num_seqs: int | None
     max_num_tokens: int | None
     uniform_query_len: int
@@ -35,14 +33,10 @@ class CudaGraphSettings(TypedDict, total=False):
     outputs: Literal["clone", "static"]
     capture: Literal["lazy", "upfront"]
     on_capture_failure: Literal["eager", "raise"]
-    on_stale: Literal["recapture", "raise"]
-    pad_random: bool
     verify: int
     max_signatures: int
     on_too_many_signatures: Literal["eager", "flush"]
     state_key: Callable[[Any], Hashable] | None
-    trusted_args: Sequence[str]
-    break_ops: Sequence[str]
     decode_capture_sizes: Sequence[int] | None
     training: bool
     debug: bool

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from simplegraph.base.extras import eager_listeners
 from simplegraph.base.reasons import Reason
 from simplegraph.device.inventory import Inventory
 
 logger = logging.getLogger("simplegraph")
 
 # Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
-_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.LENGTH_LEARNT}
+_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.SWITCHED_OFF, Reason.NESTED, Reason.PROOF}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 graph" and "2 graphs"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,7 +57,7 @@ class GraphCounters:
     proof: str = ""
     proof_seconds: float = 0.0
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    costs: Callable[[], Sequence[Any]] = tuple
+    costs: Callable[[], Sequence[Any]] = dataclasses.field(default=tuple, repr=False)
     inventory: Inventory | None = None
     paddings: list[int] = dataclasses.field(init=False)
 
@@ -64,7 +72,7 @@ class GraphCounters:
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return sum(padding * count for padding, count in enumerate(self.paddings))
+        return sum(map(operator.mul, itertools.count(), self.paddings))
 
     def batch_sizes(self) -> dict[int, int]:
         """Return how many calls it served of each number of real rows; those of a backward are its forward's."""
@@ -73,11 +81,12 @@ class GraphCounters:
         return {self.size - padding: count for padding, count in enumerate(self.paddings) if count}
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class GraphStats:
     """Counters of one wrapper or manager.
 
     Attributes:
+        number: tells those of one process apart that have one name.
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
         unit: what batches are counted in, "rows" or "tokens"; "calls" if each call counts as one.
         eager: eager calls by `Reason`; slower: those that graphs served, but in a slower way than they were asked to;
@@ -103,11 +112,22 @@ class GraphStats:
     _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_padding: int = 0
     _logged: set[tuple[Reason, int]] = dataclasses.field(default_factory=set)
+    number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
+
+    def __repr__(self) -> str:
+        """Name the wrapper, and sum up its calls; the report has all of it."""
+        return f"<{type(self).__name__} of {self.name}: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Say in one line what came of the calls."""
+        counts = ((len(self.graphs), "graph"), (self.replays, "replay"), (self.eager.total(), "eager call"))
+        return ", ".join(counted(number, noun) for number, noun in counts)
 
     @property
     def replays(self) -> int:
         """Replays of all graphs, dropped ones included."""
-        return self._dropped_sizes.total() + sum(graph.replays for graph in self.graphs.values())
+        return self._dropped_sizes.total() + sum(graph.replays for graph in list(self.graphs.values()))
 
     @property
     def batch_sizes(self) -> dict[int, int]:
@@ -123,17 +143,24 @@ class GraphStats:
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return self._dropped_padding + sum(graph.padded_tokens for graph in self.graphs.values())
+        return self._dropped_padding + sum(graph.padded_tokens for graph in list(self.graphs.values()))
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Real rows in all replays together."""
+        graphs = [graph for graph in list(self.graphs.values()) if graph.mode != "BACKWARD"]
+        served = sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
+        return served + sum(size * count for size, count in list(self._dropped_sizes.items()))
 
     @property
     def graph_bytes(self) -> int:
         """Device memory that capturing the present graphs took."""
-        return sum(graph.bytes for graph in self.graphs.values())
+        return sum(graph.bytes for graph in list(self.graphs.values()))
 
     @property
     def capture_seconds(self) -> float:
         """Time that capturing the present graphs took."""
-        return sum(graph.seconds for graph in self.graphs.values())
+        return sum(graph.seconds for graph in list(self.graphs.values()))
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
         """Count an eager call; the first of each reason is logged, as a warning if it costs speed.
@@ -146,6 +173,8 @@ class GraphStats:
         self.eager[reason] += 1
         if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
             self._eager_sizes[size] += 1
+        for listener in (*eager_listeners,):
+            listener(self.name, reason, detail)
         learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
         self._explain("runs eagerly", reason, detail, warn=not learning and reason not in _EXPECTED)
 
@@ -175,15 +204,11 @@ class GraphStats:
 
     def uncaptured(self, key: Hashable) -> None:
         """Take back a capture that turned out unusable; the totals of its replays stay."""
-        graph = self.graphs.pop(key)
-        self.captures -= not graph.replays
-        self._keep_totals(graph)
+        self.captures -= not self.graphs[key].replays
+        self.dropped([key])
 
     def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
         for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
-            self._keep_totals(graph)
-
-    def _keep_totals(self, graph: GraphCounters) -> None:
-        self._dropped_padding += graph.padded_tokens
-        self._dropped_sizes.update(graph.batch_sizes())
+            self._dropped_padding += graph.padded_tokens
+            self._dropped_sizes.update(graph.batch_sizes())

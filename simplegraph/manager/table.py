@@ -20,7 +20,7 @@ from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.distributed.ranks import RankGroup, SingleRank
+from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key, joined_labels, merged_failures, origin
 from simplegraph.manager.stats import GraphCounters, GraphStats
@@ -28,7 +28,7 @@ from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
-OTHERS_TOO = "so will other sizes that this stops, see the report"  # where these were not tried
+OTHERS_TOO = "other sizes with the same cause will, too"  # where these were not tried
 _TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -42,6 +42,7 @@ class CapturedGraph:
         left: replays until a call of any size is compared again; negative if none is. 0, too, once it is dropped.
         distance: replays between its last such comparison and the next; it doubles.
         tries: how many calls could not be compared.
+        operators: a hash of those that eager ran on as many rows as it has; None before it did.
     """
 
     mode: CudaGraphMode
@@ -52,6 +53,7 @@ class CapturedGraph:
     left: int = -1
     distance: int = 0
     tries: int = 0
+    operators: int | None = None
 
     def unproven(self, rows: int) -> bool:
         """True if the next call of so many rows is to be compared with eager."""
@@ -119,7 +121,7 @@ class ProgramTable:
     config: CudaGraphConfig
     device: GraphDevice
     pool: GraphPool
-    ranks: RankGroup | SingleRank
+    ranks: SingleRank
     support: AttentionCGSupport
     stats: GraphStats
     graphs: dict[Key, CapturedGraph] = dataclasses.field(default_factory=dict)

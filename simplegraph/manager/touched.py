@@ -13,8 +13,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,35 +26,24 @@ from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, ProgramTable, on_all_ranks
-from simplegraph.program.escapes import PythonState
-from simplegraph.program.observe import MemoryObserver, observed_tensors
 
 logger = logging.getLogger("simplegraph")
 
 
-class CapturedJobs(Protocol):
-    """A capture that is over; see `simplegraph.manager.capture.GraphCapture`."""
-
-    table: ProgramTable
-    jobs: Sequence[CaptureJob]
-    state: PythonState
-    observers: list[MemoryObserver]
-
-
-def inspect_graphs(capture: CapturedJobs, summary: CaptureSummary) -> CaptureSummary:
+def inspect_graphs(
+    table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor], summary: CaptureSummary
+) -> CaptureSummary:
     """Read what captured graphs touch, and drop those that touch memory which was given back; return what is left.
 
-    Everything must be over that could have undone the captures: nothing may live for that alone.
-
     Args:
-        capture: of the graphs.
+        table: of the graphs.
+        jobs: what was captured, largest first.
+        read: tensors that the forward was seen to read, which are kept alive.
         summary: of the capture.
     """
-    table, jobs = capture.table, capture.jobs
-    capture.state.forget()
     started = time.perf_counter()
     with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
-        refused = _inspect(table, jobs, list(observed_tensors(capture.observers)))
+        refused = _inspect(table, jobs, read)
         if refused is None:
             return summary  # alike on all ranks
         dropped = on_all_ranks(table, "inspecting", jobs, refused)
@@ -69,8 +57,6 @@ def inspect_graphs(capture: CapturedJobs, summary: CaptureSummary) -> CaptureSum
 
 def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor]) -> dict[str, CaptureError] | None:
     """Read what the largest and the smallest graph touch.
-
-    With `debug`, an address in a struct counts as well if both graphs have it.
 
     Args:
         table: of the graphs; a graph that touches memory which was given back is taken out of it.
@@ -92,10 +78,9 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     if not ends:
         return None
     table.accounted = known
-    sure = _in_all(list(found.values())) if table.config.debug else set()
     refused: dict[str, CaptureError] = {}
     for job in ends.values():
-        freed = _freed(found[job.label], sure)
+        freed = _freed(found[job.label])
         if freed:
             refused[job.label] = _refusal(job, freed[0])
             table.forget([job])
@@ -156,7 +141,7 @@ def read_touches(table: ProgramTable) -> None:
 
 def _read(table: ProgramTable, graph: CapturedGraph, known: Sequence[KnownMemory]) -> Inventory | None:
     kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
-    found: Inventory | None = table.device.inventory(table.pool, graph.program.segments, kept, every=table.config.debug)
+    found: Inventory | None = table.device.inventory(table.pool, graph.program.segments, kept)
     graph.counters.inventory = found
     return found
 
@@ -172,23 +157,14 @@ def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
         )
 
 
-def _in_all(inventories: Sequence[Inventory]) -> set[tuple[str, int]]:
-    """Return what kernels of several graphs touch alike: padding would differ; of one graph, nothing."""
-    if len(inventories) < 2:
-        return set()
-    each = [{(touch.node, touch.address) for touch in inventory.touches} for inventory in inventories]
-    return set.intersection(*each)
-
-
 def _unseen(inventory: Inventory, place: MemoryKind) -> list[Touch]:
     """List the addresses in a place, padding among them, of kernels that torch's dispatcher does not show."""
     return [touch for touch in inventory.touches if touch.place is place and not launched_by_torch(touch.node)]
 
 
-def _freed(inventory: Inventory, sure: Container[tuple[str, int]] = ()) -> list[Touch]:
+def _freed(inventory: Inventory) -> list[Touch]:
     """List what is surely no padding and lies in memory that was given back."""
-    touches = _unseen(inventory, MemoryKind.FREED)
-    return [touch for touch in touches if touch.certain or (touch.node, touch.address) in sure]
+    return [touch for touch in _unseen(inventory, MemoryKind.FREED) if touch.certain]
 
 
 def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from simplegraph.base.errors import EscapeError
 from simplegraph.base.tensors import is_wrapper, parts
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.program.holders import holder_names
 from simplegraph.program.places import Surroundings
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
@@ -125,17 +124,16 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
     found = _living(kept)
     if not found:
         return names, []
-    names += [name for name in holder_names(found) if name not in names]
-    state.surroundings.release(found)
+    names += [name for name in state.surroundings.release(found) if name not in names]
     found.clear()
     still = _living(kept)
     for tensor in still:
         if tensor.is_floating_point():
             tensor.detach().fill_(math.nan)
-    return names, (holder_names(still) or [_UNSEEN]) if still else []
+    return names, [_UNSEEN] if still else []
 
 
-_UNSEEN = "something that Python's garbage collector does not see"
+_UNSEEN = "a place that the code does not lead to"
 KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
 _RETURNED_REMEDY = (
     "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
@@ -169,17 +167,11 @@ def _tensors_at(addresses: set[int]) -> list[_Found]:
     """Find every tensor of Python that owns memory at one of these addresses; looks at all objects there are."""
     if not addresses:
         return []
-    kinds = set(_tensor_classes(Tensor))
     with torch._C.DisableTorchFunctionSubclass():
         things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
         tensors = itertools.compress(things, map(kinds.__contains__, map(type, things)))  # there may be millions
         return [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if _address(tensor) in addresses]
-
-
-def _tensor_classes(kind: Any) -> Iterator[type]:
-    yield kind
-    for derived in type.__subclasses__(kind):
-        yield from _tensor_classes(derived)
 
 
 def _living(tensors: Iterable[_Found]) -> list[Tensor]:

@@ -33,6 +33,7 @@ _CUDNN_DROPOUT = (
     "cuDNN drops between the layers of a recurrent module by random numbers of its own, for which it waits for the "
     "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
 )
+_NOT_JOINED = "{} runs on a stream that has not waited for the captured one: it would not be recorded, but run at once"
 _LIFTED = torch.ops.aten.lift_fresh.default
 
 
@@ -51,6 +52,7 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        launched: those of external memory that launches of Triton were passed, and may write to.
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if the run goes on with that of another.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
@@ -62,6 +64,7 @@ class MemoryObserver(OperatorMode):
         found: that break -> what the forward did with such memory nevertheless.
         numbers: what Python numbers operators are passed.
         dtypes: of what operators return.
+        operators: a hash of which operators ran, in their order.
     """
 
     def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
@@ -72,6 +75,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.launched: set[int] = set()
         self.blank: set[int] = set()
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = False
@@ -80,6 +84,7 @@ class MemoryObserver(OperatorMode):
         self.found: dict[int, str] = {}
         self.numbers = NumbersSeen(rows)
         self.dtypes: set[torch.dtype] = set()
+        self.operators = 0
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set() if after is None else set(after._own)
@@ -109,8 +114,7 @@ class MemoryObserver(OperatorMode):
         Yields:
             The storage keys of what it makes.
         """
-        made: set[int] = set()
-        self._made_inside = made
+        self._made_inside = made = set[int]()
         try:
             yield made
         finally:
@@ -142,6 +146,8 @@ class MemoryObserver(OperatorMode):
         self.may_draw = self.may_draw or may_draw(func)
         self.rounds_by_group = self.rounds_by_group or multiplies_groups(func)
         if self._device is not None:
+            if self._made_inside is None and not self._device.is_capturing():
+                self._refuse(_NOT_JOINED.format(func))
             self._look_for_unseen(self._device)
         own, inside, external = self._own, self._made_inside, self.external
         tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
@@ -155,6 +161,7 @@ class MemoryObserver(OperatorMode):
             self.blank -= keys
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
+            self.operators = hash((self.operators, func))
         result = self.leave(func, args, kwargs)
         if self._device is not None:
             self._last = self._device.recorded()
@@ -191,9 +198,9 @@ class MemoryObserver(OperatorMode):
             yield
             return
         self._look_for_unseen(device)
-        self._note_given(
-            {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}, "a kernel of Triton"
-        )
+        given = {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}
+        self.launched |= given.keys() - self._own
+        self._note_given(given, "a kernel of Triton")
         yield
         if tensors is None:
             self._look_for_unseen(device)

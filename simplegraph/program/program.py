@@ -13,8 +13,8 @@ from torch import Tensor
 
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.nested import TreeSpec
-from simplegraph.device.generators import drew, order_draws, random_states
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, Mark, Segment
+from simplegraph.device.generators import drew, random_states
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, Mark, Segment, order_draws
 from simplegraph.program.breaks.step import Break
 
 

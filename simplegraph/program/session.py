@@ -15,11 +15,11 @@ from torch import Tensor
 
 from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import CaptureError, InputError, refuse_inside_capture
+from simplegraph.base.extras import wait_before_captures
 from simplegraph.base.failures import capture_error
-from simplegraph.base.modes import autocast_cache_off
+from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.tensors import is_wrapper, wait_collectives
-from simplegraph.device.cuda.first_use import wait_for_preloads
 from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.program.breaks.recorder import SegmentRecorder
@@ -54,7 +54,7 @@ class CaptureSession:
 
     def __enter__(self) -> CaptureSession:
         refuse_inside_capture(self.device.is_capturing())
-        wait_for_preloads()  # before the locks, which what is called there may need
+        wait_before_captures()  # before the locks, which what is called there may need
         with contextlib.ExitStack() as stack:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
@@ -68,7 +68,7 @@ class CaptureSession:
                 self.device.release_cached_memory()
             self.device.wait_for(self.pool.stream)
             self.pool.stream = self.device.current_stream()
-            stack.enter_context(autocast_cache_off())
+            stack.enter_context(autocast_cache(enabled=False))
             self._stack = stack.pop_all()
         return self
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,30 +26,28 @@ from simplegraph.call.memory import ModuleMemory, held_generators
 from simplegraph.call.outside import MemoryInUse
 from simplegraph.call.padding import learn_numbers
 from simplegraph.call.plan import Plan, make_plan
-from simplegraph.call.signature import CallReader, differences, only_size
+from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.generators import drew, random_states
-from simplegraph.device.memory import copy_limit
+from simplegraph.device.memory import copy_limit, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.guard.effects import ModuleState, warning_of_eager
+from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.snapshot import has_address, tensors_in
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.escapes import KEPT_REMEDY, kept_by
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.program import Program
-from simplegraph.serve.rehearsal import Rehearsal
 
 logger = logging.getLogger("simplegraph")
 
 _UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
 
-_COMPARE_REMEDY = "Set num_warmups=1, so that inputs are compared before and after a run; up to 1 GiB of them are."
+_COMPARE_REMEDY = (
+    "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
+)
 
 
 class SettingsChanged(Exception):
@@ -92,7 +90,7 @@ class GraphBuilder:
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
         """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
         if (call.spec, call.batch) in call.binding.ran:
-            raise CannotBind(reason, only_size(self.reader, call.batch, call.spec))
+            raise CannotBind(reason, f"only batch size {call.batch} has been called")
         return self.run_as_called(call, reason)
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
@@ -122,8 +120,18 @@ class GraphBuilder:
         call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
         return result
 
-    def check_settled(self) -> None:
-        """Refuse a forward that changes a setting of torch at every call. Raises CannotBind."""
+    def check_may_capture(self, call: Call) -> None:
+        """Refuse a capture that failed before, was to come upfront, or is of a forward that changes torch's settings.
+
+        Raises:
+            CannotBind: no such call is captured.
+        """
+        table = self.manager.table
+        if call.key in table.failures:
+            raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
+        if table.config.capture == "upfront":
+            unlike = "" if call.binding.called else self.difference_to_captured(call)
+            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or f"batch size {call.batch}; capture_graphs captures")
         if len(self.unsettled) >= _UNSETTLED:
             raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
@@ -134,18 +142,24 @@ class GraphBuilder:
         if call.padding:  # what breaks return there follows from two other sizes
             untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
         unknown = not call.padding and table.constants.needs_warmup(call.key)
-        return (_breaks(call) and untraced) or unknown or binding.warm[call.padded] < self.manager.config.num_warmups
+        unknown = unknown or bool(binding.counted[call.padded].advanced)  # by its only run, or by every one
+        return (call.breaks and untraced) or unknown or not binding.warm[call.padded]
+
+    def eager_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Surround eager runs by the stream that they run on: that of captures."""
+        return self.manager.device.on_capture_stream()
 
     def _run_on_capture_stream(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None, *, rows: int
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
-        counted, limit = call.binding.counted.eager_run(call.module), copy_limit(self.manager.device.free_memory())
+        counted = call.binding.counted[call.padded].eager_run(call.module)
+        limit = copy_limit(self.manager.device.free_memory())
         generators = self.memory(call).generators()
         before = random_states(generators)
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
-        with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            seen = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows, inputs=call.copied)
+        with self.eager_stream(), bypassed(Reason.NESTED), counted:
+            seen = run_observed(self.manager.table, run, key, traced=call.breaks, rows=rows, inputs=call.copied)
         result, observer, trace = seen
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
@@ -162,7 +176,8 @@ class GraphBuilder:
 
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
-        return ModuleMemory(self.manager.table, call, self.seen.read.elsewhere, self.seen.written)
+        seen = self.seen
+        return ModuleMemory(self.manager.table, call, seen.read.elsewhere, seen.written, seen.launched)
 
     def _inputs(self, call: Call) -> InputSet:
         known = self.inputs_of.get(call.key)
@@ -211,31 +226,31 @@ class GraphBuilder:
             self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
         inputs.load(call.tensors, call.batch, call.padded)
-        trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
+        trace = call.binding.trace_at(call.padded) if call.padding and call.breaks else None
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
-        jobs = _capture_jobs(self, call, inputs, [call.dispatch[:2]])
-        failed = self._build(call, inputs, jobs, lazy=True).failed
+        jobs = self._jobs(call, inputs, [call.dispatch[:2]])
+        failed = self.build(call, inputs, jobs, lazy=True).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
                 self.manager.failures.pop(call.key, None)  # the next call tries again
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
-        call.check(pad_random=self.manager.config.pad_random)  # as was learnt meanwhile
+        call.check()  # as was learnt meanwhile
 
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = _capture_jobs(self, call, inputs, self.manager.descriptors())
+        jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
-        summary = self._build(call, inputs, jobs, lazy=False)
+        summary = self.build(call, inputs, jobs, lazy=False)
         binding.called = True
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
 
-    def _build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+    def build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
         """Capture, and take note of everything that the programs read; where that is not known, there are none."""
         self.lessons += 1
         try:
@@ -253,43 +268,54 @@ class GraphBuilder:
         A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
         All sizes do if the forward changes Python state at every run.
         """
-        manager, binding = self.manager, call.binding
-        state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
-        rehearsal = Rehearsal(self.memory(call))
-        retry = not lazy or _is_unlike_warmups(call, manager)
-        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
+        manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
+        state = ModuleState((call.module,), manager.device, manager.pool, counted)
+        memory, rehearsed = self.memory(call), contextlib.ExitStack()
+        # Called before runs beside the calls, once: what they write and draw is put back.
+        rehearse = functools.cache(lambda: rehearsed.enter_context(remember(memory.save(), memory.generators())))
+        # Calls so far may have run with fewer rows, or in another way that an extra noted.
+        retry = not lazy or bool(call.padding or manager.table.constants.notes)
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearse, state=state)
         kept: list[str] = []
         # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
         with CAPTURE_LOCK, contextlib.ExitStack() as undo:
-            undo.callback(_note_seen, self, call, inputs, capture)
-            undo.callback(rehearsal.end)
+            undo.callback(self.note_seen, call, inputs, capture)
+            undo.callback(rehearsed.close)
             undo.callback(lambda: kept.extend(state.put_back()))
 
             def warmed_up() -> None:
                 if not lazy:
                     _check_settings(call)
-                    self._observe_second_size(call, inputs, rehearsal)
+                    self._observe_second_size(call, inputs, rehearse)
 
-            summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
+            summary = capture.run(0 if lazy else 1, warmed_up)
             _check_settings(call)
-        summary = inspect_graphs(capture, summary)
+        summary = capture.inspect(summary)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
-        limit, proven = copy_limit(manager.device.free_memory()), manager.config.verify > 0
         unseen = any(observer.unseen for observer in capture.observers)
-        unknown = call.never_compared(limit, proven=proven) if unseen else []
-        refused = kept or unknown or (binding.counted.names and len(summary.failed) < len(jobs))
+        unknown = call.never_compared() if unseen else []
+        refused = kept or unknown or (counted.names and len(summary.failed) < len(jobs))
         if not refused:
             return summary
-        why = (kept_by(kept), KEPT_REMEDY) if kept else binding.counted.refusal
+        why = (kept_by(kept), KEPT_REMEDY) if kept else counted.refusal
         if unknown and not kept:
             why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
+    def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
+        """Take note of what runs were seen to read and write, beside these buffers of their own."""
+        for observer in capture.observers:
+            call.binding.note_written(observer, inputs.memory)
+            learn_numbers(call.binding, self.manager.table, observer.numbers)
+        own = inputs.storages | call.host_copies | set(map(storage_key, buffers))
+        self.keep_external(call.module, capture.observers, own)
+        self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
+
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
-        jobs = _capture_jobs(self, call, self.inputs_of[call.key], [call.dispatch[:2]])
+        jobs = self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]])
         self.manager.table.refuse(jobs, cause, remedy)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
@@ -298,12 +324,15 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
-                _learn_program(call, job, graph.program)
+                spec = graph.program.spec
+                if hasattr(spec.type, "make_plan"):  # with more than the forward's outputs
+                    spec = spec.children[0]
+                call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs[: spec.num_leaves], spec)
         if self.state is None:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearse: Callable[[], object]) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -315,7 +344,7 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
-        rehearsal.begin()
+        rehearse()
         try:
             result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other)
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
@@ -327,93 +356,53 @@ class GraphBuilder:
             if trace is not None:
                 binding.note_trace(other, trace)
 
+    def _jobs(
+        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+    ) -> list[CaptureJob]:
+        generators, described = held_generators(call), call.layout.described_inputs()
+        return [
+            CaptureJob(
+                (call.binding.signature, *kind),
+                *kind,
+                self._forward(call, inputs, kind[1].num_tokens),
+                generators,
+                described,
+                lambda tensor: Survey(call.module).name_of(tensor),
+                self.manager.config.exact_shapes,
+                refused=call.binding.refused,
+            )
+            for kind in todo
+        ]
+
+    def _forward(self, call: Call, inputs: InputSet, size: int) -> Callable[[], Any]:
+        """Make the forward on the static inputs of a size."""
+        manager, module, counted = self.manager, call.module, call.binding.counted[call.padded]
+        state_key = manager.config.state_key
+
+        def refuse() -> None:
+            unsupported = call.binding.unsupported
+            if unsupported is not None and unsupported.reason is Reason.CHANGED_ARGUMENTS:
+                cause = f"{unsupported.reason.text} ({unsupported.detail})"
+                raise CaptureError(f"capturing batch size {size} failed\n  {cause}.", cause=cause)
+
+        leaves = inputs.leaves(call.layout.args, size)  # not in a capture, which would read them all
+
+        def run() -> Any:
+            refuse()  # the run before may have left the static inputs in another shape
+            args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
+            is_captured = manager.device.is_capturing()
+            watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
+            with bypassed(Reason.NESTED), torch.no_grad(), watched:
+                limit = 0 if is_captured else copy_limit(manager.device.free_memory())
+                result = invoke_watched(call, self.reader, args, kwargs, limit)
+            refuse()
+            return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
+
+        return run
+
 
 def _check_settings(call: Call) -> None:
     """Refuse captures under other settings than the call was read under: no later call would find them."""
     changed = call.layout.settings.difference()
     if changed:
         raise SettingsChanged(changed)
-
-
-def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
-    return bool(call.padding or manager.table.constants.notes)
-
-
-def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
-    """Take note of what runs were seen to read and write."""
-    for observer in capture.observers:
-        call.binding.note_written(observer, inputs.memory)
-        learn_numbers(call.binding, builder.manager.table, observer.numbers)
-    own = inputs.storages | call.host_copies
-    builder.keep_external(call.module, capture.observers, own)
-    builder.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
-    if builder.seen.read.unseen:  # which may read what the arguments hold, too
-        passed = (part for thing in call.trusted for part in tensors_in(thing) if has_address(part))
-        builder.seen.read.elsewhere |= {storage_key(part): part for part in passed}
-
-
-def _breaks(call: Call) -> bool:
-    """True if the call's graph honours breaks, so that its warmup must trace them."""
-    return call.dispatch.mode is CudaGraphMode.PIECEWISE
-
-
-def _capture_jobs(
-    builder: GraphBuilder, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
-) -> list[CaptureJob]:
-    generators, described = held_generators(call), call.layout.described_inputs()
-    return [
-        CaptureJob(
-            (call.binding.signature, *kind),
-            *kind,
-            _forward(builder.manager, call, inputs, kind, builder.reader),
-            generators,
-            described,
-            lambda tensor: Survey(call.module).name_of(tensor),
-            builder.manager.config.exact_shapes,
-            refused=call.binding.refused,
-        )
-        for kind in todo
-    ]
-
-
-def _forward(
-    manager: CudaGraphManager,
-    call: Call,
-    inputs: InputSet,
-    kind: tuple[CudaGraphMode, BatchDescriptor],
-    reader: CallReader,
-) -> Callable[[], Any]:
-    """Make the forward on the static inputs of a size."""
-    _, descriptor = kind
-    module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
-
-    def refuse() -> None:
-        unsupported = call.binding.unsupported
-        if unsupported is not None and unsupported.reason is Reason.CHANGED_ARGUMENTS:
-            cause = f"{unsupported.reason.text} ({unsupported.detail})"
-            raise CaptureError(f"capturing batch size {descriptor.num_tokens} failed\n  {cause}.", cause=cause)
-
-    leaves = inputs.leaves(call.layout.args, descriptor.num_tokens)  # not in a capture, which would read them all
-
-    def run() -> Any:
-        refuse()  # the run before may have left the static inputs in another shape
-        args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
-        is_captured = manager.device.is_capturing()
-        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
-        warned = warning_of_eager(manager.stats.name) if is_captured else contextlib.nullcontext()
-        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched:
-            limit = 0 if is_captured else copy_limit(manager.device.free_memory())
-            result = invoke_watched(call, reader, args, kwargs, limit)
-        refuse()
-        return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
-
-    return run
-
-
-def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
-    """Learn how the outputs of a new program follow the batch size."""
-    spec = program.spec
-    if hasattr(spec.type, "make_plan"):
-        spec = spec.children[0]
-    call.binding.learn_outputs(job.descriptor.num_tokens, program.outputs[: spec.num_leaves], spec)

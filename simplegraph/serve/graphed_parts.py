@@ -39,7 +39,7 @@ class PartsReport:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             runs = "runs" if len(names) == 1 else "run"
             lines.append(f"{', '.join(names[:_SHOWN])}{more} {runs} eagerly: {why}")
-        return "\n".join(lines)
+        return "\n".join(lines) or "no part has graphs: the model has no submodules that could have any"
 
     __repr__ = __str__
 

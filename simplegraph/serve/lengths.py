@@ -197,7 +197,7 @@ class PaddedCall:
             said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
             given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
             said = said or given
-            raise CannotBind(Reason.LENGTH_MISMATCH, said)
+            raise CannotBind(Reason.BATCH_MISMATCH, said)
         self.length = next(iter(lengths))
         captured = config.lengths or ()
         if self.length > captured[-1]:
@@ -302,7 +302,7 @@ class LengthBuckets:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         device, at = device_of(call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
-        server.stats.ran_eagerly(Reason.LENGTH_LEARNT)
+        server.stats.ran_eagerly(Reason.FIRST_CALL)
         try:
             padded = rehearse(module, *at, device)
         except Exception as error:
@@ -314,8 +314,8 @@ class LengthBuckets:
         rule.learn(call.length, call.padded, run, padded)
         if written:
             rule.refuse("it writes to an argument that has the length")
-        elif not self.config.pad_random and not padded.drew_as(run):
-            rule.refuse("it draws more random numbers; see pad_random")
+        elif not padded.drew_as(run):
+            rule.refuse("it draws more random numbers")
         return run.outputs
 
 

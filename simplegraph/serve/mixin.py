@@ -19,6 +19,7 @@ from simplegraph.base.extras import runner_kinds
 from simplegraph.base.subclass import subclass
 from simplegraph.call.call import Graphed, invoke
 from simplegraph.call.memory import named_memory
+from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed import RankGroup
@@ -34,7 +35,6 @@ from simplegraph.serve.runner import GraphRunner
 # The attribute under which a module keeps what rewrote it, which lists that by `lines`.
 OPTIMIZED = "_simplegraph_optimized"
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
-ClassType = TypeVar("ClassType", bound=type[nn.Module])
 
 
 class CudaGraphWrapper(Graphed):
@@ -103,8 +103,8 @@ class CudaGraphWrapper(Graphed):
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, largest first, from example inputs of any batch size.
 
-        The forward runs `num_warmups` times for real on the largest size, filled with the examples'
-        rows over and over; a module that keeps state sees these runs. Others, on half as many rows so
+        The forward runs once for real on the largest size, filled with the examples'
+        rows over and over; a module that keeps state sees this run. Others, on half as many rows so
         that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
         1 GiB, Python state and random numbers are put back.
 
@@ -139,7 +139,7 @@ class CudaGraphWrapper(Graphed):
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
 
         Args:
-            pointers: show what the kernels of graphs read and write, by module, as the CUDA driver tells it now: of the
+            pointers: show what the kernels of graphs touch, by module, as the CUDA driver tells it now: of the
                 largest and the smallest graph of each capture, and of others that were replayed.
         """
         modules: Any = self
@@ -178,9 +178,11 @@ if TYPE_CHECKING:
 
 
 @overload
-def cuda_graph(target: ClassType) -> ClassType: ...
+def cuda_graph(target: type[ModuleType]) -> type[WrappedModule[ModuleType]]: ...
 @overload
-def cuda_graph(target: None = None, **settings: Unpack[CudaGraphSettings]) -> Callable[[ClassType], ClassType]: ...
+def cuda_graph(
+    target: None = None, **settings: Unpack[CudaGraphSettings]
+) -> Callable[[type[ModuleType]], type[WrappedModule[ModuleType]]]: ...
 def cuda_graph(target: Any = None, **settings: Any) -> Any:
     """Class decorator that makes an `nn.Module` class a `CudaGraphWrapper`, with or without settings.
 
@@ -191,7 +193,8 @@ def cuda_graph(target: Any = None, **settings: Any) -> Any:
         class Decoder(nn.Module): ...
 
     The class itself is changed and returned, so that ``super()``, pickling and subclasses work as
-    before. Decorating twice, or a subclass of a decorated class, does no harm: settings add up.
+    before. Decorating twice, or a subclass of a decorated class, does no harm: settings add up. For mypy, which ignores
+    what decorators of classes return, name the plugin `simplegraph.integrations.mypy` in its configuration.
 
     Raises:
         ConfigError: the target is no module class, or a setting is invalid.
@@ -283,8 +286,10 @@ def wrap(
         return GraphedFunction(module, made)
     if config is None:
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
-    runner = _new_runner(config.replace(**settings), pool, ranks)
     module = unwrap(module)
+    config = config.replace(**settings)
+    check_names(module.forward, config)
+    runner = _new_runner(config, pool, ranks)
     kind: Any = type(module)
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner

@@ -20,11 +20,10 @@ from simplegraph.call.call import Call, invoke
 from simplegraph.call.memory import ModuleMemory
 from simplegraph.call.padding import learn_numbers, refuse_padding
 from simplegraph.call.plan import Plan
-from simplegraph.call.signature import CallReader
-from simplegraph.device.memory import remember
+from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.snapshot import Snapshot
-from simplegraph.manager.differences import first_difference
+from simplegraph.manager.differences import OTHER_OPERATORS, by_least_precise, first_difference
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
@@ -43,13 +42,7 @@ _COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
 class Owner(Protocol):
-    """Owns the graphs that are proven.
-
-    Attributes:
-        reader: of calls.
-    """
-
-    reader: CallReader
+    """Owns the graphs that are proven."""
 
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
@@ -73,6 +66,16 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
     # Alone: a capture in another thread has the random generators for itself.
     with plan.table.ranks.together(), CAPTURE_LOCK, plan.proving():
         return _CallProof(owner, call, plan).run()
+
+
+def learn_writes(owner: Owner, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory) -> bool:
+    """Note what a proof's eager run wrote; True if it is more than was known, so that a replay could not be undone."""
+    binding, memory = call.binding, call.memory
+    unknown = not proof.written_inputs <= binding.written
+    binding.written |= proof.written_inputs
+    binding.note_written(observer, memory)
+    owner.keep_external(call.module, [observer], set(memory.values()))
+    return unknown or any(key not in saved for key in observer.written)
 
 
 def first_distance(cost: float, verify: int) -> int:
@@ -104,7 +107,10 @@ class _CallProof:
         try:
             _, observer = proof.run_eager(self._run, self._call.batch)
             number = learn_numbers(self._call.binding, self._table, observer.numbers)
-            unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
+            unknown = self._ranks.any(
+                f"unknown memory that {self._label} writes",
+                learn_writes(self._owner, self._call, proof, observer, memory),
+            )
             gone = freed_since(self._table, plan.graph)
             if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
                 unknown, found, freed = False, gone, True  # it may not be replayed at all
@@ -128,15 +134,6 @@ class _CallProof:
             self._result = invoke(self._call.module, self._call.args, self._call.kwargs)
         return self._plan.whole(self._result)
 
-    def _learn(self, proof: ReplayProof, observer: MemoryObserver) -> bool:
-        """Note what the forward wrote; True if it is more than was known, so that a replay could not be undone."""
-        binding, memory, inputs = self._call.binding, self._call.memory, self._memory
-        unknown = not proof.written_inputs <= binding.written
-        binding.written |= proof.written_inputs
-        binding.note_written(observer, memory)
-        self._owner.keep_external(self._call.module, [observer], set(memory.values()))
-        return unknown or inputs is None or any(key not in inputs for key in observer.written)
-
     # The comparison.
 
     def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
@@ -147,6 +144,7 @@ class _CallProof:
             again = functools.partial(self._replay, proof)
             first = again()
             if not self._plan.padding:
+                self._plan.graph.operators = observer.operators
                 found = proof.beyond_noise(first, proof.expected, again)
                 # Kernels are chosen by alignment and strides, too: another one may round otherwise.
                 alike = self._plan.laid_alike(self._call.leaves)
@@ -159,10 +157,14 @@ class _CallProof:
             if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
             found = found or (proof.wrong_write(self._load) if memory else None)
-            if proof.draws and not self._table.config.pad_random:
-                found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"
+            if proof.draws:
+                found = found or "it draws random numbers, and other ones for padding rows, too"
             found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
-            return found or self._compare_parts(proof, first, again, memory=memory)
+            found = found or self._compare_parts(proof, first, again, memory=memory)
+            if found is None and self._plan.graph.operators not in (None, observer.operators):
+                proof.rounding = by_least_precise(OTHER_OPERATORS, observer.dtypes)
+                found = proof.difference(first, proof.expected, rounded=True, memory=memory)
+            return found
         except Exception as error:
             logger.debug("a run of %s failed in its proof", self._label, exc_info=True)
             return f"a replay fails with {type(error).__name__}: {error}"
@@ -210,6 +212,8 @@ class _CallProof:
             with WriteSaver(self._memory or (), undo, rows) as observer:
                 leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
+        if rows == plan.padded:
+            plan.graph.operators = observer.operators
         return effects, learn_numbers(call.binding, self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:

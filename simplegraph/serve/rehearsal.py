@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,37 +105,6 @@ class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
                 memory = SavedMemory([("", tensor)])
                 self._undo.callback(memory.put, memory.copy())
         return super().run(func, args, kwargs)
-
-
-class RewoundMemory(Protocol):
-    """Memory and random generators that runs may change."""
-
-    def save(self) -> SavedMemory | None:
-        """Prepare to copy the memory; None if it is too much."""
-
-    def generators(self) -> Sequence[torch.Generator]:
-        """Find the generators."""
-
-
-class Rehearsal:
-    """Lets runs change no memory and no random numbers from its `begin` on; `end` puts all back."""
-
-    def __init__(self, memory: RewoundMemory) -> None:
-        self._memory = memory
-        self._undo = contextlib.ExitStack()
-        self._begun = False
-
-    def begin(self) -> None:
-        """Remember everything, once. Memory that is too much to copy keeps what the runs write."""
-        if self._begun:
-            return
-        self._begun = True
-        self._undo.enter_context(remember(self._memory.save(), self._memory.generators()))
-
-    def end(self) -> None:
-        """Put everything back, if anything was remembered."""
-        with CAPTURE_LOCK:  # a capture of another thread refuses to have its generator set
-            self._undo.close()
 
 
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:

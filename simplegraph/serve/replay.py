@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +9,12 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from simplegraph.base.context import CallContext
-from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.extras import StateKey
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind
 from simplegraph.call.call import CallLayout
-from simplegraph.call.plan import Copies, Plan, check_places
+from simplegraph.call.plan import Plan
 from simplegraph.guard.guards import any_requires_grad
-from simplegraph.guard.snapshot import holds_graph_memory
-from simplegraph.guard.survey import held_tensors
 from simplegraph.guard.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -50,7 +46,7 @@ def try_replay(
         size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
-    if module.training:
+    if module.training is not layout.training:
         return MISS
     key = size if context is None else (size, context.batch)
     plan: Plan | None = layout.plans.get(key)
@@ -62,7 +58,7 @@ def try_replay(
     copies = plan.bind(leaves)
     if copies is None:
         return MISS
-    if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
+    if not plan.differentiable and _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
     if not same_around(module, layout, state_key):
@@ -70,8 +66,6 @@ def try_replay(
     with plan.pool.lock:
         if state.moved() or not plan.graph.left or is_capturing():
             return MISS
-        if plan.debug:
-            return replay_checked(module, plan, leaves, copies)
         return plan.replay(leaves, copies)
 
 
@@ -89,22 +83,3 @@ def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> 
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return False
     return state_key is None or state_key(module) == layout.state
-
-
-def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:
-    """Replay with `debug`: check addresses before, and what breaks keep after."""
-    check_places(plan)
-    result = plan.replay(leaves, copies)
-    _check_kept(plan, module)
-    return result
-
-
-def _check_kept(plan: Plan, module: Any) -> None:
-    """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
-    held = held_tensors(module) if plan.program.breaks else []
-    kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, plan.device, plan.pool)]
-    if kept:
-        raise StaleGraphError(
-            f"after a replay of {plan.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
-            "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS, CallContext, described_batch
-from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError, StaleGraphError
+from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, invoke
@@ -29,12 +29,13 @@ from simplegraph.guard.survey import device_of_state
 from simplegraph.guard.torch_state import hindrance
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.registry import register
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.builder import GraphBuilder, SettingsChanged
 from simplegraph.serve.lengths import LengthBuckets
 from simplegraph.serve.proof import prove
-from simplegraph.serve.replay import MISS, replay_checked, try_replay
+from simplegraph.serve.replay import MISS, try_replay
 
 logger = logging.getLogger("simplegraph")
 
@@ -50,14 +51,29 @@ class GraphRunner:
         config: settings; ``SIMPLEGRAPH_*`` environment variables win over them.
         pool: memory to share with other wrappers; None for a pool of its own.
         ranks: those that capture together with this one.
+        stats: counters to go on with; None for new ones.
+
+    Attributes:
+        trains: it serves calls in training mode, too; builder_kind: builds its graphs.
     """
 
-    def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> None:
-        self.stats = GraphStats(unit="calls" if config.exact_shapes else "rows")
+    trains = False
+    builder_kind = GraphBuilder
+
+    def __init__(
+        self,
+        config: CudaGraphConfig,
+        pool: GraphPool | None = None,
+        ranks: RankGroup | None = None,
+        stats: GraphStats | None = None,
+    ) -> None:
+        self.stats = stats or GraphStats(unit="calls" if config.exact_shapes else "rows")
         self._lock = threading.RLock()
         self._strikes = 0
         self._served_before = 0
         self._use(config, config.from_env(), pool, ranks)
+        if stats is None:
+            register(self)
 
     def _use(
         self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
@@ -67,10 +83,14 @@ class GraphRunner:
         self.lengths = LengthBuckets(config) if config.lengths else None
         self._known = KnownCalls(config)
         self._refused = RefusedForms()
-        self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
+        self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
         return type(self), (self.settings,)
+
+    def __repr__(self) -> str:
+        """Name the module and sum up its calls, as `wrappers` shows it."""
+        return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
 
     @property
     def manager(self) -> CudaGraphManager | None:
@@ -105,7 +125,7 @@ class GraphRunner:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
     ) -> Any:
         known = self._known
-        for layout in list(known.layouts.values()):
+        for layout in known.layouts:
             if layout is not known.last:
                 result = try_replay(module, layout, known.state_key, args, kwargs, context)
                 if result is not MISS:
@@ -139,20 +159,19 @@ class GraphRunner:
         """Read everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
         if self._disabled is not None:
             raise CannotBind(self._disabled, "")
-        if module.training:
+        if module.training and not self.trains:
             raise CannotBind(Reason.TRAINING, "")
         known = self._known
         leaves, names, spec = known.reader(module).leaves(args, kwargs)
         builder = self._builder_for(module, leaves)
         manager = builder.manager
         if manager.device.is_capturing():
-            raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
+            raise CannotBind(Reason.BUSY, "")
         hindered = hindrance()
         if hindered is not None:
             raise CannotBind(*hindered)
-        size, layout = known.read(module, leaves, names, spec, manager.device.torch_device)
-        if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
-            raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
+        gradients = self._gradients(builder, module, leaves)
+        size, layout = known.read(module, leaves, names, spec, manager.device.torch_device, gradients)
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         else:
@@ -163,6 +182,12 @@ class GraphRunner:
             self._make_room(builder, size)
         known.use(layout)
         return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
+
+    def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any]) -> Hashable:
+        """Describe the gradients that a call's graphs make: none. Raises CannotBind if eager would make some."""
+        if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
+            raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
+        return None
 
     def _make_room(self, builder: GraphBuilder, size: int) -> None:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
@@ -193,7 +218,7 @@ class GraphRunner:
             )
             if manager.device.emulated:
                 _warn_of_emulation()
-            known = self.builder = GraphBuilder(manager, self._known.reader(module))
+            known = self.builder = self.builder_kind(manager, self._known.reader(module))
         return known
 
     def _serve(self, builder: GraphBuilder, call: Call) -> Any:
@@ -201,40 +226,28 @@ class GraphRunner:
         self._drop_if_stale(builder)
         table, binding = builder.manager.table, call.binding
         table.order_streams()
-        call.check(pad_random=self.config.pad_random)
+        call.check()
         builder.seen.check(call)
         if self._is_constant(builder, call):
             call = call.at_exact_size()
-        if call.key not in table.graphs:
-            if call.key in table.failures:
-                raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
-            unlike = "" if binding.called else builder.difference_to_captured(call)
-            if self.config.capture == "upfront":
-                if unlike:
-                    raise CannotBind(Reason.CAPTURED_OTHERWISE, unlike)
-                raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, f"batch size {call.batch}")
-            builder.check_settled()
+        captured = call.key in table.graphs
+        if not captured:
+            builder.check_may_capture(call)
             if not binding.called:
+                unlike = builder.difference_to_captured(call)
                 return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
-            if call.padding and not binding.outputs.can_cut(call.padded):
-                return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-            if call.padding and not call.confirmed(builder.reader):
-                return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
+        if call.padding and not binding.outputs.can_cut(call.padded):
+            return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+        if call.padding and not call.confirmed(builder.reader):
+            return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
+        if not captured:
             if builder.needs_warmup(call) or _lets_larger_go_first(self._known, table, call):
                 return builder.run_as_called(call, Reason.WARMUP)
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
-        if call.padding and not binding.outputs.known:
-            return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-        if call.padding and not call.confirmed(builder.reader):
-            return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
-        if plan.unproven:
-            return prove(builder, call, plan)
-        if plan.debug:
-            return replay_checked(call.module, plan, call.leaves, copies)
-        return plan.replay(call.leaves, copies)
+        return prove(builder, call, plan) if plan.unproven else plan.replay(call.leaves, copies)
 
     def _is_constant(self, builder: GraphBuilder, call: Call) -> bool:
         """True if one batch size came, and came again: batch dimensions are a guess, and an exact graph needs none."""
@@ -245,11 +258,6 @@ class GraphRunner:
         if builder.state is None or not builder.state.moved():
             return
         moved = ", ".join(builder.state.what_moved()[:5]) or "something captured"
-        if self.config.on_stale == "raise":
-            raise StaleGraphError(
-                f"moved or replaced since capture: {moved}. A replay would use the old values. "
-                "Call reset_graphs() to capture again, or set on_stale='recapture'."
-            )
         # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
@@ -275,7 +283,7 @@ class GraphRunner:
     def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every size; see `CudaGraphWrapper.capture_graphs`."""
         _refuse_inside_forward("capture_graphs")
-        if self._disabled is Reason.MODE_NONE:
+        if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
         with self._lock, torch.no_grad():
             summary = self._capture_all(module, args, kwargs, _RUNS_TO_SETTLE)
@@ -352,7 +360,7 @@ def _check_device(device: torch.device) -> None:
     except ConfigError as error:
         raise CannotBind(Reason.ALLOCATOR, str(error)) from None
     if graphs.is_capturing():  # a manager begins with a capture of its own
-        raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
+        raise CannotBind(Reason.BUSY, "")
 
 
 @functools.cache

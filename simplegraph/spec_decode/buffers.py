@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simplegraph.base.errors import ConfigError, InputError
+from simplegraph.attention.metadata.bounds import check_counts
+from simplegraph.base.errors import InputError
 from simplegraph.spec_decode.model import DraftModel
 
 
@@ -27,8 +28,7 @@ class Proposals:
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device | str) -> None:
-        at_least_one("num_slots", num_slots)
-        at_least_one("num_draft_tokens", num_draft_tokens)
+        check_counts(num_slots=num_slots, num_draft_tokens=num_draft_tokens)
         self.num_slots, self.num_draft_tokens = num_slots, num_draft_tokens
         with torch.inference_mode(False):
             self.tokens = torch.full((num_slots + 1, num_draft_tokens), -1, dtype=torch.int64, device=device)
@@ -126,13 +126,3 @@ class DraftBuffers:
         # A graph larger than the target's also has rows that an earlier batch left here.
         slots = torch.where(seq_lens > 0, self.slots[:reqs], self._scratch)
         self._proposals.index_copy_(0, slots, self._drafts[:reqs])
-
-
-def at_least_one(name: str, value: object) -> None:
-    """Refuse a count below 1.
-
-    Raises:
-        ConfigError: the count is below 1 or no whole number.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts, decode without speculation.")

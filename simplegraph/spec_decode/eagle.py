@@ -25,6 +25,7 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.layers import attending
+from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.attention.metadata.reading import Ints
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
@@ -36,7 +37,7 @@ from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.program.breaks.marks import eager_break
 from simplegraph.spec_decode.advance import follow, upcoming
-from simplegraph.spec_decode.buffers import DraftBuffers, Proposals, at_least_one
+from simplegraph.spec_decode.buffers import DraftBuffers, Proposals
 from simplegraph.spec_decode.model import DraftModel
 
 _MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -278,7 +279,7 @@ def _manager(
 def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: Proposals, drafts: int) -> None:
     """Refuse backends and numbers of drafts that do not match."""
     target, own = prefill.metadata, decode.metadata
-    at_least_one("num_draft_tokens", drafts)
+    check_counts(num_draft_tokens=drafts)
     most = min(target.max_model_len, target.max_num_tokens) - 1
     if drafts > most:
         raise ConfigError(

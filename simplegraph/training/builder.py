@@ -3,236 +3,174 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
-from typing import Any, cast
+import dataclasses
+import functools
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.context import bypassed
-from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import storage_key, wait_collectives
+from simplegraph.base.tensors import storage_key
 from simplegraph.call.arguments import invoke_watched
-from simplegraph.call.call import Call
+from simplegraph.call.call import Binding, Call
 from simplegraph.call.inputs import InputSet
-from simplegraph.call.memory import ModuleMemory
-from simplegraph.call.outside import MemoryInUse
-from simplegraph.call.plan import Plan
-from simplegraph.call.signature import CallReader
-from simplegraph.device.generators import drew, random_states
-from simplegraph.device.memory import copy_limit
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice
-from simplegraph.guard.effects import ModuleState
+from simplegraph.call.memory import held_generators
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.snapshot import has_address, tensors_in
-from simplegraph.guard.survey import Survey
+from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.jobs import CaptureJob
-from simplegraph.manager.touched import inspect_graphs
-from simplegraph.program.escapes import KEPT_REMEDY, kept_by
-from simplegraph.program.host.warmup import HostWarmup
-from simplegraph.program.observe import MemoryObserver
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.serve.builder import GraphBuilder
 from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
-from simplegraph.training.lessons import Lessons
-from simplegraph.training.pair import GraphPair, Lane, Returned
-from simplegraph.training.recording import Recording, Tape, written_outputs
-from simplegraph.training.routes import Backward
+from simplegraph.training.notes import BackwardNotes
+from simplegraph.training.pair import LastForward, PairPlan
+from simplegraph.training.recording import Recording, written_outputs
 
 _WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
 
 
-class PairBuilder:
-    """Builds the pairs of one module in one mode, training or not.
-
-    Args:
-        module: what is captured.
-        reader: names its arguments.
-        lanes: where pairs live.
+@dataclasses.dataclass(eq=False)
+class PairBuilder(GraphBuilder):
+    """Builds the pairs of one module in one mode, training or not; see `GraphBuilder`.
 
     Attributes:
-        state: what the graphs read of the module; None before the first capture.
-        seen: memory that the forward was seen to use beside its arguments.
-        leaves: tensors of the module that may want gradients.
+        last: the forward that last ran in the pairs' memory.
+        pairs: by call and what its backward needs; refused: by the same, why there is none.
+        leaves: tensors of the module that may want gradients; None before the first call.
     """
 
-    def __init__(self, module: nn.Module, reader: CallReader, lanes: list[Lane]) -> None:
-        self.reader, self.lanes = reader, lanes
-        self.state: CapturedState | None = None
-        self.seen = MemoryInUse()
-        self.leaves = Leaves(module)
-        self.table = lanes[0].manager.table
-        self.device: GraphDevice = lanes[0].manager.device
+    last: LastForward = dataclasses.field(default_factory=LastForward)
+    pairs: dict[Hashable, PairPlan] = dataclasses.field(default_factory=dict)
+    refused: dict[Hashable, CannotBind] = dataclasses.field(default_factory=dict)
+    leaves: Leaves | None = None
+    _notes: weakref.WeakKeyDictionary[Binding, BackwardNotes] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _read: set[int] = dataclasses.field(default_factory=set)  # storage keys of what the latest backwards read
+    _recording: Recording | None = None
 
-    def memory(self, call: Call) -> ModuleMemory:
-        """Find the memory that a call's forward may write."""
-        return ModuleMemory(self.table, call, self.seen.read.elsewhere, self.seen.written)
+    def drop(self) -> None:
+        """Drop the graphs; those whose backward may still come go with it, and others get memory of their own."""
+        self.pairs.clear()
+        self.refused.clear()
+        if self.last.pending:
+            table, known = self.manager.table, self.manager
+            table.stats.dropped(table.graphs)
+            table.graphs.clear()
+            self.manager = CudaGraphManager(known.config, device=known.device, requests=False, stats=known.stats)
+            self.last = LastForward()
+        super().drop()
 
-    def note_seen(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-        survey = Survey(module)
-        self.seen.add(survey, observers, inputs)
-        if self.state is not None:
-            self.state.accept(survey)
+    def notes(self, call: Call) -> BackwardNotes:
+        """Return what backwards of such calls showed."""
+        notes = self._notes.get(call.binding)
+        if notes is None:
+            notes = self._notes[call.binding] = BackwardNotes(self.manager.device.torch_device.type)
+        return notes
+
+    def key(self, call: Call) -> Hashable:
+        """Return what tells a call's pair from others."""
+        return call.key, call.spec, self.notes(call).needs
+
+    def leaves_of(self, module: nn.Module) -> Leaves:
+        """Return the tensors of the module that may want gradients, as the latest capture found them."""
+        self.leaves = self.leaves or Leaves(module)
+        return self.leaves
 
     # Eager calls.
 
-    def run_as_called(self, call: Call, key: Hashable, lessons: Lessons) -> Any:
-        """Run eagerly, with the caller's own tensors, and learn from the call and its backward."""
-        binding, memory = call.binding, call.memory
-        generators = self.memory(call).generators()
-        before = random_states(generators)
-        observer, host, hooks = MemoryObserver(), HostWarmup(self.device.torch_device), HookWatch()
-        limit = copy_limit(self.device.free_memory())
-        run = binding.counted.eager_run(call.module)
-        with bypassed(Reason.NESTED), run, replicas_refused(binding), hooks, host.following(observer), observer:
-            result = wait_collectives(invoke_watched(call, self.reader, call.args, call.kwargs, limit))
-        self.table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
-        binding.draws |= observer.may_draw and drew(generators, before)
-        binding.note_written(observer, memory)
-        binding.refused = observer.refused
-        self.note_seen(call.module, [observer], set(memory.values()))
-        binding.learn_outputs(call.batch, *flatten(result))
-        self._refuse(call, hooks)
-        self.watch(call, result, lessons)
-        binding.called = True
-        binding.warm[call.padded] += 1
-        return result
+    def eager_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Surround eager runs by nothing: their backwards run on the stream that they ran on."""
+        return contextlib.nullcontext()
 
-    def _refuse(self, call: Call, hooks: HookWatch) -> None:
-        """Note why no pair can serve such calls, if a run showed that."""
-        binding, why = call.binding, ""
+    def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
+        """Run eagerly, with the caller's own tensors, and learn from the call and its backward."""
+        binding, hooks, why = call.binding, HookWatch(), ""
+        with replicas_refused(binding), hooks:
+            result = super().run_as_called(call, reason, detail)
         if hooks.found is not None:
             why = f"the forward calls {hooks.found}, and a replay runs no hook that it registers"
         elif binding.written:
             why = _WRITTEN.format(", ".join(sorted(binding.written)))
         if why and binding.unsupported is None:
             binding.unsupported = CannotBind(Reason.UNTRAINABLE, why)
+        self.watch(call, result)
+        return result
 
-    def watch(self, call: Call, result: Any, lessons: Lessons) -> None:
+    def watch(self, call: Call, result: Any) -> None:
         """Learn from what an eager call returned, and from its backward."""
-        outputs = written_outputs(flatten(result)[0], [*call.leaves, *self.leaves.tensors])
-        lessons.watch(outputs)
-        self.lanes[0].handing_out.watch(outputs)
+        known = [*call.leaves, *self.leaves_of(call.module).tensors]
+        self.notes(call).watch(written_outputs(flatten(result)[0], known))
 
     # Captures.
 
-    def capture(self, call: Call, key: Hashable, lane: Lane, lessons: Lessons) -> GraphPair:
-        """Capture a call's forward and its backward.
+    def plan(self, call: Call) -> PairPlan:
+        """Find or capture the pair that serves such calls, from now on if nothing of it is left to be proven.
 
         Raises:
-            CannotBind: they cannot be.
+            CannotBind: it cannot be captured.
             CaptureError: likewise, and ``on_capture_failure`` is "raise".
         """
-        table = lane.manager.table
-        table.constants = self.table.constants  # what was learnt of the calls holds in each lane
+        key = self.key(call)
+        plan = self.pairs.get(key)
+        if plan is None:
+            try:
+                plan = self.pairs[key] = self._new_pair(call, key)
+            except CannotBind as error:
+                self.refused[key] = error.again()
+                raise
+        if not plan.unproven:
+            call.layout.plans[call._replace(batch=1).plan_key] = plan  # no dimension of a layout counts rows
+        return plan
+
+    def _new_pair(self, call: Call, key: Hashable) -> PairPlan:
+        """Capture a call's forward and its backward."""
+        device, table = self.manager.device, self.manager.table
+        device.release_cached_memory()  # what eager calls used, the graphs have again in their own pool
         inputs = InputSet(call.layout.args, call.batch, call.leaves)
         with torch.no_grad():
             inputs.load(call.tensors, call.batch, call.padded)
-        recording = Recording(call, self.reader, self.leaves, inputs, lessons, table.config.state_key)
-        jobs = recording.jobs(key, lane.number)
-        set_up_backwards(self.device)
-        state = ModuleState((call.module, *call.trusted), self.device, lane.manager.pool, call.binding.counted)
-        capture = lane.manager.new_capture(jobs, lazy=True, retry=False, state=state)
-        kept: list[str] = []
+        state_key = self.manager.config.state_key
+        leaves = Leaves(call.module)  # some may have been replaced since the first call
+        invoke = functools.partial(invoke_watched, call, self.reader)
+        recording = self._recording = Recording(call, invoke, leaves, inputs, self.notes(call), state_key)
+        jobs = recording.jobs(key, held_generators(call))
+        set_up_backwards(device)
         try:
-            with CAPTURE_LOCK, contextlib.ExitStack() as undo:
-                undo.callback(lambda: kept.extend(state.put_back()))
-                summary = capture.run()
-            summary = inspect_graphs(capture, summary)
-        except BaseException:
-            table.forget(jobs)
-            raise
+            failed = self.build(call, inputs, jobs, lazy=True).failed
         finally:
             recording.tape.outputs.clear()
-        self._note_captured(call, capture.observers, capture.reads, inputs, recording)
-        failed = summary.failed
+            self._recording = None
+        if not failed and (cause := self._foreign_output(jobs, inputs)):
+            failed = table.refuse(jobs[:1], cause, "Return a clone.")
         if failed:
             table.forget(jobs)
-        elif why := self._refusal(call, capture.observers, kept):
-            failed = table.refuse(jobs[:1], *why)
-            table.forget(jobs[1:])
-        if failed:
             table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
-        after = capture.observers[1:]
-        read = {key for observer in after for key in observer.external}
-        pair = self._pair(call, lane, inputs, recording, jobs, read)
-        if not any(observer.unseen for observer in after):
-            pair.lend(recording.written, set().union(*(observer.given for observer in after)))
-        return pair
-
-    def _refusal(self, call: Call, observers: Sequence[MemoryObserver], kept: Sequence[str]) -> tuple[str, str] | None:
-        """Say why graphs that were captured cannot serve, and what to do."""
-        if kept:
-            return kept_by(kept), KEPT_REMEDY
-        if call.binding.counted.names:
-            return call.binding.counted.refusal
-        limit = copy_limit(self.device.free_memory())
-        if any(observer.unseen for observer in observers) and (names := call.never_compared(limit, proven=False)):
-            cause = f"kernels that torch does not dispatch may write to {', '.join(names)}"
-            return cause, "Set num_warmups=1, so that inputs are compared before and after a run."
-        return None
-
-    def _note_captured(
-        self,
-        call: Call,
-        observers: Sequence[MemoryObserver],
-        reads: dict[tuple[Any, ...], Tensor],
-        inputs: InputSet,
-        recording: Recording,
-    ) -> None:
-        """Take note of everything that the graphs read."""
-        buffers = [buffer for buffer in recording.gradients if buffer is not None]
-        own = inputs.storages | call.host_copies | set(map(storage_key, buffers))
-        self.note_seen(call.module, observers, own)
-        read = self.seen.read
-        read.values |= {place: tensor for place, tensor in reads.items() if place[0] not in own}
-        if read.unseen:  # which may read what the arguments hold, too
-            passed = (part for thing in call.trusted for part in tensors_in(thing) if has_address(part))
-            read.elsewhere |= {storage_key(part): part for part in passed}
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(read)
+        self.leaves, around = leaves, (table, inputs, self.state, self.seen.guards(call))
+        return PairPlan(call, *around, jobs, recording, self._read, self.last)
 
-    def _pair(
-        self,
-        call: Call,
-        lane: Lane,
-        inputs: InputSet,
-        recording: Recording,
-        jobs: Sequence[CaptureJob],
-        read_after: set[int],
-    ) -> GraphPair:
-        table, tape, arguments = lane.manager.table, recording.tape, recording.arguments
-        forward, *backwards = (table.graphs[job.key] for job in jobs)
-        self._check_outputs(table, jobs, forward.program.outputs, tape, inputs)
-        state = cast(CapturedState, self.state)
-        plan = Plan(call, table, forward, inputs, state, self.seen.guards(call))
-        made = [
-            Backward(graph, outputs, places)
-            for graph, outputs, places in zip(backwards, recording.patterns, recording.places, strict=True)
-        ]
-        for other in made[1:]:
-            other.graph.leave_unverified("for gradients of other outputs than the calls before")
-        constant = frozenset(range(len(tape.reaches))) - tape.wanting
-        returned = Returned(cast(TreeSpec, tape.spec), tape.leaves, tape.written, tape.given, constant)
-        read = [tensor for tensor in arguments.held.originals if storage_key(tensor) in read_after]
-        leaves = dict(enumerate(arguments.leaves))
-        reached = frozenset().union(*tape.reaches)  # what no output depends on is no part of eager's graph either
-        attached = {number: leaf for number, leaf in leaves.items() if number in reached}
-        more = recording.gradients, tape.reaches, attached, read, recording.retains, self.leaves.tensors
-        return GraphPair(lane, jobs, plan, made, returned, *more)
+    def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
+        """Take note of what runs were seen to read and write, and of what backwards read."""
+        if self._recording is not None:
+            buffers = [buffer for buffer in self._recording.gradients if buffer is not None]
+        super().note_seen(call, inputs, capture, buffers)
+        self._read = {key for observer in capture.observers[1:] for key in observer.external}
 
-    def _check_outputs(
-        self, table: Any, jobs: Sequence[CaptureJob], outputs: Sequence[Tensor], tape: Tape, inputs: InputSet
-    ) -> None:
-        """Refuse outputs in memory that the graph does not write: a copy of them would not be what eager returns."""
-        own = inputs.storages
-        foreign = [out for out in outputs if not table.device.in_pool(table.pool, out) and storage_key(out) not in own]
-        if foreign:
-            cause = f"an output of shape {tuple(foreign[0].shape)} is memory of the module, or a view of it"
-            failed = table.refuse(jobs[:1], cause, "Return a clone.")
-            table.forget(jobs[1:])
-            table.raise_failure(failed)
-            raise CannotBind(Reason.CAPTURE_FAILED, cause)
+    def _foreign_output(self, jobs: Sequence[CaptureJob], inputs: InputSet) -> str:
+        """Describe an output in memory that the graph does not write: a copy would not be what eager returns."""
+        manager, own = self.manager, inputs.storages
+        outputs = manager.table.graphs[jobs[0].key].program.outputs
+        foreign = (
+            out for out in outputs if not manager.device.in_pool(manager.pool, out) and storage_key(out) not in own
+        )
+        found = next(foreign, None)
+        if found is None:
+            return ""
+        return f"an output of shape {tuple(found.shape)} is memory of the module, or a view of it"

@@ -41,9 +41,10 @@ class Leaves:
         self.names = [name for name, _ in held.values()]
         self.tensors = [tensor for _, tensor in held.values()]
 
-    def flags(self) -> list[bool]:
-        """Tell which of them want gradients now."""
-        return list(map(requires_grad, self.tensors))
+    @property
+    def wanting_names(self) -> tuple[str, ...]:
+        """Name those that want gradients now."""
+        return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
 
     def wanting(self) -> list[Tensor]:
         """List those that want gradients now."""
@@ -190,6 +191,11 @@ def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
+
+
+def hooks_around() -> bool:
+    """True if torch runs Python in all backwards now."""
+    return bool(GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS) or saved_tensors_hooks(False) is not None
 
 
 def refuse_hooks(module: nn.Module) -> None:

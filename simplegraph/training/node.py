@@ -8,8 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from simplegraph.training.pair import Ticket
-
 # As torch says it of a node that saves tensors, which would cost more than to remember it.
 _RELEASED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
@@ -20,34 +18,28 @@ _RELEASED = (
 
 
 class GraphedCall(torch.autograd.Function):
-    """Runs a ticket: its forward, and later its backward, as torch's engine reaches it."""
+    """Runs a `PairReplay`: its forward, and later its backward, as torch's engine reaches it."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Ticket, *leaves: Tensor) -> tuple[Any, ...]:
-        """Run a ticket's forward; `leaves` are what its gradients flow to. None if one wants none any more."""
-        if ctx.needs_input_grad != ticket.pair.needs:
-            return (None,)
-        outputs = ticket.forward()
-        ctx.ticket = ticket
+    def forward(ctx: Any, replay: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Run a replay's forward; `leaves` are what its gradients flow to."""
+        outputs = replay.forward()
+        ctx.replay = replay
         ctx.materialize_grads = False  # what `set_materialize_grads` sets
-        constant = ticket.pair.constant
+        constant = replay.plan.constant
         if constant:
             ctx.mark_non_differentiable(*(outputs[number] for number in constant))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the ticket's backward."""
-        ticket: Ticket = ctx.ticket
-        if ticket.released and any(grads[number] is not None for number in ticket.released):
+        """Run the replay's backward."""
+        replay = ctx.replay
+        if replay.released and any(grads[number] is not None for number in replay.released):
             raise RuntimeError(_RELEASED)
-        for grad in grads:
-            if grad is not None:
-                found = ticket.backward(grads)
-                break
-        else:  # what follows needs none of them, nor does eager make any then
-            found = [None] * len(ticket.pair.leaves)
-        return None, *found
+        if all(grad is None for grad in grads):  # what follows needs none of them, nor does eager make any then
+            return None, *(None for _ in replay.plan.leaves)
+        return None, *replay.backward(grads)
 
 
 # Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.

@@ -6,10 +6,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simplegraph.base.context import bypassed
 from simplegraph.base.errors import VerificationError
@@ -17,17 +16,17 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call, invoke
-from simplegraph.call.memory import ModuleMemory
 from simplegraph.call.plan import NOTHING
 from simplegraph.device.generators import put_random_states, random_states
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.table import CapturedGraph
-from simplegraph.program.observe import MemoryObserver
-from simplegraph.training.leaves import Leaves, StandIns
-from simplegraph.training.lessons import Lessons, keeps_graph
-from simplegraph.training.pair import GraphPair, Ticket
+from simplegraph.serve.proof import learn_writes
+from simplegraph.training.builder import PairBuilder
+from simplegraph.training.leaves import StandIns
+from simplegraph.training.notes import keeps_graph
+from simplegraph.training.pair import PairPlan, PairReplay
 from simplegraph.training.recording import written_outputs
 
 logger = logging.getLogger("simplegraph")
@@ -35,53 +34,41 @@ logger = logging.getLogger("simplegraph")
 _REMEDY = "Python state is frozen in a graph (state_key); simplegraph.eager() keeps calls out of it."
 
 
-class PairOwner(Protocol):
-    """Owns the pairs that are proven; `leaves` are the tensors of their module that may want gradients."""
-
-    leaves: Leaves
-
-    def memory(self, call: Call) -> ModuleMemory:
-        """Find the memory that a call's forward may write."""
-
-    def note_seen(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-
-
-class ProvenTicket(Ticket):
+class PairProof(PairReplay):
     """One call that runs eagerly, and proves graphs by replays that start where eager did.
 
     The eager run has an autograd graph of its own behind the caller's node, so that each gradient is made once.
 
     Args:
-        builder: of the pair.
+        builder: of the plan.
         call: the call.
     """
 
-    def __init__(self, pair: GraphPair, lessons: Lessons, builder: PairOwner, call: Call) -> None:
-        super().__init__(pair, lessons, NOTHING)
+    def __init__(self, plan: PairPlan, builder: PairBuilder, call: Call) -> None:
+        super().__init__(plan, NOTHING)
         self._builder, self._call = builder, call
-        self._table = pair.plan.table
-        self._memory = builder.memory(call)
+        self._table = plan.table
+        self._memory, self._key = builder.memory(call), builder.key(call)
         self._eager: tuple[list[Tensor], list[Tensor]] = [], []
         self._forward: ReplayProof | None = None
 
     def forward(self) -> list[Tensor]:
         """Run the forward eagerly, and compare a replay. Call with the pool's lock held."""
-        pair, plan, call = self.pair, self.pair.plan, self._call
+        plan, call = self.plan, self._call
         saved = self._memory.save()
         if saved is None:
             self._leave_unverified("it writes more memory than a proof copies")
             self._copies = plan.copies(call.leaves)
             return super().forward()
         started = time.perf_counter()
-        pair.lane.take(self)
+        plan.last.take(self)
         self._keeps = True  # if torch does
         self._table.stats.ran_eagerly(Reason.PROOF, size=call.batch)
         with CAPTURE_LOCK:
             proof = ReplayProof(self._table, plan.graph, saved, self._memory.generators())
             try:
                 outputs, observer = proof.run_eager(self._run, call.batch)
-                if self._learn(proof, observer, saved):
+                if learn_writes(self._builder, call, proof, observer, saved):
                     if plan.graph.keeps_writing_elsewhere():
                         self._leave_unverified("it keeps writing to other memory")
                 else:
@@ -91,7 +78,7 @@ class ProvenTicket(Ticket):
                     self._verdict(plan.graph, self._compared(proof, replay, alike=alike))
             finally:
                 proof.close()
-        self._versions = [tensor._version for tensor in pair.read]
+        self._versions = [tensor._version for tensor in plan.read]
         plan.graph.counters.proof_seconds += time.perf_counter() - started
         return [output.detach() for output in outputs]
 
@@ -99,16 +86,16 @@ class ProvenTicket(Ticket):
         """Run the backward eagerly, and compare a replay."""
         if not self._eager[0]:
             return super().backward(grads)
-        pair = self.pair
+        plan = self.plan
         self.check()
         first, saved = self._forward, self._memory.save()
         run = functools.partial(self._run_backward, grads)
-        proves = pair.refused is None and not self.done and self.serial == pair.lane.serial
+        proves = self._key not in self._builder.refused and not self.done and self.serial == plan.last.serial
         if first is None or saved is None or not proves:
             found = run()
         else:
-            started, graph = time.perf_counter(), pair.route(grads).graph
-            with pair.lane.manager.pool.lock, CAPTURE_LOCK:
+            started, graph = time.perf_counter(), plan.path(grads).graph
+            with plan.pool.lock, CAPTURE_LOCK:
                 kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
                 proof = ReplayProof(self._table, graph, kept, self._memory.generators())
                 try:
@@ -125,7 +112,7 @@ class ProvenTicket(Ticket):
     # The eager runs.
 
     def _run(self) -> list[Tensor]:
-        call, leaves = self._call, self._builder.leaves
+        call, leaves = self._call, self._builder.leaves_of(self._call.module)
         held = StandIns(leaves, leaves.wanting())
         wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         passed = [leaf.detach().requires_grad_() if at in wanting else leaf for at, leaf in enumerate(call.leaves)]
@@ -134,7 +121,7 @@ class ProvenTicket(Ticket):
             result = wait_collectives(invoke(call.module, args, kwargs))
         outputs = written_outputs(flatten(result)[0], [*passed, *held.tensors])
         targets = [*(passed[at] for at in wanting), *held.tensors]
-        self._eager = outputs, [targets[number] for number in self.pair.leaves]
+        self._eager = outputs, [targets[number] for number in self.plan.leaves]
         return outputs
 
     def _run_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -149,20 +136,10 @@ class ProvenTicket(Ticket):
         )
         return list(made)
 
-    def _learn(self, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory) -> bool:
-        """Note what the forward wrote; True if it is more than was known, so that a replay could not be undone."""
-        binding, memory = self._call.binding, self._call.memory
-        unknown = not proof.written_inputs <= binding.written
-        binding.written |= proof.written_inputs
-        binding.note_written(observer, memory)
-        own = set(memory.values())
-        self._builder.note_seen(self._call.module, [observer], own)
-        return unknown or any(key not in saved and key not in own for key in observer.written)
-
     # The comparison.
 
     def _replay_forward(self, proof: ReplayProof, saved: SavedMemory) -> Effects:
-        plan = self.pair.plan
+        plan = self.plan
         statics = [plan.inputs.inputs[name].view(plan.padded) for name, _ in saved.inputs]
         copies = plan.copies(self._call.leaves)
         return proof.replay(plan.program.outputs, statics, lambda _: plan.load(copies))
@@ -174,13 +151,13 @@ class ProvenTicket(Ticket):
         grads: Sequence[Tensor | None],
         found: Sequence[Tensor | None],
     ) -> None:
-        pair = self.pair
-        route = pair.route(grads)
-        places = dict(route.made)
+        plan = self.plan
+        path = plan.path(grads)
+        places = dict(zip(path.places, path.made, strict=True))
         if {place for place, grad in enumerate(found) if grad is not None} != places.keys():
-            self._verdict(route.graph, "it makes gradients of other tensors")
+            self._verdict(path.graph, "it makes gradients of other tensors")
             return
-        outputs = list(map(places.get, range(len(pair.leaves))))
+        outputs = list(map(places.get, range(len(plan.leaves))))
         again = False
 
         def replay() -> Effects:
@@ -192,11 +169,11 @@ class ProvenTicket(Ticket):
                     self._replay_forward(first, saved)
                 put_random_states(self._memory.generators(), states)
             again = True
-            return proof.replay(outputs, (), lambda _: route.load(grads))
+            return proof.replay(outputs, (), lambda _: path.load(grads))
 
-        buffers = zip(pair.gradients, grads, strict=True)
+        buffers = zip(plan.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)
-        self._verdict(route.graph, self._compared(proof, replay, alike=alike))
+        self._verdict(path.graph, self._compared(proof, replay, alike=alike))
 
     def _compared(self, proof: ReplayProof, replay: Callable[[], Effects], *, alike: bool) -> str | None:
         """Say how replays differ from eager; `alike` if eager's kernels are the graph's, so that bits count."""
@@ -205,26 +182,25 @@ class ProvenTicket(Ticket):
             found = proof.beyond_noise(effects, proof.expected, replay)
             return found if alike or found is None else proof.difference(effects, proof.expected, rounded=True)
         except Exception as error:
-            logger.debug("a replay of %s failed in its proof", self.pair.plan.graph.counters.label, exc_info=True)
+            logger.debug("a replay of %s failed in its proof", self.plan.graph.counters.label, exc_info=True)
             return f"a replay fails with {type(error).__name__}: {error}"
 
     # The verdict.
 
     def _verdict(self, graph: CapturedGraph, found: str | None) -> None:
-        pair, table = self.pair, self._table
+        plan, table = self.plan, self._table
         if found is None:
             graph.prove(graph.descriptor.num_tokens)
-            pair.note_proofs()
+            plan.proven = not plan.unproven
             return
         cause = f"a replay of {graph.counters.label} does not equal eager: {found}"
-        table.refuse(pair.jobs[:1], cause, _REMEDY)
-        table.forget(pair.jobs[1:])
-        pair.refused = CannotBind(Reason.CAPTURE_FAILED, cause)
+        table.refuse(plan.jobs[:1], cause, _REMEDY)
+        table.forget(plan.jobs[1:])
+        self._builder.refused[self._key] = CannotBind(Reason.CAPTURE_FAILED, cause)
         self._forward = None
         if table.config.on_capture_failure == "raise":
             raise VerificationError(f"{cause}.\n  {_REMEDY}")
 
     def _leave_unverified(self, why: str) -> None:
-        for graph in (self.pair.plan.graph, *(backward.graph for backward in self.pair.backwards)):
+        for graph in (self.plan.graph, *(backward.graph for backward in self.plan.backwards)):
             graph.leave_unverified(why)
-        self.pair.note_proofs()

@@ -17,15 +17,12 @@ from simplegraph.base.errors import HostError
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import Reason
-from simplegraph.base.tensors import storage_key, wait_collectives
-from simplegraph.call.arguments import invoke_watched
+from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet
-from simplegraph.call.memory import held_generators
-from simplegraph.call.signature import CallReader
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.training.leaves import Leaves, StandIns, leaves_reached
-from simplegraph.training.lessons import Lessons, OutputLook
+from simplegraph.training.notes import BackwardNotes, OutputLook
 
 
 class Arguments:
@@ -60,10 +57,12 @@ class Tape:
     """Holds what a captured forward leaves for the capture of its backward.
 
     Attributes:
-        spec: how its outputs nest; leaves: those that no graph writes.
-        written, given: places of the others; see `Returned`.
+        spec: how its outputs nest.
+        leaves: values that are the same at each call, None where another place has something.
+        written: place -> the number of the graph's output; given: place -> the index of the argument that is returned.
         outputs: what the graph writes, with its history until the last backward is captured.
-        reaches: see `GraphPair`.
+        wanting: the numbers of those that have a gradient.
+        reaches: for each of them, the numbers of the leaves in its history.
     """
 
     spec: TreeSpec | None = None
@@ -103,6 +102,15 @@ class Tape:
             raise HostError(cause, "Write to it in place.")
         return list(self.outputs)
 
+    def nest(self, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
+        """Return what the caller of a replay gets."""
+        leaves = list(self.leaves)
+        for place, number in self.written.items():
+            leaves[place] = outputs[number]
+        for place, index in self.given.items():
+            leaves[place] = arguments[index]
+        return cast(TreeSpec, self.spec).unflatten(leaves)
+
 
 def written_outputs(values: Sequence[Any], given: Sequence[Any]) -> list[Tensor]:
     """List the tensors among what a forward returned, each once, but for those that it was given."""
@@ -113,42 +121,46 @@ def written_outputs(values: Sequence[Any], given: Sequence[Any]) -> list[Tensor]
 class Recording:
     """Runs the forward and the backwards of one call as they are captured.
 
+    Args:
+        call: the call; invoke: runs its module with other arguments.
+        leaves: tensors of the module; inputs: the static inputs of the graphs.
+        state_key: of the configuration.
+
     Attributes:
+        notes: what eager backwards showed; held: all tensors of the module that may want gradients.
         patterns: for each backward, the numbers of the outputs that it takes gradients of.
         places: for each backward, the numbers of the leaves that it makes gradients of.
         gradients: buffers for the gradients of outputs.
         retains: the first backward leaves what it reads.
-        written: the storage keys of the outputs, as they are until the backwards are captured.
     """
 
     def __init__(
         self,
         call: Call,
-        reader: CallReader,
+        invoke: Callable[..., Any],
         leaves: Leaves,
         inputs: InputSet,
-        lessons: Lessons,
+        notes: BackwardNotes,
         state_key: Callable[[Any], Hashable] | None,
     ) -> None:
-        self._call, self._reader, self._leaves, self._lessons = call, reader, leaves, lessons
+        self._call, self._invoke, self._leaves, self.notes = call, invoke, leaves, notes
         self._state_key = state_key
-        self.arguments, self.tape = Arguments(call, inputs, leaves), Tape()
-        self.retains = lessons.retained
+        self.arguments, self.tape, self.held = Arguments(call, inputs, leaves), Tape(), leaves.tensors
+        self.retains = notes.retained
         # Not in the pool: they are filled between the two graphs.
-        self.gradients = [look.buffer() if look.wanting else None for look in lessons.outputs]
+        self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
         self.patterns: list[frozenset[int]] = []
         self.places: list[list[int]] = []
-        self.written: list[int] = []
         # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
-    def jobs(self, key: Hashable, number: int) -> list[CaptureJob]:
-        """Make the jobs for a lane: forward, the backward for what usually gets gradients, and one for all outputs."""
+    def jobs(self, key: Hashable, generators: tuple[torch.Generator, ...]) -> list[CaptureJob]:
+        """Make the jobs: forward, the backward for what usually gets gradients, and one for all outputs."""
         call = self._call
         kind = call.dispatch[:2]
-        generators, inputs = held_generators(call), call.layout.described_inputs()
-        everything = frozenset(number for number, look in enumerate(self._lessons.outputs) if look.wanting)
-        usual = everything & frozenset(self._lessons.seen or ()) or everything
+        inputs = call.layout.described_inputs()
+        everything = frozenset(number for number, look in enumerate(self.notes.outputs) if look.wanting)
+        usual = everything & frozenset(self.notes.seen or ()) or everything
         alone = usual == everything
         runs: dict[str, Callable[[], Any]] = {
             "forward": self.forward,
@@ -159,14 +171,14 @@ class Recording:
         last = list(runs)[-1]
         return [
             CaptureJob(
-                (key, number, part),
+                (key, part),
                 *kind,
                 run,
                 generators,
                 inputs,
                 self._leaves.name_of,
                 part=part,
-                follows=None if part == "forward" else (key, number, "forward"),
+                follows=None if part == "forward" else (key, "forward"),
                 ended=self.tape.outputs.clear if part == last else bool,
                 refused=call.binding.refused,
             )
@@ -178,20 +190,19 @@ class Recording:
         call, arguments = self._call, self.arguments
         args, kwargs = call.spec.unflatten(arguments.passed)
         with (
-            call.binding.counted.captured_run(call.module, self._state_key),
+            call.binding.counted[call.padded].captured_run(call.module, self._state_key),
             self._leaves.replaced(arguments.held),
             autocast_cache(enabled=self._caches),
             _random_state_unread(),
             bypassed(Reason.NESTED),
             torch.enable_grad(),
         ):
-            result = wait_collectives(invoke_watched(call, self._reader, args, kwargs))
+            result = wait_collectives(self._invoke(args, kwargs))
         unsupported = call.binding.unsupported
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
         outputs = self.tape.take(result, arguments, self._leaves)
-        self.written = [storage_key(output) for output in outputs if output.layout is torch.strided]
-        looks, known = list(map(OutputLook.of, outputs)), self._lessons.outputs
+        looks, known = list(map(OutputLook.of, outputs)), self.notes.outputs
         if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
         return outputs
@@ -200,8 +211,8 @@ class Recording:
         """Run the backward for some outputs; `last` if no other is captured after it."""
         tape, targets = self.tape, self.arguments.targets
         numbers = sorted(pattern)
-        dtype = self._lessons.autocast
-        around = torch.autocast(self._lessons.device_type, dtype, enabled=dtype is not None)
+        dtype = self.notes.autocast
+        around = torch.autocast(self.notes.device_type, dtype, enabled=dtype is not None)
         try:
             with around, autocast_cache(enabled=self._caches), bypassed(Reason.NESTED):
                 grads = torch.autograd.grad(

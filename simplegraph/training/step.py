@@ -239,13 +239,13 @@ class StepModule(FunctionModule):
 
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
-            raise CannotBind(Reason.GRAD_MODE, "")
+            raise CannotBind(Reason.UNTRAINABLE, "grad mode is off: call the step outside of torch.no_grad()")
         after = _optimizer._global_optimizer_post_hooks
         if any(_GLOBAL_HOOKS) or any(hook is not after_step for hook in after.values()):
             raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
         if step.optimizers.refusal:
-            raise CannotBind(Reason.OPTIMIZER, step.optimizers.refusal)
+            raise CannotBind(Reason.UNTRAINABLE, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
         return StepState(super().state(), step.gradients.state(), step.hook_ids())
@@ -276,7 +276,7 @@ class TrainStep(GraphedFunction[P, R]):
         if optimizers.refusal:
             optimizers.look()  # it may have lifted
         if optimizers.refusal:
-            runner, why = self._wrapped._graph_runner, (Reason.OPTIMIZER, optimizers.refusal)
+            runner, why = self._wrapped._graph_runner, (Reason.UNTRAINABLE, optimizers.refusal)
             refused: R = runner.run_eagerly(self._wrapped, args, kwargs, *why)
             return refused
         if self._staging is not None:

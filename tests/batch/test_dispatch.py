@@ -60,7 +60,7 @@ class TestFull:
 
     def test_full_ruled_out_by_the_caller(self):
         full = dispatcher()
-        assert full.dispatch(4, allow_full=False).reason is Reason.FULL_NOT_ALLOWED
+        assert full.dispatch(4, allow_full=False).reason is Reason.MIXED_BATCH
         assert full.dispatch(4).mode is FULL
 
     def test_padding_off(self):
@@ -73,9 +73,9 @@ class TestFull:
 class TestNone:
     def test_nothing_runs_as_a_graph(self):
         off = dispatcher("NONE")
-        assert off.dispatch(4) == Dispatch(NONE, BatchDescriptor(4), Reason.MODE_NONE, 0)
+        assert off.dispatch(4) == Dispatch(NONE, BatchDescriptor(4), Reason.SWITCHED_OFF, 0)
         assert off.descriptors() == []
-        assert off.dispatch(4, num_active_loras=3).reason is Reason.MODE_NONE
+        assert off.dispatch(4, num_active_loras=3).reason is Reason.SWITCHED_OFF
 
 
 class TestPiecewise:
@@ -117,7 +117,7 @@ class TestUniformDecode:
     def test_a_decode_batch_that_rules_out_full_runs_piecewise(self):
         both = dispatcher("FULL_AND_PIECEWISE")
         assert both.dispatch(4, 4, 1, allow_full=False).mode is PIECEWISE
-        assert dispatcher("FULL_DECODE_ONLY").dispatch(4, 4, 1, allow_full=False).reason is Reason.FULL_NOT_ALLOWED
+        assert dispatcher("FULL_DECODE_ONLY").dispatch(4, 4, 1, allow_full=False).reason is Reason.MIXED_BATCH
 
     def test_the_largest_decode_batch_is_served_off_the_grid(self):
         decode_only = Dispatcher(CudaGraphConfig(mode="FULL_DECODE_ONLY", max_num_seqs=100))
@@ -135,9 +135,15 @@ class TestLoras:
         loras = dispatcher(lora_cases=(4, 0, 1))
         assert [loras.dispatch(4, num_active_loras=n).descriptor.num_active_loras for n in (0, 1, 2, 4)] == [0, 1, 4, 4]
 
+    def test_ranks_agree_on_a_case_that_holds_the_most_that_one_has(self):
+        loras = dispatcher(lora_cases=(4, 0, 1))
+        agreed = [loras.agreed(FULL, 4, n, num_tokens=4) for n in (0, 1, 2, 4, 5)]
+        assert [each.descriptor.num_active_loras for each in agreed] == [0, 1, 4, 4, 5]
+        assert [each.mode for each in agreed] == [FULL] * 4 + [NONE]
+
     def test_too_many(self):
         answer = dispatcher(lora_cases=(0, 1)).dispatch(4, num_active_loras=2)
-        assert answer == Dispatch(NONE, BatchDescriptor(4, num_active_loras=2), Reason.LORA_COUNT, 0)
+        assert answer == Dispatch(NONE, BatchDescriptor(4, num_active_loras=2), Reason.BATCH_TOO_LARGE, 0)
 
     @pytest.mark.parametrize("cases", [(), (-1,), ("1",), (1.5,)])
     def test_refuses(self, cases):
@@ -320,8 +326,12 @@ class TestAdvice:
         ("settings", "batch", "advice", "change"),
         [
             ({"capture_sizes": [1, 8]}, (9,), "the largest is 8: add 9 to capture_sizes", {"capture_sizes": [1, 8, 9]}),
-            ({}, (600,), "the largest is 512: set max_capture_size=600", {"max_capture_size": 600}),
-            ({"max_capture_size": 64}, (65,), "set max_capture_size=65", {"max_capture_size": 65}),
+            (
+                {},
+                (600,),
+                "the largest is 512: set capture_sizes=simplegraph.default_sizes(600)",
+                {"capture_sizes": default_sizes(600)},
+            ),
             ({"max_num_tokens": 64}, (65,), "the largest is 64: raise max_num_tokens to 65", {"max_num_tokens": 65}),
             (
                 {"max_num_tokens": 64, "capture_sizes": [64]},

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import CaptureSizeError, ConfigError, SimpleGraphError
-from simplegraph.batch.sizes import PaddingMap, default_sizes, mixed_sizes, plan_sizes, uniform_decode_sizes
+from simplegraph.batch.sizes import default_sizes, mixed_sizes, padded_size, plan_sizes, uniform_decode_sizes
 
 ROOT = pathlib.Path(__file__).parents[2]
 sizes_strategy = st.sets(st.integers(1, 300), min_size=1, max_size=20)
@@ -69,9 +68,6 @@ class TestResolvedSizes:
         assert mixed_sizes(CudaGraphConfig()) == default_sizes(512)
         assert uniform_decode_sizes(CudaGraphConfig()) == default_sizes(512)
 
-    def test_max_capture_size(self):
-        assert mixed_sizes(CudaGraphConfig(max_capture_size=100)) == default_sizes(100)
-
     def test_explicit_sizes_are_kept(self):
         assert mixed_sizes(CudaGraphConfig(capture_sizes=[8, 3, 1])) == (1, 3, 8)
 
@@ -118,53 +114,19 @@ class TestResolvedSizes:
         assert uniform[-1] == min(limit, -(-mixed_sizes(config)[-1] // query_len) * query_len)
 
 
-class TestPaddingMap:
+class TestPaddedSize:
     def test_padded(self):
-        padding = PaddingMap([8, 1, 2, 4])
-        assert [padding.padded(n) for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, None]
-        assert (padding.sizes, padding.largest) == ((1, 2, 4, 8), 8)
+        assert [padded_size((1, 2, 4, 8), n) for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, None]
 
     def test_dropped_sizes_never_come_back(self):
-        # The map is rebuilt from what remains, so nothing pads to a size without a graph.
-        padding = PaddingMap(uniform_decode_sizes(CudaGraphConfig(capture_sizes=[8, 64, 128], max_num_seqs=50)))
-        assert padding.padded(9) == 50
-        assert padding.padded(51) is None
+        # Sizes are those that remain, so nothing pads to a size without a graph.
+        sizes = uniform_decode_sizes(CudaGraphConfig(capture_sizes=[8, 64, 128], max_num_seqs=50))
+        assert padded_size(sizes, 9) == 50
+        assert padded_size(sizes, 51) is None
 
     @given(sizes_strategy, st.integers(1, 400))
     def test_smallest_that_holds(self, sizes, n):
-        assert PaddingMap(sizes).padded(n) == min((size for size in sizes if size >= n), default=None)
-
-    @pytest.mark.parametrize("n", [1, 65_535, 65_536, 65_537, 1_000_000, 1_000_001, 20_000_000])
-    def test_huge_sizes_cost_no_huge_table(self, n):
-        sizes = [2, 65_536, 1_000_000, 16_000_000]
-        padding = PaddingMap(sizes)
-        assert padding.padded(n) == min((size for size in sizes if size >= n), default=None)
-        assert sys.getsizeof(padding._table) < 1 << 20
-
-    @pytest.mark.parametrize("sizes", [[], [0], [-1], [4, -4], [1.5], ["8"], [True]])
-    def test_refuses_sizes(self, sizes):
-        with pytest.raises(CaptureSizeError):
-            PaddingMap(sizes)
-
-    @pytest.mark.parametrize("n", [0, -1, -8])
-    def test_an_empty_batch_is_an_error_not_size_zero(self, n):
-        with pytest.raises(CaptureSizeError, match=f"batch size is {n}"):
-            PaddingMap([1, 2]).padded(n)
-
-    def test_is_a_value(self):
-        assert PaddingMap([1, 2]) == PaddingMap([2, 1])
-        assert PaddingMap([1, 2]) != PaddingMap([1])
-        assert PaddingMap([1]) != (1,)
-        assert hash(PaddingMap([1, 2])) == hash(PaddingMap([2, 1]))
-        assert repr(PaddingMap([2, 1])) == "PaddingMap([1, 2])"
-        assert pickle.loads(pickle.dumps(PaddingMap([1, 2]))) == PaddingMap([1, 2])
-        assert 2 in PaddingMap([1, 2])
-        assert 3 not in PaddingMap([1, 2])
-
-    def test_cannot_be_changed(self):
-        padding = PaddingMap([1, 2])
-        with pytest.raises(AttributeError):
-            padding.sizes = (1,)
+        assert padded_size(sorted(sizes), n) == min((size for size in sizes if size >= n), default=None)
 
 
 def wasted(histogram, sizes):

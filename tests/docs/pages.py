@@ -33,11 +33,6 @@ class Block:
     text: str
     line: int
 
-    @property
-    def source(self) -> str:
-        """The Python to run: the block itself, or what a diff results in."""
-        return self.text if self.kind == "python" else after(self.text)
-
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -54,16 +49,6 @@ def blocks(page: Path) -> list[Block]:
         Block(found["kind"], found["note"].strip(), found["text"], text.count("\n", 0, found.start()) + 1)
         for found in _FENCED.finditer(text)
     ]
-
-
-def after(diff: str) -> str:
-    """The new side of a diff."""
-    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("-"))
-
-
-def before(diff: str) -> str:
-    """The old side of a diff."""
-    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("+"))
 
 
 def prose(page: Path) -> str:

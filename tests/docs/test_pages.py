@@ -21,8 +21,6 @@ from tests.docs.pages import (
     README,
     ROOT,
     Block,
-    after,
-    before,
     blocks,
     leads_nowhere,
     links,
@@ -32,7 +30,7 @@ from tests.docs.pages import (
 
 # The line that opens a block says why it is not run, or which packages it needs and is run with.
 _NOT_RUN, _NEEDS = "not run: ", "needs: "
-_KINDS = {"python", "diff", "bash", "text", "{toctree}", "{eval-rst}"}
+_KINDS = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}", "{include}"}
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +51,11 @@ def run(page: Path, namespace: dict[str, Any]) -> list[str]:
     """Run the Python of a page in one namespace; return the packages for want of which a block was left out."""
     missing: list[str] = []
     for block in blocks(page):
-        if block.kind in ("python", "diff") and not block.note.startswith(_NOT_RUN):
+        if block.kind == "python" and not block.note.startswith(_NOT_RUN):
             names = block.note.removeprefix(_NEEDS).split() if block.note else []
             missing += [name for name in names if not importable(name)]
             if not missing:
-                exec(compile("\n" * block.line + block.source, name_of(page), "exec"), namespace)
+                exec(compile("\n" * block.line + block.text, name_of(page), "exec"), namespace)
     return missing
 
 
@@ -79,9 +77,11 @@ def test_the_python_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> Non
 
 @pytest.mark.proofs
 def test_the_readmes_first_lines_give_eagers_answer(namespace: dict[str, Any]) -> None:
-    (diff,) = [block.text for block in blocks(README) if block.kind == "diff"]
-    exec(before(diff), eager := dict(namespace))
-    exec(after(diff), namespace)
+    code = next(block.text for block in blocks(README) if block.kind == "python")
+    without = "".join(line for line in code.splitlines(keepends=True) if "# new" not in line)
+    assert code.count("# new") == 4, "the lines that a user adds"
+    exec(without, eager := dict(namespace))
+    exec(code, namespace)
     assert type(eager["model"]) is torch.nn.Sequential
     model, x = namespace["model"], torch.randn(5, 64, device=namespace["device"])
     stats = model.graph_stats
@@ -112,11 +112,12 @@ def test_every_block_says_what_it_is() -> None:
     every = [(page, block) for page in PAGES for block in blocks(page)]
     assert len(every) > 40
     odd = [f"{name_of(page)}:{block.line}" for page, block in every if not _is_plain(block)]
-    assert odd == [], "a block is python, diff, bash or text; after that `needs: PACKAGE` or `not run: WHY`"
+    assert odd == [], "a block is python, bash or text; after that `needs: PACKAGE` or `not run: WHY`"
 
 
 def _is_plain(block: Block) -> bool:
-    return block.kind in _KINDS and (not block.note or block.note.startswith((_NOT_RUN, _NEEDS)))
+    noted = block.kind.startswith("{") or block.note.startswith((_NOT_RUN, _NEEDS))  # a directive names its file
+    return block.kind in _KINDS and (not block.note or noted)
 
 
 def test_commands_name_modules_that_exist() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
-from torch import Tensor
 
 from simplegraph.device.cuda import triton_start
 from simplegraph.fused import choice
@@ -95,87 +95,6 @@ def test_triton_starts_once_beside_other_work_and_a_failure_is_left_to_its_use(
         assert sorted(ran) == ["compiler", "driver"]
 
 
-class Launchers(ModuleType):
-    """Triton's settings and driver; no launcher is made before a kernel is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__("triton")
-        self.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_cache_hook=None))
-        self.driver = SimpleNamespace(active=self)
-        self.made: list[tuple[Any, ...]] = []
-        self.compiled = threading.Event()
-
-    def launcher_cls(self, source: tuple[Any, ...], metadata: Any) -> None:
-        assert self.compiled.wait(20)  # beside the kernel: else nobody sets it
-        assert metadata.tensordesc_meta is None
-        self.made.append(source)
-
-    def compile(self, *constants: int) -> None:
-        """Compile a kernel as Triton does."""
-        if self.knobs.runtime.jit_cache_hook:  # as Triton asks
-            fn = SimpleNamespace(jit_function=SimpleNamespace(ASTSource=lambda *given: given[1:]))
-            given = {"signature": {"x": "*bf16"}, "constants": constants, "configs": ["aligned"], "num_warps": 4}
-            assert not self.knobs.runtime.jit_cache_hook(fn=fn, compile=given, key="", already_compiled=False)
-        self.compiled.set()
-
-
-@pytest.fixture
-def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
-    found = Launchers()
-    for name in ("triton", "triton.runtime", "triton.runtime.driver"):
-        monkeypatch.setitem(sys.modules, name, found)
-    return found
-
-
-def test_a_kernel_s_launcher_is_compiled_beside_it(
-    launchers: Launchers, stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        launchers.compile(len(kind))
-        return Kernels.gated(stands_in, gate, up, kind)
-
-    monkeypatch.setattr(stands_in, "gated", gated, raising=False)
-    assert operators_for(Device(), torch.float16, [KernelTrial("gated", (32, "silu"))]).triton
-    assert launchers.made == [({"x": "*bf16"}, (4,), "aligned")]
-    assert launchers.knobs.runtime.jit_cache_hook is None
-
-
-def test_a_launcher_that_cannot_be_compiled_early_is_left_to_triton(
-    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*given: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(launchers, "launcher_cls", fail)
-    with triton_start.launchers_start() as join:
-        join()
-        launchers.compile(1)
-    settings = launchers.knobs.runtime
-    settings.jit_cache_hook = user_s = lambda **given: False
-    with triton_start.launchers_start():
-        assert settings.jit_cache_hook is user_s
-    assert settings.jit_cache_hook is user_s
-    del launchers.knobs  # of another version
-    with triton_start.launchers_start():
-        launchers.compiled.clear()
-    assert launchers.made == []
-
-
-def test_kernels_and_hooks_of_others_are_left_alone(launchers: Launchers) -> None:
-    """Triton describes a kernel to a hook as JSON, which fails for one with a function among its constants."""
-    settings = launchers.knobs.runtime
-    with triton_start.launchers_start() as join:
-        ours = threading.Thread(target=join)
-        ours.start()
-        ours.join()
-        launchers.compile(1)  # a user's, who is in another thread
-    assert launchers.made == []
-    assert settings.jit_cache_hook is None
-    with triton_start.launchers_start():
-        settings.jit_cache_hook = user_s = lambda **given: False
-    assert settings.jit_cache_hook is user_s
-
-
 # Triton's modules as they import each other; with pauses, so that threads meet.
 CIRCULAR = {
     "__init__": "from triton import runtime",
@@ -213,7 +132,8 @@ def test_threads_that_start_triton_import_it_one_after_the_other(tmp_path: Path)
         timeout=100,
     )
     # The first try, by threads, did all: where one of them fails, nothing of its part is printed.
-    assert (sorted(done.stdout.split()), done.stderr) == (["True", "built", "read"], "")
+    # Threads that print at once may share a line.
+    assert (sorted(re.findall("True|built|read", done.stdout)), done.stderr) == (["True", "built", "read"], "")
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -74,6 +74,25 @@ STATE = {
     "flag": Piece(
         "h = h * (1 if self.flag$ else 2)\nself.flag$ = not self.flag$", "self.flag$ = False", "python state"
     ),
+    "own random": Piece(
+        "h = h * (1 + self.r$.random())",
+        "self.r$ = random.Random(3); self.seen$ = self.r$.getstate",
+        "python state",
+    ),
+    "quiet random": Piece(
+        "self.r$.random()",
+        "self.r$ = r = np.random.default_rng(3); self.seen$ = lambda: str(r.bit_generator.state)",
+        "python state",
+    ),
+    "iterator": Piece("h = h + 0.1 * next(self.i$)", "self.i$ = iter(list(range(1000)))", "python state"),
+    "count": Piece("h = h + 0.1 * next(self.i$)", "self.i$ = itertools.count()", "python state"),
+    "file": Piece(
+        "h = h + len(self.f$.read(1 + self.f$.tell() % 3))",
+        "self.f$ = io.StringIO('x' * 10000)",
+        "python state",
+    ),
+    "bytes": Piece("self.b$[0] = (self.b$[0] + 1) % 100\nh = h + self.b$[0]", "self.b$ = bytearray(2)", "python state"),
+    "array": Piece("self.b$[0] += 1\nh = h + float(self.b$[0])", "self.b$ = np.zeros(2)", "python state"),
     "filled once": Piece("if self.s$ is None:\n    self.s$ = [7]\nh = h * 0.1 * self.s$[0]", "self.s$ = None"),
     "list of tensors": Piece("self.s$.append(h)", "self.s$ = []", "rows"),
     "deque of tensors": Piece("self.s$.append(h)", "self.s$ = collections.deque(maxlen=2)", "rows"),
@@ -303,6 +322,11 @@ CHANGES = {
     "plain tensor replaced": "m.table = torch.randn(W, device=device)",
     "plain tensor in a list": "m.tables[0] = torch.randn(W, device=device)",
     "plain tensor's data": "m.tables[0].data = torch.randn(W, device=device)",
+    "key in an empty dict": "m.late['a'] = torch.randn(W, device=device)",
+    "key in a dict of numbers": "m.more['a'] = torch.randn(W, device=device)",
+    "item in an empty list": "m.listed[0].append(torch.randn(W, device=device))",
+    "attribute of an empty object": "m.bare.value = torch.randn(W, device=device)",
+    "tensor of a callable": "m.scaling.value = torch.randn(W, device=device)",
     "None becomes a tensor": "m.maybe = torch.randn(W, device=device)",
     "tensor becomes None": "m.maybe = None",
     "hidden weight": "m.unlisted[0].weight.data = torch.randn(W, W, device=device)",
@@ -362,6 +386,6 @@ PENDING: frozenset[str] = frozenset({"rare data"})
 
 GRAPHS = {
     "reset": "m.reset_graphs()",
-    "configured": "m.configure_graphs(num_warmups=1)",
+    "configured": "m.configure_graphs(max_signatures=16)",
     "static inputs looked at": "m.graph_stats.graphs and m.graph_report()",
 }

@@ -15,15 +15,19 @@ from tests.fuzz.twins import Different
 
 HEADER = """\
 import collections
+import io
+import itertools
+import random
 import sys
 
 sys.path[:0] = [".", "tests/support"]
 
+import numpy as np
 import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.fuzz.twins import Box, Twins, W
+from tests.fuzz.twins import Bare, Box, Scaling, Twins, W
 
 DEVICE = torch.device("{device}")
 ESCAPED = {{}}
@@ -38,12 +42,17 @@ class Net(nn.Module):
         self.register_buffer("rows", torch.randn(16, W))
         self.table, self.tables, self.maybe = torch.randn(W).to(DEVICE), [torch.randn(W).to(DEVICE)], None
         self.unlisted = [nn.Linear(W, W).to(DEVICE).requires_grad_(False)]
+        self.late, self.more, self.listed, self.bare = {{}}, {{"n": 1}}, [[]], Bare()
+        self.scaling = Scaling(torch.ones(W).to(DEVICE))
         self.grads, self.scale, self.hook, self.old = {grads}, 0.5, None, None
 """
 BEFORE = """\
 h = self.first(x) + self.shift + self.table * 0.1
 h = self.unlisted[0](self.blocks(h).tanh()) * 0.5 + self.tables[0] * 0.1
 h = h if self.maybe is None else h * self.maybe
+for tensor in (*self.late.values(), self.more.get("a"), *self.listed[0], vars(self.bare).get("value")):
+    h = h if tensor is None else h + tensor * 0.1
+h = self.scaling(h)
 """
 AFTER = "h = self.tail(self.drop(self.param(h)))\n"
 MODES = ["no_grad", "no_grad", "inference_mode", "inference_mode", "grad", "no_grad autocast", "no_grad eager"]
@@ -56,6 +65,7 @@ NO_COPIES = {
     "escapes to a closure",
     "escapes to a deque",
     "read from a global",
+    *("own random", "quiet random", "iterator", "count", "file"),
 }
 SIZES = [[4], [4, 6], [1, 4, 8], [3, 6], [2, 3, 4, 5, 6], [16]]
 
@@ -137,8 +147,6 @@ def random_program(seed: int, without: Collection[str] = ()) -> Program:
     pieces = tuple(rng.choice(names if rng.random() < 0.5 else plain) for _ in range(rng.randint(1, 4)))
     outputs = allowed(OUTPUTS, without)
     settings: dict[str, Any] = {"capture_sizes": rng.choice(SIZES)}
-    if rng.random() < 0.3:
-        settings["num_warmups"] = rng.choice([0, 2])
     if rng.random() < 0.2:
         settings["padding"] = False
     if rng.random() < 0.2:

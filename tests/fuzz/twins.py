@@ -30,6 +30,17 @@ class Box:
         self.value = value
 
 
+class Bare:
+    """An object without attributes."""
+
+
+class Scaling(Box):
+    """A box that is called."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.value
+
+
 def in_place(module: Any, x: Tensor) -> Tensor:
     """The static input of this many rows with these values, where there is one; else another tensor of them."""
     if isinstance(module, sg.CudaGraphWrapper):

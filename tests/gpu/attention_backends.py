@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -17,12 +16,7 @@ needs_fa3 = pytest.mark.skipif(not (HAS[3] and torch.cuda.is_available()), reaso
 needs_fa2 = pytest.mark.skipif(not (HAS[2] and torch.cuda.is_available()), reason="needs FlashAttention-2")
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
 
-in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
-in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
-FA3 = [
-    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
-    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
-]
+FA3 = [pytest.param(FlashAttentionBackend, marks=needs_fa3, id="FA3")]
 OTHERS = [
     pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
     pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),

@@ -27,14 +27,14 @@ MODULES: list[dict[str, Any]] = [
 ]
 
 
-def build(head_dim: int, dtype: torch.dtype = torch.bfloat16, **scores: Any) -> None:
+def build(head_dim: int, dtype: torch.dtype = torch.bfloat16, window: int | None = None, **scores: Any) -> None:
     """Run one decode step of one layer, with and without the sums of its scores."""
     from simplegraph import BatchDescriptor, CudaGraphMode
     from simplegraph.attention import BatchMetadata, FlashInferBackend, PagedKVCache, attending
 
     device = torch.device("cuda", torch.cuda.current_device())
     cache = PagedKVCache(1, 3, 16, 2, head_dim, dtype=dtype, device=device)
-    limits = {"max_num_tokens": 1, "max_num_reqs": 1, "max_model_len": 32, "page_size": 16}
+    limits = {"max_num_tokens": 1, "max_num_reqs": 1, "max_model_len": 32, "page_size": 16, "window": window}
     metadata = BatchMetadata(**limits, device=device)
     backend = FlashInferBackend(cache, metadata, num_heads=4, **scores)
     metadata.set([1], [8], [[1]])

@@ -76,7 +76,7 @@ class Case:
         replays, eager = self._stats.replays, self._stats.eager.copy()
         apart = [_apart(found, wanted) for found, wanted in self._calls() if wanted is not None]
         found = self._stats.eager - eager
-        found.pop(sg.Reason.EAGER_CONTEXT, None)  # of the comparisons
+        found.pop(sg.Reason.SWITCHED_OFF, None)  # of the comparisons
         return {"eager": found, "replays": self._stats.replays - replays, "apart": max(apart, default=0.0)}
 
 

@@ -10,10 +10,10 @@ set -uo pipefail
 out=$(mkdir -p "${1:?usage: tests/gpu/run_all.sh FOLDER [pytest options]}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/../.."
+cores=$(nproc) # before OMP_NUM_THREADS is set, which nproc obeys
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 python=${PYTHON:-python3}
 gpus=$(nvidia-smi --list-gpus | wc -l)
-cores=$(nproc)
 # A worker's process takes 1 GiB for its context and libraries, and some tests take up to 10 more.
 gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | awk 'NR == 1 { print int($1 / 1024) }')
 most=$((gpus * (gib / 6 < 24 ? gib / 6 : 24)))

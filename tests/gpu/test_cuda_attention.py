@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode, InputError
+from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode
 from simplegraph.attention import (
     FlashAttention2Backend,
     FlashAttentionBackend,
@@ -21,7 +21,7 @@ from simplegraph.attention import (
 from simplegraph.attention.selftest import AttentionEngine
 from tests.attention.backends.test_lse import check_lse
 from tests.gpu import attention_backends as backends
-from tests.gpu.attention_backends import ERROR, FA3, OTHERS, in_buffer, in_graph, needs_fa3, needs_flashinfer
+from tests.gpu.attention_backends import ERROR, FA3, OTHERS, needs_fa3, needs_flashinfer
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 BACKENDS = [*FA3, *OTHERS, pytest.param(TritonDecodeBackend, id="Triton")]
@@ -65,9 +65,10 @@ def test_decode_at_two_hundred_sets_of_lengths(make: Any, query_len: int) -> Non
 
 
 @needs_fa3
-@pytest.mark.parametrize("make", [in_graph, in_buffer])
-def test_mixed_batches_in_full_graphs(make: Any) -> None:
-    served = engine(make, max_reqs=64, max_tokens=1024, mode="FULL", capture_sizes=[16, 64, 256, 512, 1024])
+def test_mixed_batches_in_full_graphs() -> None:
+    served = engine(
+        FlashAttentionBackend, max_reqs=64, max_tokens=1024, mode="FULL", capture_sizes=[16, 64, 256, 512, 1024]
+    )
     served.manager.capture(served.forward)
     errors = []
     for seed in range(200):
@@ -119,37 +120,6 @@ def test_a_rank_without_requests_replays_a_dummy_step(make: Any, query_len: int)
         assert batch.mode is FULL
         assert all(output.isfinite().all() for output in outputs)
         assert torch.equal(served.cache._memory, cache)
-
-
-@needs_fa3
-def test_unequal_split_bounds_are_refused_before_the_kernel_runs() -> None:
-    served = engine(in_buffer, max_reqs=4, max_len=256, num_pages=100, mode="NONE")
-    step = served.requests("decode", 4, 1)
-    served.metadata.set(step.query_lens, step.seq_lens, step.block_table)
-    descriptor = served.manager.dispatch(4, 4, 1).descriptor
-    served.backend.before_replay(CudaGraphMode.NONE, descriptor)
-    served.backend.max_splits = 1
-    with pytest.raises(InputError, match="read out of bounds"):
-        served.backend.run(0, served.q[:4], torch.zeros_like(served.q[:4]), served.backend.live)
-
-
-@needs_fa3
-def test_a_schedule_in_a_buffer_goes_by_the_lengths_that_the_graph_moves_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = engine(in_buffer, max_reqs=4, max_len=256, num_pages=100, mode="NONE")
-    lengths = [40, 41, 42, 43]
-    table = torch.arange(4 * 8, dtype=torch.int32).view(4, 8)
-    served.metadata.set(1, lengths, table, ahead=60)
-    served.metadata.advance([length + 3 for length in lengths])
-    scheduled = []
-    original = served.backend._flash.get_scheduler_metadata
-
-    def spied(**options: Any) -> Any:
-        scheduled.append(options["cache_seqlens"].tolist())
-        return original(**options)
-
-    monkeypatch.setattr(served.backend._flash, "get_scheduler_metadata", spied)
-    served.backend.before_replay(CudaGraphMode.NONE, served.manager.dispatch(4, 4, 1).descriptor)
-    assert scheduled == [[43, 44, 45, 46]]
 
 
 @needs_flashinfer
@@ -220,7 +190,7 @@ def test_a_cache_on_the_cpu_is_refused_where_there_is_a_gpu(make: Any) -> None:
 def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
     with pytest.raises(ConfigError, match="FlashAttention"):
-        AttentionEngine(in_graph, torch.device("cuda"), **(SHAPE | changes | settings))
+        AttentionEngine(FlashAttentionBackend, torch.device("cuda"), **(SHAPE | changes | settings))
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 6, 16])

@@ -27,8 +27,20 @@ class SlowNoise(nn.Module):
         return x + first + torch.rand_like(x)
 
 
+class OwnNoise(nn.Module):
+    """Draws from a generator of its own: a warmup of it takes no number from other threads' default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator("cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(1_000_000)
+        return x + torch.rand(x.shape, device=x.device, generator=self.generator)
+
+
 def noisy() -> Any:
-    model: Any = sg.wrap(SlowNoise().eval(), capture_sizes=[4], progress=False, num_warmups=0)
+    model: Any = sg.wrap(SlowNoise().eval(), capture_sizes=[4], progress=False)
     x = torch.zeros(4, WIDTH, device="cuda")
     for _ in range(3):
         model(x)
@@ -75,7 +87,7 @@ def test_replays_that_draw_go_on_while_another_thread_captures() -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
                 while not stop.is_set() or not captures:
-                    other: Any = sg.wrap(SlowNoise().eval(), capture_sizes=[1, 2, 4], progress=False, num_warmups=0)
+                    other: Any = sg.wrap(OwnNoise().eval(), capture_sizes=[1, 2, 4], progress=False)
                     other.capture_graphs(torch.zeros(4, WIDTH, device="cuda"))
                     captures += other.graph_stats.captures
                     other.reset_graphs()
@@ -109,7 +121,7 @@ def _driver() -> Any:
 @pytest.mark.parametrize("drawing", [False, True])
 def test_a_stream_that_its_owner_destroyed_is_not_waited_for(drawing: bool) -> None:
     module = SlowNoise().eval() if drawing else mlp()
-    model: Any = sg.wrap(module, capture_sizes=[4], progress=False, num_warmups=0)
+    model: Any = sg.wrap(module, capture_sizes=[4], progress=False)
     width = WIDTH if drawing else 64
     for _ in range(3):
         model(torch.randn(4, width, device="cuda"))

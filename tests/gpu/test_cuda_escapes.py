@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import simplegraph as sg
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.protocol import GraphPool
+from simplegraph.program.escapes import PythonState
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture
 from tests.gpu.modules import captured, mlp
@@ -72,7 +74,7 @@ KEEPERS = {
     in_a_deque: "the global RECENT of",
     in_a_global: "the global LAST of",
     in_a_slot: "the global SLOTS of",
-    in_a_thread_local: "threading.local",
+    in_a_thread_local: "the global LOCAL of",
     in_a_cache: "the cache of table",
 }
 
@@ -94,7 +96,7 @@ def _nothing_kept() -> Any:
 
 
 @pytest.mark.parametrize(("keep", "name"), KEEPERS.items(), ids=[keep.__name__ for keep in KEEPERS])
-def test_a_kept_tensor_is_refused_by_name_and_leaves_nothing_alive_in_the_pool(
+def test_a_kept_tensor_is_refused_by_name_and_nothing_else_is_alive_in_the_pool(
     keep: Callable[[Tensor], None], name: str, cuda: CudaDevice, pool: GraphPool, x: Tensor
 ) -> None:
     def run() -> Tensor:
@@ -104,10 +106,19 @@ def test_a_kept_tensor_is_refused_by_name_and_leaves_nothing_alive_in_the_pool(
 
     with CaptureSession(cuda, pool, thorough=True) as session:
         before = session.capture(lambda: x + 1, label="batch size 8")
-        with pytest.raises(CaptureError, match="exists only inside the graph") as error:
+        with pytest.raises(CaptureError, match="a place that the code does not lead to") as error:
             session.capture(run, label="batch size 4")
+        assert "undefined" in str(error.value)  # nothing is deleted from places whose former content is not known
+        forget()
+        state = PythonState([run])
+        state.remember()
+        with pytest.raises(CaptureError, match="exists only inside the graph") as error:
+            session.capture(run, label="batch size 4", state=state)
         assert name in str(error.value)
         assert "undefined" not in str(error.value)
+        del error
+        forget()
+        gc.collect()
         assert cuda.left_alive(pool) == set()
         after = session.capture(lambda: x + 3, label="batch size 2")
     for program, added in ((before, 1), (after, 3), (before, 1)):

@@ -20,14 +20,13 @@ pytestmark = pytest.mark.usefixtures("device_left_alone")
 CAPTURED = [
     models.falcon,
     models.falcon_alibi,
-    models.wavlm,
     models.videomae,
     models.sam,
     models.rt_detr,
-    models.raft,
 ]
-# Scripted functions, and experts that are looked up by value: they may be refused, with the reason.
-MAY_BE_REFUSED = [models.deberta_v2, models.gpt_oss]
+# Scripted functions, experts that are looked up by value, draws on the CPU, tensors left in an attribute: they may be
+# refused, with the reason.
+MAY_BE_REFUSED = [models.deberta_v2, models.gpt_oss, models.wavlm, models.raft]
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
@@ -71,13 +70,12 @@ def test_a_model_that_makes_tensors_on_the_cpu_replays_and_equals_eager(make: Ca
     assert model.graph_stats.replays >= 3
     report = model.graph_report().to_dict()
     assert [(graph["mode"], graph["size"]) for graph in report["graphs"]] == [("FULL", 5)]
-    assert set(report["eager"]) <= {"first_call", "warmup", "eager_context"}
+    assert set(report["eager"]) <= {"first_call", "warmup", "switched_off"}
 
 
-@pytest.mark.parametrize("warmups", [1, 3])
 @pytest.mark.parametrize("make", MAY_BE_REFUSED, ids=lambda make: make.__name__)
-def test_a_model_that_may_be_refused_is_right_and_says_why(make: Callable[[], Any], warmups: int) -> None:
-    stats = served(make, num_warmups=warmups).graph_stats
+def test_a_model_that_may_be_refused_is_right_and_says_why(make: Callable[[], Any]) -> None:
+    stats = served(make).graph_stats
     if stats.captures:
         assert (stats.failures, stats.replays >= 3) == ({}, True)
     else:

@@ -79,12 +79,23 @@ def test_the_attention_kernel_that_is_asked_for_runs(device):
     assert model.graph_stats.captures == 3
 
 
+class Buried(nn.Module):
+    """Reads a tensor more containers deep than calls look."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.deep = [[[[[torch.randn(WIDTH, WIDTH, device=device)]]]]]
+
+    def forward(self, x):
+        return x @ self.deep[0][0][0][0][0]
+
+
 def test_a_change_that_nobody_notices_reads_no_freed_memory(device):
-    module = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
+    module = Buried(device)
     x = torch.randn(8, WIDTH, device=device)
     model = replayed(module, x)
     before = model(x)
-    dict.__setitem__(module._parameters, "weight", nn.Parameter(torch.randn_like(module.weight), requires_grad=False))
+    module.deep[0][0][0][0][0] = torch.randn(WIDTH, WIDTH, device=device)
     gc.collect()
     junk = [torch.full((WIDTH, WIDTH), float("nan"), device=device) for _ in range(64)]
     torch.testing.assert_close(model(x), before)

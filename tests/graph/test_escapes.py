@@ -184,9 +184,9 @@ KEEPERS: list[tuple[Callable[[Tensor], None], str, bool]] = [
     (in_an_attribute_of_a_function, "the attribute seen of in_an_attribute_of_a_function", True),
     (HOOK, "in_a_closure.<locals>.hook", True),
     (VARIABLE, "the variable seen in the closure of in_a_variable.<locals>.hook", True),
-    (in_a_thread_local, "the attribute seen of a threading.local", True),
-    (in_a_generator, "the suspended generator in_a_generator.<locals>.rows", True),
-    (in_a_traceback, "a local variable of fail, whose frame is kept", True),
+    (in_a_thread_local, "the global LOCAL of tests.graph.test_escapes", True),
+    (in_a_generator, "the global SUSPENDED of tests.graph.test_escapes", True),
+    (in_a_traceback, "the global ERRORS of tests.graph.test_escapes", True),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplegraph.device import kernels
-from simplegraph.device.kernels import accesses, launched_by_torch, readable
+from simplegraph.device.kernels import launched_by_torch, readable
 
 CAT = (
     "_ZN2at6native40_GLOBAL__N__0f1a8107_8_Shape_cu_49f7391c30CatArrayBatchedCopy_vectorizedINS1_10OpaqueTypeILj2EEEj"
@@ -64,18 +64,8 @@ def test_names_are_shown_as_they_were_written() -> None:
     assert readable("_Znonsense") == "_Znonsense"
 
 
-def test_arguments_are_read_or_written_as_their_types_say() -> None:
-    assert accesses(OWN) == ("writes", "reads", "reads", "", "reads", "")
-    assert accesses(CAT) == ("writes", "", "", "", "")
-    assert accesses(MAGMA)[13:15] == ("reads", "reads")
-    assert len(accesses(MAGMA)) == 22
-    assert accesses("_add_hidden") == ()
-
-
 def test_without_the_runtime_of_cpp_names_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_demangler", lambda: None)
     readable.cache_clear()
-    accesses.cache_clear()
-    assert (readable(REDUCE), accesses(OWN)) == (REDUCE, ())
+    assert readable(REDUCE) == REDUCE
     readable.cache_clear()
-    accesses.cache_clear()

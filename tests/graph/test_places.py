@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,3 +75,20 @@ def test_a_container_of_something_kept_leaves_with_it_and_other_changes_stay() -
     table["old"] = 2
     before.release([graph])
     assert table == {"old": 2}
+
+
+NAMING = ["other.items", "other.keep.items", "other.Kept.items"]
+
+
+@pytest.mark.parametrize("named", [*NAMING, "None"])
+@pytest.mark.parametrize("kept", NAMING)
+def test_a_file_that_is_imported_is_looked_into_if_code_names_it(kept: str, named: str) -> None:
+    """A notebook's file, or a test's, imports what leads to thousands of objects, and every capture would read them."""
+    graph, other = Graph(), types.ModuleType("other")
+    exec("items = []\ndef keep(): pass\nkeep.items = []\nclass Kept:\n    items = []", vars(other))
+    file: dict[str, Any] = {"other": other}
+    exec(f"def forward(): return [lambda: {named} for _ in range(2)]", file)
+    items, before = eval(kept, file), Surroundings([file["forward"]])
+    items.append(graph)
+    names = before.release([graph])
+    assert (items == [] and names) if named != "None" else (items == [graph] and not names)

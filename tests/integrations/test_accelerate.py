@@ -49,9 +49,9 @@ def test_an_offloaded_model_generates_as_it_did_and_the_report_says_why(
     with graph_generation(model, max_batch_size=4, max_length=64) as graphs:
         for count in (1, 2):
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-            assert graphs.stats.eager[Reason.SPREAD_MODEL] == count
+            assert graphs.stats.eager[Reason.WRONG_DEVICE] == count
         assert graphs.stats.replays == 0
-        assert Reason.SPREAD_MODEL.text in str(graphs.report())
+        assert Reason.WRONG_DEVICE.text in str(graphs.report())
     assert ("device_map over" if how == "dispatch_model" else "an accelerate hook at") in caplog.text
 
 
@@ -65,7 +65,7 @@ def test_a_model_that_is_offloaded_after_its_graphs_were_captured(device: torch.
         accelerate.cpu_offload(model, execution_device=device)
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays == replays
-        assert graphs.stats.eager[Reason.SPREAD_MODEL] == 1
+        assert graphs.stats.eager[Reason.WRONG_DEVICE] == 1
 
 
 def test_a_model_dispatched_to_one_device_is_served(device: torch.device) -> None:

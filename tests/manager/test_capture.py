@@ -106,7 +106,7 @@ def test_a_largest_size_that_cannot_even_run_costs_itself_only(engine: Engine) -
 
     summary = engine.manager.capture(forward)
     assert [*summary.failed] == ["batch size 8"]
-    assert "max_capture_size" in str(summary.failed["batch size 8"])
+    assert "(capture_sizes)" in str(summary.failed["batch size 8"])
     assert summary.captured == 3
     for count in (4, 3, 2, 1):
         engine.step(count)
@@ -156,7 +156,7 @@ def test_run_during_another_capture_is_recorded_there(engine: Engine) -> None:
     engine.x.fill_(2)
     segment.replay()
     torch.testing.assert_close(output, engine.model(engine.x[:4]) * 2)
-    assert manager.stats.eager == {Reason.CAPTURING_ELSEWHERE: 1}
+    assert manager.stats.eager == {Reason.BUSY: 1}
     engine.step(3)
     assert manager.stats.replays == 1
 
@@ -181,4 +181,4 @@ def test_the_environment_switches_an_engines_graphs_off(device: torch.device, mo
     engine = Engine(device)
     engine.manager.capture(engine.forward)
     engine.step(3)
-    assert engine.manager.stats.eager == {Reason.MODE_NONE: 1}
+    assert engine.manager.stats.eager == {Reason.SWITCHED_OFF: 1}

@@ -64,6 +64,8 @@ def test_before_the_capture_batches_run_eagerly_with_a_reason(engine: Engine) ->
     for count in (3, 8, 1):
         engine.step(count)
     assert engine.manager.stats.eager == {Reason.NOT_CAPTURED_UPFRONT: 3}
+    assert "call the manager's capture first" in str(engine.manager.report())
+    assert "capture_graphs" not in str(engine.manager.report()), "a manager has no such method"
     assert [(mode, descriptor.num_tokens) for mode, descriptor, _ in engine.runs] == [(NONE, 4), (NONE, 8), (NONE, 1)]
     engine.manager.capture(engine.forward)
     engine.step(3)
@@ -208,19 +210,18 @@ def test_the_memory_estimate_measures_and_leaves_nothing(device: torch.device, m
 @pytest.mark.parametrize(
     "settings",
     [
-        {"capture_sizes": None, "max_capture_size": 64},
+        {"capture_sizes": sg.default_sizes(64)},
         {"capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
         {"capture_sizes": range(1, 65)},
         {"mode": "FULL_AND_PIECEWISE", "capture_sizes": range(1, 65), "max_num_seqs": 32},
     ],
 )
-def test_the_estimate_is_near_what_all_graphs_take_from_few_of_them(device: torch.device, settings: Any) -> None:
+def test_the_estimate_is_what_all_graphs_take(device: torch.device, settings: Any) -> None:
     """On the emulator, whose memory is that of the tensors; a GPU's is in tests/gpu."""
     if device.type == "cuda":
         pytest.skip("a few KiB, in a device's steps of 2 MiB")
     engine = Engine(device, **settings)
     estimate = engine.manager.memory_estimate(engine.forward)
-    assert len({(mode, descriptor) for mode, descriptor, capturing in engine.runs if capturing}) <= 24
     assert estimate.emulated
     assert "(emulated: tensors only)" in str(estimate)
     summary = engine.manager.capture(engine.forward)
@@ -295,7 +296,7 @@ def test_mode_none_captures_nothing_and_counts_why(device: torch.device) -> None
     assert engine.manager.capture(engine.forward).captured == 0
     assert engine.runs == []
     engine.step(3)
-    assert engine.manager.stats.eager == {Reason.MODE_NONE: 1}
+    assert engine.manager.stats.eager == {Reason.SWITCHED_OFF: 1}
 
 
 def test_lora_counts_have_graphs_of_their_own(device: torch.device) -> None:
@@ -313,7 +314,7 @@ def test_lora_counts_have_graphs_of_their_own(device: torch.device) -> None:
     assert found == {0: [0], 1: [1], 2: [4], 3: [4], 4: [4]}
     assert manager.stats.replays == 5
     assert manager.run(manager.dispatch(3, None, None, 5), forward).unique().tolist() == [5]
-    assert manager.stats.eager == {Reason.LORA_COUNT: 1}
+    assert manager.stats.eager == {Reason.BATCH_TOO_LARGE: 1}
     assert "batch size 4, 1 LoRAs" in {graph.label for graph in manager.stats.graphs.values()}
 
 

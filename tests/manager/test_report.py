@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -359,3 +360,42 @@ def test_replays_and_captures_show_in_a_profile(device):
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
     assert sum(name.startswith("simplegraph.capture") for name in names) == 1
     assert sum(name.startswith("simplegraph.replay") for name in names) == 3
+
+
+def test_the_counters_show_as_one_line(served):
+    """In a debugger or a log they were pages, with the tensors that keys hold."""
+    assert repr(served.graph_stats) == "<GraphStats of Picky: 2 graphs, 5 replays, 6 eager calls>"
+    assert "costs" not in repr(next(iter(served.graph_stats.graphs.values())))
+
+
+def test_rows_that_replays_served_are_counted_without_padding_also_after_graphs_are_dropped(served):
+    counted = served.graph_stats.replayed_tokens, served.graph_stats.padded_tokens
+    assert counted == (16, 2)
+    served.reset_graphs()
+    assert (served.graph_stats.replayed_tokens, served.graph_stats.padded_tokens) == counted
+
+
+def test_wrappers_lists_those_that_live_and_keeps_none_alive(device):
+    before = set(map(id, sg.wrappers()))
+    model = sg.wrap(Picky().to(device).eval())
+    manager = sg.CudaGraphManager(device=device, name="engine", capture_sizes=[1])
+    found = [wrapper for wrapper in sg.wrappers() if id(wrapper) not in before]
+    assert [wrapper.stats for wrapper in found] == [model.graph_stats, manager.stats]
+    assert "engine" in str(found[1].report())
+    numbers = {wrapper.stats.number for wrapper in found}
+    del model, manager, found
+    gc.collect()
+    assert not numbers & {each.stats.number for each in sg.wrappers()}
+
+
+def test_a_callback_hears_of_each_eager_call_until_it_is_ended(device):
+    heard = []
+    end = sg.on_eager(lambda name, reason, detail: heard.append((name, reason.value, detail)))
+    model = sg.wrap(Picky().to(device).eval(), capture_sizes=[2], progress=False)
+    with torch.no_grad(), sg.eager():
+        model(torch.zeros(2, WIDTH, device=device))
+    end()
+    with torch.no_grad():
+        model(torch.zeros(2, WIDTH, device=device))
+    assert heard == [("Picky", "switched_off", "")]
+    assert model.graph_stats.eager.total() == 2

@@ -211,7 +211,7 @@ def test_eager_in_one_thread_leaves_the_graphs_of_the_others_alone(device: torch
 
     together(eagerly, lambda: serve(model, module, device, 2, [4], 20))
     assert model.graph_stats.replays == 20
-    assert model.graph_stats.eager == {Reason.EAGER_CONTEXT: 20}
+    assert model.graph_stats.eager == {Reason.SWITCHED_OFF: 20}
 
 
 def test_descriptions_belong_to_the_thread_that_made_them(device: torch.device) -> None:
@@ -332,11 +332,12 @@ def test_a_replay_that_draws_while_another_thread_captures_draws_what_eager_woul
         results.append(model(x))
         drawn.set()
 
-    (model, module), (slow, _) = noisy(device), noisy(device, meanwhile, num_warmups=0)
+    (model, module), (slow, _) = noisy(device), noisy(device, meanwhile)
     x = torch.randn(4, WIDTH, device=device)
     for _ in range(3):
         model(x)
     torch.manual_seed(11)
+    module(x)  # draws what the run before the capture does
     results += [module(x), module(x)]
     torch.manual_seed(11)
     together(lambda: slow.capture_graphs(x), replay)

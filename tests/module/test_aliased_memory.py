@@ -85,7 +85,7 @@ def test_an_argument_that_lies_in_memory_the_forward_writes_is_eagers(
         close(args[0], args[1])
         close(module.buffer, twin.buffer)
         close(module.hidden[0], twin.hidden[0])
-    assert reasons(model).get("aliased_inputs", 0) >= 1
+    assert reasons(model).get("aliased", 0) >= 1
     if order != "from the first call on":
         assert model.graph_stats.replays >= 2
 

@@ -33,7 +33,6 @@ def test_a_batch_above_every_size_runs_eagerly(device: torch.device) -> None:
     ("before", "said", "after"),
     [
         ({"capture_sizes": [2, 4]}, "add 9 to capture_sizes", {"capture_sizes": [2, 4, 9]}),
-        ({"capture_sizes": None, "max_capture_size": 8}, "set max_capture_size=9", {"max_capture_size": 9}),
         ({"capture_sizes": [2, 4], "padding": False}, "add 9 to capture_sizes", {"capture_sizes": [2, 4, 9]}),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 import simplegraph as sg
 from simplegraph.base.nested import flatten
 from tests.module.answers import close, reasons
-from tests.module.functions import WIDTH, Function, graphed, rows
+from tests.module.functions import WIDTH, graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -122,16 +122,13 @@ def test_what_a_forward_does_to_its_arguments_it_does_at_every_call(
     assert reasons(model)["changed_arguments"] >= len(SIZES) - 1
 
 
-@pytest.mark.parametrize("warmups", [0, 1, 2])
-def test_capturing_all_sizes_of_a_forward_that_reshapes_its_argument_says_so(
-    device: torch.device, warmups: int
-) -> None:
+def test_capturing_all_sizes_of_a_forward_that_reshapes_its_argument_says_so(device: torch.device) -> None:
     def transpose(m: Any, x: Tensor) -> Tensor:
         y = x * torch.ones(WIDTH, device=x.device)  # takes no other width
         x.t_()
         return y
 
-    model = graphed(device, transpose, num_warmups=warmups)
+    model = graphed(device, transpose)
     summary = model.capture_graphs(rows(4, device))
     assert (summary.captured, len(summary.failed)) == (0, 2)
     assert all("another shape or memory" in str(error) for error in summary.failed.values())
@@ -152,26 +149,6 @@ def test_an_argument_that_is_changed_at_some_sizes_only_is_changed_there(device:
         assert list(extra) == (["large"] if size > 4 else [])
         if extra:
             close(extra["large"], x * 2)
-
-
-def test_a_field_set_on_a_trusted_object_is_set_at_every_call(device: torch.device) -> None:
-    class Trusted:
-        total: Tensor
-
-    def forward(m, x, trusted):
-        trusted.total = x * 2
-        return x + 1
-
-    class Module(Function):
-        def forward(self, x, trusted):
-            return forward(self, x, trusted)
-
-    model = sg.wrap(Module(None).to(device).eval(), capture_sizes=[4], trusted_args=["trusted"], progress=False)
-    trusted = Trusted()
-    for _ in range(5):
-        x = rows(4, device)
-        close(model(x, trusted), x + 1)
-        close(trusted.total, x * 2)
 
 
 def test_arguments_that_stay_as_they_were_are_no_reason(device: torch.device) -> None:
@@ -258,7 +235,7 @@ def test_an_input_with_gaps_is_copied_where_eager_copies_it(device: torch.device
         close(first, x)
         close(second, x * 2)
     assert model.graph_stats.replays >= 2
-    assert reasons(model)["aliased_outputs"] >= 2
+    assert reasons(model)["aliased"] >= 2
 
 
 def test_a_view_of_an_input_padded_in_an_inner_dimension_is_eagers(device: torch.device) -> None:
@@ -270,7 +247,7 @@ def test_a_view_of_an_input_padded_in_an_inner_dimension_is_eagers(device: torch
         close(view, x[1:])
         close(other, x * 2)
     assert model.graph_stats.replays >= 1
-    assert reasons(model)["aliased_outputs"] >= 1
+    assert reasons(model)["aliased"] >= 1
 
 
 def test_memory_seen_as_two_dtypes_is_shared_as_eagers(device: torch.device) -> None:
@@ -281,8 +258,8 @@ def test_memory_seen_as_two_dtypes_is_shared_as_eagers(device: torch.device) -> 
         one, other = output(x)
         assert one.data_ptr() == other.data_ptr()
         assert view(x)[0].data_ptr() == x.data_ptr()
-    assert reasons(output)["aliased_outputs"] >= 2
-    assert reasons(view)["aliased_outputs"] >= 2
+    assert reasons(output)["aliased"] >= 2
+    assert reasons(view)["aliased"] >= 2
 
 
 def test_a_container_that_was_passed_is_returned_itself(device: torch.device) -> None:

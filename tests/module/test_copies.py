@@ -91,7 +91,7 @@ def test_the_environment_is_not_written_into_a_pickle(device, monkeypatch):
     x = rows(4, device)
     for _ in range(3):
         model(x)
-    assert reasons(model) == {"mode_none": 3}
+    assert reasons(model) == {"switched_off": 3}
     stored = pickle.dumps(model)
     monkeypatch.delenv("SIMPLEGRAPH_MODE")
     other = pickle.loads(stored)

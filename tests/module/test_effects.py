@@ -155,7 +155,7 @@ class Counter(Stateful):
 
 
 def test_a_counter_in_python_counts_every_call_and_is_named_as_the_reason(device: torch.device) -> None:
-    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[2], num_warmups=1, progress=False)
+    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[2], progress=False)
     x = torch.randn(2, 4, device=device)
     counts = []
     for _ in range(5):
@@ -168,9 +168,9 @@ def test_a_counter_in_python_counts_every_call_and_is_named_as_the_reason(device
 
 
 def test_warmups_of_all_sizes_count_and_captures_do_not(device: torch.device) -> None:
-    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[1, 2, 4], num_warmups=2, progress=False)
+    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[1, 2, 4], progress=False)
     summary = model.capture_graphs(torch.randn(4, 4, device=device))
-    assert model.k == 2
+    assert model.k == 1
     assert summary.captured == 0
     assert len(summary.failed) == 3
     assert all("k changes" in str(error) for error in summary.failed.values())
@@ -231,6 +231,28 @@ def test_python_state_that_every_run_changes_is_named_wherever_it_hangs(
     for _ in range(3):
         change(twin)
     assert repr(module.s).split(" at ")[0] == repr(twin.s).split(" at ")[0], "each call counts once"
+
+
+class CountsSome(Stateful):
+    """Counts the calls of some batch sizes alone, as a model counts the prompts between single tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = collections.Counter()
+
+    def keep(self, y: Tensor) -> None:
+        if y.shape[0] > 2:
+            self.s["large"] += 1
+        self.s[y.shape[0]] += 1
+
+
+def test_calls_of_a_size_that_comes_later_are_counted_once_each(device: torch.device) -> None:
+    module = CountsSome().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    for rows in (2, 2, 2, 4, 4, 4, 3, 4, 2):
+        x = torch.randn(rows, 4, device=device)
+        torch.testing.assert_close(model(x), module.l(x))
+    assert module.s == {"large": 5, 2: 4, 3: 1, 4: 4}
 
 
 def test_values_set_again_and_caches_by_size_are_no_change(device: torch.device) -> None:
@@ -301,7 +323,7 @@ class Interrupts(Counter):
 
 
 def test_an_interrupt_in_a_capture_leaves_the_state_of_the_calls_before(device: torch.device) -> None:
-    model = sg.wrap(Interrupts().to(device).eval(), capture_sizes=[2], num_warmups=1, progress=False)
+    model = sg.wrap(Interrupts().to(device).eval(), capture_sizes=[2], progress=False)
     x = torch.randn(2, 4, device=device)
     model(x)
     with pytest.raises(KeyboardInterrupt):

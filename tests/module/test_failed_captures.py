@@ -152,7 +152,7 @@ def test_a_context_variable_shows_that_what_it_holds_is_undefined(device: torch.
             return h * 2
 
     net = Net().to(device).eval()
-    model = sg.wrap(net, capture_sizes=[2], progress=False, num_warmups=0)
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
     failed = model.capture_graphs(torch.ones(2, 4, device=device)).failed["batch size 2"]
     assert "undefined" in str(failed)
     assert variable.get().isnan().all()

@@ -104,7 +104,7 @@ def test_a_capture_draws_no_numbers_of_the_callers(name: str, device: torch.devi
 @pytest.mark.usefixtures("no_grad")
 def test_runs_that_the_library_makes_by_itself_draw_no_numbers(name: str, device: torch.device) -> None:
     net = Noisy(DRAWS[name]).to(device).eval()
-    model = sg.wrap(net, capture_sizes=[4], num_warmups=1, progress=False)
+    model = sg.wrap(net, capture_sizes=[4], progress=False)
     x = torch.ones(4, WIDTH, device=device)
     seed()
     net(x)

@@ -76,7 +76,7 @@ def test_strided_frames_are_cut_to_what_the_length_gives(device: torch.device) -
     stats = model.graph_stats
     assert stats.captures == 4  # two sizes times two lengths
     assert stats.replays >= 30
-    assert reasons(model)["length_learnt"] < 20
+    assert reasons(model)["first_call"] < 20
     assert Reason.LENGTH_PADDING not in stats.eager
 
 
@@ -88,7 +88,7 @@ def test_several_arguments_are_padded_together(device: torch.device) -> None:
     assert model.graph_stats.replays >= 2
     with pytest.raises(RuntimeError, match="must match the size"):
         model(tokens, torch.ones(2, 3, device=device))  # eager's own error
-    assert reasons(model)["length_mismatch"] == 1
+    assert reasons(model)["batch_mismatch"] == 1
 
 
 def test_a_forward_that_counts_its_length_runs_as_it_is(device: torch.device) -> None:
@@ -105,6 +105,18 @@ class Coarse(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         return nn.functional.max_pool1d(samples.abs(), 32, ceil_mode=True)
+
+
+def test_two_lengths_are_compared_before_one_is_served(device: torch.device) -> None:
+    class Stepwise(nn.Module):
+        def forward(self, samples: Tensor) -> Tensor:
+            return samples.sum(1) * (
+                3 if 45 <= samples.shape[1] < 64 else 2
+            )  # a length of 40 does not show it, 50 does
+
+    model = graphed(Stepwise(), device)
+    for length in (40, 50, 40, 50, 55, 60):
+        assert_right(model, torch.randn(2, length, device=device))
 
 
 def test_a_size_that_did_not_grow_at_first_is_not_taken_for_a_fixed_one(device: torch.device) -> None:

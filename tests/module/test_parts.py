@@ -155,3 +155,9 @@ def test_a_model_that_trains_or_has_graphs_already_is_refused(detector: Any, dev
         sg.wrap_parts(detector, x)
     with pytest.raises(sg.ConfigError, match="capture_size"):
         sg.wrap_parts(sg.unwrap(detector), x, capture_size=[1])
+
+
+def test_the_report_of_a_model_without_parts_for_graphs_says_so(device: torch.device) -> None:
+    """An empty text looks as if the report itself had failed."""
+    with sg.wrap_parts(nn.Linear(3, 3).to(device).eval(), torch.ones(2, 3, device=device)) as graphs:
+        assert str(graphs.report()) == "no part has graphs: the model has no submodules that could have any"

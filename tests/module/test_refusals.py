@@ -145,7 +145,7 @@ def test_an_argument_of_another_value_is_another_call(device: torch.device) -> N
 
 
 CHANGES: dict[str, tuple[Callable[[Any], contextlib.AbstractContextManager[Any]], Reason]] = {
-    "eager": (lambda model: sg.eager(), Reason.EAGER_CONTEXT),
+    "eager": (lambda model: sg.eager(), Reason.SWITCHED_OFF),
     "training": (lambda model: _training(model), Reason.TRAINING),
     "gradients": (lambda model: torch.enable_grad(), Reason.GRAD),
     "an operator mode": (lambda model: MemoryObserver(), Reason.TRANSFORMED),
@@ -332,3 +332,15 @@ def test_weights_can_be_swapped_although_their_models_calls_are_known_to_be_eage
     assert not weight.any()
     x = rows(4, device)
     torch.testing.assert_close(model(x), x * 2)
+
+
+def test_failures_of_other_settings_are_forgotten_with_them(device: torch.device) -> None:
+    model = refused(device)
+    assert model.graph_stats.failures
+    model.configure_graphs(capture_sizes=[4], progress=False)
+    assert not model.graph_stats.failures
+    model.reads = False
+    for _ in range(4):
+        x = rows(4, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays >= 2

@@ -20,7 +20,7 @@ def test_the_environment_switches_a_deployed_program_off(device, monkeypatch):
     assert (summary.captured, summary.failed) == (0, {})
     for _ in range(3):
         close(model(x), sg.unwrap(model)(x))
-    assert reasons(model) == {"mode_none": 3}
+    assert reasons(model) == {"switched_off": 3}
 
 
 def test_the_environment_wins_over_the_code(device, monkeypatch):
@@ -93,8 +93,8 @@ def test_an_invalid_change_of_settings_changes_nothing(device):
     x = rows(4, device)
     for _ in range(3):
         model(x)
-    with pytest.raises(sg.ConfigError, match="num_warmups"):
-        model.configure_graphs(num_warmups=-1)
+    with pytest.raises(sg.ConfigError, match="verify"):
+        model.configure_graphs(verify=-1)
     model(x)
     assert model.graph_stats.replays == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import copy
 import pickle
 import types
@@ -27,6 +28,62 @@ class Holder:
         self.module = module
 
 
+class Scale:
+    """A callable object."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+class Bare:
+    pass
+
+
+class Table(dict):
+    pass
+
+
+# What holds no tensor at first, and gets one under a name or a key.
+FILLED_LATER = {
+    "dict of numbers": lambda: {"n": 1},
+    "list of an empty list": lambda: [[]],
+    "deque": collections.deque,
+    "defaultdict": lambda: collections.defaultdict(list),
+    "OrderedDict": collections.OrderedDict,
+    "Counter": collections.Counter,
+    "UserDict": collections.UserDict,
+    "ChainMap": collections.ChainMap,
+    "dict of a class of its own": Table,
+    "namespace": types.SimpleNamespace,
+    "namespace of None": lambda: types.SimpleNamespace(t=None),
+    "object": Bare,
+}
+
+
+def fill(held, tensor):
+    """Put a tensor where there was none."""
+    if isinstance(held, list):
+        held[0].append(tensor)
+    elif isinstance(held, collections.deque):
+        held.append(tensor)
+    elif isinstance(held, collections.abc.MutableMapping):
+        held["t"] = tensor
+    else:
+        held.t = tensor
+
+
+def added(x, held):
+    """Add what was put there."""
+    if isinstance(held, (list, collections.deque)):
+        held = held[0] if isinstance(held, list) else held
+        return x + held[0] if held else x
+    found = held.get("t") if isinstance(held, collections.abc.MutableMapping) else vars(held).get("t")
+    return x if found is None else x + found
+
+
 class Odd(nn.Module):
     """Keeps modules and tensors where `named_modules` does not find them, and reads what is not there yet."""
 
@@ -39,6 +96,8 @@ class Odd(nn.Module):
         self.mask = None
         self.extra = []
         self.more = [torch.randn(WIDTH, device=device)]
+        vars(self).update({name: make() for name, make in FILLED_LATER.items()})
+        self.scale = Scale(torch.ones(WIDTH, device=device))
         self.act = torch.tanh
         self.blocks = nn.Sequential(collections.OrderedDict(one=nn.Tanh(), two=nn.Linear(WIDTH, WIDTH, device=device)))
         self.kind = type("Kind", (nn.Tanh,), {})()
@@ -52,6 +111,9 @@ class Odd(nn.Module):
         x = self.hooked(self.blocks(self.holder.module(self.keyed["a"](self.linear(x)))))
         for tensor in (*self.extra, *self.more):
             x = x + tensor
+        for name in FILLED_LATER:
+            x = added(x, vars(self)[name])
+        x = self.scale(x)
         return self.act(x if self.mask is None else x * self.mask)
 
 
@@ -118,6 +180,10 @@ CHANGES = {
     "hook beside another": lambda m: m.hooked.register_forward_hook(doubled),
     "swap_tensors, the other way round": lambda m: swap_from_the_other(m.linear.weight),
     "swap_tensors in a list": lambda m: swap_from_the_other(m.hidden[0].weight),
+    "tensor of an object that is called": lambda m: setattr(m.scale, "by", new(m.linear.bias)),
+}
+CHANGES |= {
+    f"a tensor in the {name}": lambda m, name=name: fill(vars(m)[name], new(m.linear.bias)) for name in FILLED_LATER
 }
 
 
@@ -188,6 +254,72 @@ def test_what_no_call_looks_at_is_found_with_the_next_change(device, change):
     module.more[0] = new(module.more[0])
     x = rows(4, device)
     close(model(x), module(x))
+
+
+class Reads(nn.Module):
+    """Reads what may be gone."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device=device)
+        self.tables, self.extra, self.slope = [torch.ones(WIDTH, device=device)], torch.ones(WIDTH, device=device), None
+        self.leaky = nn.LeakyReLU(0.5)
+        self.box = Guarded(torch.ones(WIDTH, device=device))
+
+    def forward(self, x):
+        x = self.leaky(self.linear(x)) + object.__getattribute__(self.box, "table")
+        for tensor in (*(self.tables or ()), *([self.extra] if hasattr(self, "extra") else [])):
+            x = x + tensor
+        return x
+
+
+class Guarded:
+    """Raises whenever anything of it is asked for, once it is told to."""
+
+    def __init__(self, table):
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "raises", False)
+
+    def __getattribute__(self, name):
+        if object.__getattribute__(self, "raises"):
+            raise ZeroDivisionError(name)
+        return object.__getattribute__(self, name)
+
+
+GONE = {
+    "list replaced by None": lambda m: setattr(m, "tables", None),
+    "list emptied": lambda m: m.tables.clear(),
+    "attribute deleted": lambda m: delattr(m, "extra"),
+    "an object that raises": lambda m: object.__setattr__(m.box, "raises", True),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", GONE)
+def test_what_cannot_be_read_any_more_is_no_error_of_the_call(device, change, grad):
+    module = Reads(device).eval().requires_grad_(False)
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):
+            model(rows(4, device))
+        assert model.graph_stats.replays
+        GONE[change](module)
+        for _ in range(4):
+            x = rows(4, device)
+            close(model(x), module(x))
+
+
+@pytest.mark.parametrize(("name", "value"), [("leaky.negative_slope", 0.5), ("slope", None)])
+def test_a_tensor_that_equals_the_number_or_the_nothing_it_replaces_is_noticed(device, name, value):
+    module = Reads(device).eval().requires_grad_(False)
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(4):
+        model(rows(4, device))
+    state = model._graph_runner.builder.state
+    assert not state.moved()
+    owner = module.leaky if "." in name else module
+    setattr(owner, name.rpartition(".")[2], torch.tensor(0.5 if value is None else value))
+    assert not state._reading.same(vars(module))
 
 
 def test_training_mode_of_a_child_set_as_an_attribute_is_noticed(device):

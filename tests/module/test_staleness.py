@@ -59,27 +59,6 @@ def test_whatever_is_moved_or_replaced_is_never_read_at_its_old_place(device, ch
     assert model.graph_stats.replays == before + 1
 
 
-@pytest.mark.parametrize("change", MOVED)
-def test_configured_to_raise_a_stale_graph_names_what_moved(device, change):
-    model, module = captured(device, on_stale="raise")
-    MOVED[change](module)
-    for _ in range(2):
-        with pytest.raises(sg.StaleGraphError, match="reset_graphs"):
-            model(rows(4, device))
-    model.reset_graphs()
-    for size in (4, 4, 4, 2, 2, 3):
-        x = rows(size, device)
-        close(model(x), module(x))
-    assert model.graph_stats.captures >= 3
-
-
-def test_the_error_about_a_stale_graph_names_the_parameter(device):
-    model, module = captured(device, on_stale="raise")
-    module.blocks[0].weight = parameter(module.blocks[0].weight)
-    with pytest.raises(sg.StaleGraphError, match=r"blocks\.0\.weight"):
-        model(rows(4, device))
-
-
 @pytest.mark.parametrize(
     "convert", [torch.float64, torch.float16, torch.bfloat16], ids=["float64", "float16", "bfloat16"]
 )

@@ -118,8 +118,8 @@ def test_capture_graphs_captures_the_state_at_hand(device):
     assert model.graph_stats.replays == 1
     model.active = "b"
     torch.testing.assert_close(model(x), sg.unwrap(model)(x))
-    assert model.graph_stats.eager[Reason.CAPTURED_OTHERWISE] == 1
-    assert model.graph_stats.details[Reason.CAPTURED_OTHERWISE] == "state: ('a', False, 0.5) became ('b', False, 0.5)"
+    assert model.graph_stats.eager[Reason.NOT_CAPTURED_UPFRONT] == 1
+    assert model.graph_stats.details[Reason.NOT_CAPTURED_UPFRONT] == "state: ('a', False, 0.5) became ('b', False, 0.5)"
     model.capture_graphs(x)
     torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-3, atol=1e-4)
     assert model.graph_stats.replays == 2

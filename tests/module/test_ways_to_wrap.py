@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph import ConfigError
 from tests.module.answers import close, reasons
 from tests.module.models import SIZES, WIDTH, Counting, DecoratedMlp, MixinMlp, Mlp, rows
 
@@ -123,12 +124,12 @@ def test_a_decorated_subclass_keeps_its_parents_settings(device):
         def forward(self, x):
             return super().forward(x) + 1
 
-    @sg.cuda_graph(num_warmups=0)
+    @sg.cuda_graph(max_signatures=3)
     class Grandchild(Child):
         pass
 
     assert Grandchild.cuda_graph_config.capture_sizes == (2, 4, 7)
-    assert DecoratedMlp.cuda_graph_config.num_warmups == 1
+    assert DecoratedMlp.cuda_graph_config.max_signatures == 16
     model = Grandchild().to(device).eval()
     x = rows(4, device)
     expected = Mlp.forward(model, x) + 1
@@ -273,20 +274,20 @@ def test_moving_the_wrapper_returns_the_wrapper_and_moves_the_module(device):
 
 def test_wrapping_a_wrapper_again_keeps_settings_and_does_not_nest(device):
     module = Mlp().to(device).eval()
-    first = sg.wrap(module, capture_sizes=[4], num_warmups=0)
-    second = sg.wrap(first, num_warmups=2)
+    first = sg.wrap(module, capture_sizes=[4])
+    second = sg.wrap(first, max_signatures=3)
     assert type(second) is type(first)
     assert sg.unwrap(second).up is module.up
     assert not isinstance(sg.unwrap(second), sg.CudaGraphWrapper)
     x = rows(4, device)
     for _ in range(4):
         close(second(x), module(x))
-    assert reasons(second) == {"first_call": 1, "warmup": 1}
+    assert reasons(second) == {"first_call": 1}
     assert [graph.size for graph in second.graph_stats.graphs.values()] == [4]
 
 
 def test_a_config_given_to_wrap_yields_to_keywords(device):
-    config = sg.CudaGraphConfig(capture_sizes=[2, 4], num_warmups=0)
+    config = sg.CudaGraphConfig(capture_sizes=[2, 4])
     model = sg.wrap(Mlp().to(device).eval(), config, capture_sizes=[3])
     for _ in range(3):
         model(rows(3, device))
@@ -363,3 +364,17 @@ def test_a_lazy_module_that_is_not_initialised_can_be_wrapped(device: torch.devi
             torch.testing.assert_close(model(x), eager.forward(model, x))
     assert model.graph_stats.replays >= 2
     assert not model.has_uninitialized_params()
+
+
+@pytest.mark.parametrize("setting", ["batch_dims", "pad_values"])
+def test_a_name_that_the_forward_does_not_take_is_refused_by_wrap(setting: str) -> None:
+    """Later, the error would come out of the first call, far from the line with the mistake."""
+    with pytest.raises(ConfigError, match=rf"{setting} names 'positons.0' \(did you mean positions\?\)"):
+        sg.wrap(Positioned(), **{setting: {"positons.0": 0}})
+    with pytest.raises(ConfigError, match=rf"{setting} names 'scale', but forward takes x\."):
+        sg.wrap(lambda x: x * 2, **{setting: {"scale": 0}})
+
+
+class Positioned(nn.Module):
+    def forward(self, x, positions):
+        return x + positions

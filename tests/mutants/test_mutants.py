@@ -15,9 +15,19 @@ def test_a_mutants_text_is_in_the_library_once(mutant: Mutant) -> None:
 
 
 def test_a_mistake_is_seen_and_none_is_not() -> None:
-    line, tests = "return size in self.sizes", ("tests/batch/test_sizes.py",)
-    assert killer(Mutant("no size is captured", "batch/sizes.py", line, "return False", tests)) is not None
+    line, tests = "index = bisect.bisect_left(sizes, size)", ("tests/batch/test_sizes.py",)
     assert (
-        killer(Mutant("the same in other words", "batch/sizes.py", line, "return size in (*self.sizes,)", tests))
+        killer(Mutant("sizes are padded to the next but one", "batch/sizes.py", line, f"{line} + 1", tests)) is not None
+    )
+    assert (
+        killer(
+            Mutant(
+                "the same in other words",
+                "batch/sizes.py",
+                line,
+                "index = bisect.bisect_left(tuple(sizes), size)",
+                tests,
+            )
+        )
         is None
     )

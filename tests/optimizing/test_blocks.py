@@ -149,7 +149,7 @@ def test_no_weight_is_kept_twice_where_a_block_runs_the_layer_s_own(kernels):
     assert len(handle.changed["batch_norm"]) == 3
     folded = module[2].weight.nbytes + apart[0].weight.nbytes
     vectors = 2 * 64 * 4 + 2 * 3 * 8 * 4
-    assert folded < handle.extra_bytes <= folded + vectors + 5 * 256
+    assert folded < handle.extra_bytes <= folded + vectors + 10 * 256
     close(module(x), expected)
     kernels.calls.clear()
     with torch.autocast("cpu", torch.bfloat16):

@@ -816,7 +816,7 @@ def test_extra_memory_is_that_of_the_folded_weights():
     module = stack()
     handle = sg.optimize(module)
     weights = sum(module[at].weight.nbytes for at in (0, 3, 7)) + 3 * 4 * (8 + 8 + 5)  # with bias, factor and shift
-    assert weights <= handle.extra_bytes <= weights + 9 * 256
+    assert weights <= handle.extra_bytes <= weights + 12 * 256
     assert "MiB" in str(handle)
 
 
@@ -827,7 +827,7 @@ def test_other_precision_moves_the_folded_weights():
     before = handle.extra_bytes
     close(module.double()(x.double()), original.double()(x.double()))
     assert norms_run(module, x.double()) == 0
-    assert handle.extra_bytes >= 1.5 * before
+    assert handle.extra_bytes >= 1.3 * before  # each tensor begins at a multiple of 256 bytes
     close(module.bfloat16().float()(x), original.bfloat16().float()(x))
 
 
@@ -854,7 +854,7 @@ def test_copies_of_a_class_that_rebuilds_them_itself_have_its_weights():
         torch.testing.assert_close(copied(x), expected)
 
 
-@pytest.mark.parametrize("step", ["store_channels_last", "install", "install_joined", "operators_of"])
+@pytest.mark.parametrize("step", ["store_channels_last", "install_folds", "install_fused", "operators_of"])
 def test_an_error_half_way_leaves_the_module_as_it_was(step, monkeypatch):
     from simplegraph.fused.optimizing import optimize as room
 

@@ -39,7 +39,7 @@ def random_net(seed: int) -> tuple[Program, int]:
     rng = random.Random(seed)
     names = sorted([*PLAIN, *MORE])
     pieces = tuple(rng.choice(names) for _ in range(rng.randint(1, 5)))
-    settings: dict[str, Any] = {"capture_sizes": rng.choice(SIZES), "num_warmups": rng.choice([0, 1, 1])}
+    settings: dict[str, Any] = {"capture_sizes": rng.choice(SIZES)}
     if rng.random() < 0.2:
         settings["padding"] = False
     if any("break" in name for name in pieces) or rng.random() < 0.1:

@@ -19,17 +19,25 @@ CASES = Path(__file__).parent / "cases"
 ROOT = Path(__file__).parents[2]
 
 
-def test_mypy_refuses_the_lines_that_are_marked_and_no_others(tmp_path: Path) -> None:
+PLUGIN = Path(__file__).parent / "plugin"  # for which mypy's configuration names ours
+
+
+@pytest.mark.parametrize(("cases", "least"), [(CASES, 12), (PLUGIN, 2)], ids=["cases", "plugin"])
+def test_mypy_refuses_the_lines_that_are_marked_and_no_others(cases: Path, least: int, tmp_path: Path) -> None:
     expected = {
         (path.name, number): line.partition("# E: ")[2]
-        for path in CASES.glob("*.py")
+        for path in cases.glob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if "# E: " in line
     }
-    assert len(expected) >= 12
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path), "."]
-    environment = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=CASES, env=environment, capture_output=True, text=True)
+    assert len(expected) >= least
+    configuration = tmp_path / "mypy.ini"
+    configuration.write_text("[mypy]\nstrict = True\n")
+    if cases is PLUGIN:
+        configuration.write_text("[mypy]\nstrict = True\nplugins = simplegraph.integrations.mypy\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(configuration), "--cache-dir", str(tmp_path), "."]
+    environment = os.environ | {"MYPYPATH": str(ROOT), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=cases, env=environment, capture_output=True, text=True)
     said = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
     found = {(file, int(line)): message for file, line, message in said}
     assert not done.stderr

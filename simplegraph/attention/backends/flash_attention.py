@@ -10,7 +10,7 @@ import abc
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.base.errors import CaptureSizeError, ConfigError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.manager.settings import Unpack
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
+HOW_TO_INSTALL = (
+    "take the kernels out of the vLLM wheel that is built for this torch, as "
+    "https://simple-cuda-graph.readthedocs.io/en/latest/engines.html#attention-in-graphs says"
+)
 MAX_SPLITS = 32
 # Arguments that are passed to the kernels of both versions, and those to version 3's.
 _KERNEL = (
@@ -107,8 +111,6 @@ class FlashAttentionBackend(_Flash):
     Args:
         cache, metadata, num_heads, scale, softcap, sinks: as for every backend; the cache is NHD, float16 or bfloat16,
             and sinks are bfloat16.
-        schedule: when the kernels' schedule is computed. ``"graph"``: inside the graph, from the lengths on the
-            device. ``"buffer"``: before every replay, into a buffer that the graph reads.
         max_splits: the most parts that a sequence's keys are split into. Scheduling and kernel use the same bound:
             with different ones the kernel reads out of bounds (vLLM #20301). The kernel allocates that many float32
             outputs per token, so sizes that fill the device without splitting get a lower bound.
@@ -124,6 +126,7 @@ class FlashAttentionBackend(_Flash):
     support = AttentionCGSupport.ALWAYS
     name = "FlashAttention-3"
     features = ("window", "softcap", "sinks")
+    reads_lengths_on_device = True
     version = 3
 
     def __init__(
@@ -132,7 +135,6 @@ class FlashAttentionBackend(_Flash):
         metadata: BatchMetadata,
         *,
         num_heads: int,
-        schedule: Literal["graph", "buffer"] = "graph",
         max_splits: int = MAX_SPLITS,
         **scores: Unpack[Scores],
     ) -> None:
@@ -143,38 +145,24 @@ class FlashAttentionBackend(_Flash):
                 raise ConfigError("sinks are not torch.bfloat16, the only dtype that FlashAttention-3 reads.")
         self._scheduled = self._window | ({} if self.softcap is None else {"has_softcap": True})
         check_arguments(self._flash, {"get_scheduler_metadata": self._scheduled})
-        if schedule not in ("graph", "buffer"):
-            raise ConfigError(f"schedule is {schedule!r}; expected 'graph' or 'buffer'.")
         check_counts(max_splits=max_splits)
-        self._schedule_in, self.max_splits = schedule, max_splits
+        self.max_splits = max_splits
         self._multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
         limit = batch_limit(self._flash, cache.device)
         if limit is not None and metadata.max_num_reqs > limit:
             raise CaptureSizeError(
                 f"max_num_reqs is {metadata.max_num_reqs}; this build of FlashAttention-3 schedules at most {limit}."
             )
-        size = 1 + -(-metadata.max_num_reqs // 4) * 4 * 4
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=cache.device)
-        self._schedule: _Schedule | None = None
+        self._schedule: Tensor | None = None
         self._last_layer = -1
-        self.reads_lengths_on_device = schedule == "graph"
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         super().prepare(mode, descriptor, metadata)
         self._schedule = None
         self._last_layer = -1
-        if self._schedule_in == "buffer":
-            lengths = host_lengths(metadata) if metadata.batch.behind else metadata.seq_lens
-            computed = self._compute(metadata, lengths)
-            count = computed.tensor.numel()
-            self._buffer[:count].copy_(computed.tensor)
-            # Zero the tail: blocks past this batch would run stale work and overwrite live rows.
-            self._buffer[count:].zero_()
-            self._schedule = computed._replace(tensor=self._buffer[:count])
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        if self._schedule_in == "graph":
-            self._schedule = None  # it lies in the graph's memory; the next forward computes its own
+        self._schedule = None  # it lies in the graph's memory; the next forward computes its own
 
     def num_splits(self, metadata: CommonMetadata) -> int:
         """Return the most splits for a padded shape: enough for up to four pieces of work per multiprocessor.
@@ -186,59 +174,30 @@ class FlashAttentionBackend(_Flash):
         return max(1, min(self.max_splits, 4 * self._multiprocessors // tiles))
 
     def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
-        schedule = self._schedule_for(layer, metadata)
-        splits = self.num_splits(metadata)
-        if schedule.num_splits != splits or schedule.num_reqs != metadata.num_reqs:
-            raise InputError(
-                f"the schedule is for {schedule.num_reqs} requests and at most {schedule.num_splits} splits, but the "
-                f"kernel is called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the "
-                "same shape, and do not change max_splits after a capture."
-            )
+        # A layer index that does not rise means that another forward has begun.
+        if self._schedule is None or layer <= self._last_layer:
+            self._schedule = self._compute_schedule(metadata)
+        self._last_layer = layer
         sinks = {} if self.sinks is None else {"s_aux": self.sinks[layer]}
-        return {"scheduler_metadata": schedule.tensor, "num_splits": splits, **sinks}
+        return {"scheduler_metadata": self._schedule, "num_splits": self.num_splits(metadata), **sinks}
 
-    def _schedule_for(self, layer: int, metadata: CommonMetadata) -> _Schedule:
-        """Return this forward's schedule; a layer index that does not rise means that another forward has begun."""
-        again, self._last_layer = layer <= self._last_layer, layer
-        if self._schedule is None or (again and self._schedule_in == "graph"):
-            self._schedule = self._compute(metadata, metadata.seq_lens)
-        return self._schedule
-
-    def _compute(self, metadata: CommonMetadata, seq_lens: Tensor) -> _Schedule:
-        splits = self.num_splits(metadata)
-        tensor = self._flash.get_scheduler_metadata(
+    def _compute_schedule(self, metadata: CommonMetadata) -> Tensor:
+        schedule: Tensor = self._flash.get_scheduler_metadata(
             batch_size=metadata.num_reqs,
             max_seqlen_q=self._max_query_len,
             max_seqlen_k=self.metadata.max_seq_len,
             num_heads_q=self.num_heads,
             num_heads_kv=self.cache.num_kv_heads,
             headdim=self.cache.head_dim,
-            cache_seqlens=seq_lens,
+            cache_seqlens=metadata.seq_lens,
             qkv_dtype=self.cache.dtype,
             cu_seqlens_q=metadata.query_start_loc,
             page_size=self.cache.page_size,
             causal=True,
-            num_splits=splits,
+            num_splits=self.num_splits(metadata),
             **self._scheduled,
         )
-        return _Schedule(tensor, splits, metadata.num_reqs)
-
-
-def host_lengths(metadata: CommonMetadata) -> Tensor:
-    """Copy a step's lengths from the host: (num_reqs,) int32 on the device, 0 for padding. Does not synchronize."""
-    device = metadata.seq_lens.device
-    lengths = torch.zeros(metadata.num_reqs, dtype=torch.int32, pin_memory=device.type == "cuda")
-    known = torch.from_numpy(metadata.batch.seq_lens)
-    lengths[: len(known)] = known
-    return lengths.to(device, non_blocking=True)
-
-
-class _Schedule(NamedTuple):
-    """A schedule for the kernels, and the bounds that it was computed with."""
-
-    tensor: Tensor
-    num_splits: int
-    num_reqs: int
+        return schedule
 
 
 class FlashAttention2Backend(_Flash):
@@ -284,8 +243,7 @@ def flash_module(version: int, device: torch.device) -> ModuleType:
         tried.append(f"{name} ({problem})")
     raise ConfigError(
         f"no FlashAttention-{version} is installed; tried {', '.join(tried)}. The registry's vllm-flash-attn is built "
-        "for torch 2.4; `python -m simplegraph install-flash-attention vllm==VERSION` takes the kernels out of the "
-        "vLLM wheel that is built for this torch."
+        f"for torch 2.4; {HOW_TO_INSTALL}."
     )
 
 

@@ -176,7 +176,7 @@ class BatchMetadata:
         if ahead > step.ahead:
             raise InputError(f"the step to follow was set with ahead={step.ahead}; expected at least {ahead}.")
         lengths, starts = np.minimum(step.seq_lens + ahead, self._longest), self._one_each[: step.num_reqs + 1]
-        self.batch.begin(step.num_reqs, starts, lengths, step.block_table, 1, (num_reqs, num_reqs), behind=True)
+        self.batch.begin(step.num_reqs, starts, lengths, step.block_table, 1, (num_reqs, num_reqs))
 
     def set_dummy(
         self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False

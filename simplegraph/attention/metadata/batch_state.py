@@ -30,7 +30,6 @@ class BatchState:
         ahead: tokens beyond `seq_lens`, up to max_model_len in all, that each request has pages for.
         version: counts the steps, so that a backend knows whether it has run this one.
         capturing: True for the dummy step of a warmup or a capture.
-        behind: True if the device still has the previous step's lengths and slots, until the graph advances them.
     """
 
     num_reqs: int = 0
@@ -44,7 +43,6 @@ class BatchState:
     ahead: int = 0
     version: int = 0
     capturing: bool = False
-    behind: bool = False
     # (num_reqs,): tokens that each request has pages for on the device; set by `begin`.
     _reach: _Int32s | None = dataclasses.field(default=None, init=False, repr=False)
     # The last `ahead` of `grow`; for it the most tokens of each request, and how many each may still grow by.
@@ -89,13 +87,12 @@ class BatchState:
         ahead: int = 0,
         *,
         capturing: bool = False,
-        behind: bool = False,
     ) -> None:
         """Switch to a new step, whose data the buffers hold."""
         self.num_reqs, self.num_tokens, self.max_query_len = len(seq_lens), num_tokens, max_query_len
         self.query_start_loc, self.seq_lens, self.block_table = query_start_loc, seq_lens, block_table
         self.padded_tokens, self.padded_reqs = padded
-        self.ahead, self.capturing, self.behind = ahead, capturing, behind
+        self.ahead, self.capturing = ahead, capturing
         self._reach = self._growth = None
         self.version += 1
 
@@ -124,7 +121,7 @@ class BatchState:
                 "more pages."
             )
         self._growth = ahead, most, room
-        self.seq_lens, self.ahead, self.behind = lengths.astype(np.int32), ahead, True
+        self.seq_lens, self.ahead = lengths.astype(np.int32), ahead
         self.version += 1
 
 

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.extras import wait_before_captures
 from simplegraph.device.cuda import allocator, forks
 from simplegraph.device.cuda.allocator import Allocations, owned_addresses, segments
 from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
-from simplegraph.device.cuda.first_use import wait_for_preloads
 from simplegraph.device.cuda.inventory.places import Places
 from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.device.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
-from simplegraph.device.generators import order_draws
 from simplegraph.device.inventory import Inventory, KnownMemory
 from simplegraph.device.kernels import launched_by_torch
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, MemoryReading
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, MemoryReading, order_draws
 
 logger = logging.getLogger("simplegraph")
 
@@ -79,7 +78,7 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def new_pool(self) -> GraphPool:
-        wait_for_preloads()
+        wait_before_captures()
         handle = CudaPool((0, 0))
         if self._released > _MOST_RELEASED:
             self.release_cached_memory()

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.extras import before_captures
 from simplegraph.device.cuda.triton_start import build_driver, import_triton, read_compiler
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("simplegraph")
-_running: set[Preload] = set()
 _KINDS = ("cuda", "cpu", "mps", "xpu", "meta")  # of devices of torch; all but GPUs have nothing to load
 
 
@@ -76,9 +76,9 @@ class Preload:
     def start(self) -> None:
         """Start the thread, and import torch beside it."""
         self._thread.start()
-        _running.add(self)
+        before_captures.add(self.join)
         if self.done:  # before it was added
-            _running.discard(self)
+            before_captures.discard(self.join)
         try:
             with without_collections():
                 import torch  # noqa: F401  # in this thread, so that no two threads import it
@@ -135,7 +135,7 @@ class Preload:
             _log.warning("what preload was to call raised %s: %s", type(error).__name__, error)
             self._error = error
         finally:
-            _running.discard(self)
+            before_captures.discard(self.join)
 
     def _mark(self, part: str) -> None:
         self.seconds[part] = time.perf_counter() - self._began
@@ -194,14 +194,6 @@ def without_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def wait_for_preloads() -> None:
-    """Wait until what is being loaded is loaded: nothing may begin to use a GPU beside a capture."""
-    for loading in tuple(_running):
-        loading.join()
-        if loading.done:
-            _running.discard(loading)
 
 
 def _ordinal(device: torch.device | str | int | None) -> tuple[bool, int]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_MOST_LAUNCHERS = 16  # at once: each is a process of the C compiler
-
 
 class _Once:
     """Runs a function once in a process. Others that call it meanwhile wait; errors are for Triton to raise itself."""
@@ -65,60 +63,3 @@ def triton_starts() -> Iterator[None]:
             for part in (build_driver, read_compiler):
                 threads.submit(part)
         yield
-
-
-class _Hook:
-    """Hook of Triton's before a compilation, which starts that of the launcher; false in threads that did not join."""
-
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads, self._thread = threads, threading.local()
-
-    def join(self) -> None:
-        """Let it see the kernels of this thread. Others' are not looked at: Triton cannot describe every one."""
-        self._thread.joined = True
-
-    def __bool__(self) -> bool:
-        return hasattr(self._thread, "joined")
-
-    def __call__(self, *, fn: Any, compile: Any, **others: Any) -> bool:
-        with contextlib.suppress(RuntimeError):
-            self._threads.submit(_build_launcher, fn, compile)
-        return False  # Triton compiles the kernel itself
-
-
-@contextlib.contextmanager
-def launchers_start() -> Iterator[Callable[[], None]]:
-    """Compile launchers beside their kernels, in threads that have ended when this context ends.
-
-    A launcher is a module in C. Triton compiles it after its kernel, and here finds it in its cache. Threads that
-    compile kernels call what the context yields first.
-    """
-    try:
-        settings = importlib.import_module("triton").knobs.runtime
-        free = settings.jit_cache_hook is None  # else it is the user's
-    except (ImportError, AttributeError):  # Triton without this setting
-        free = False
-    if not free:
-        yield lambda: None
-        return
-    with ThreadPoolExecutor(_MOST_LAUNCHERS, thread_name_prefix="simplegraph-launcher") as threads:
-        settings.jit_cache_hook = hook = _Hook(threads)
-        try:
-            yield hook.join
-        finally:
-            if settings.jit_cache_hook is hook:  # else somebody has set another since
-                settings.jit_cache_hook = None
-
-
-class _Unknown:
-    """Stands in for what compiling a kernel finds out; its launcher's source does not depend on that."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _build_launcher(fn: Any, compile: Any) -> None:
-    driver = import_triton("runtime.driver").driver.active
-    function = fn.jit_function
-    source = function.ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
-    driver.launcher_cls(source, _Unknown())

@@ -13,7 +13,8 @@ operators again, on the addresses seen at capture.
     device      the `GraphDevice` protocol on top of these
 """
 
-from simplegraph.device.emulator.device import CAPTURE_STREAM, DEFAULT_STREAM, EmulatorDevice, emulator
+from simplegraph.device.emulator.device import CAPTURE_STREAM, EmulatorDevice, emulator
+from simplegraph.device.emulator.memory import DEFAULT_STREAM
 from simplegraph.device.emulator.segment import EmulatorSegment
 
 __all__ = ["CAPTURE_STREAM", "DEFAULT_STREAM", "EmulatorDevice", "EmulatorSegment", "emulator"]

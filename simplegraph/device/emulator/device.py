@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +17,15 @@ from torch.utils import _python_dispatch
 
 from simplegraph.base import patches
 from simplegraph.base.errors import EmulatorError
-from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, living
+from simplegraph.device.emulator.memory import (
+    DEFAULT_STREAM,
+    Arena,
+    EmulatedThread,
+    Memory,
+    MemoryView,
+    Streams,
+    living,
+)
 from simplegraph.device.emulator.recording import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.emulator.segment import EmulatorSegment
@@ -28,34 +34,9 @@ from simplegraph.device.protocol import GraphPool, MemoryReading
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
-DEFAULT_STREAM = 0
 CAPTURE_STREAM = 1
 
-_ASSUMED_BYTES = 16 << 30  # where the system does not say
-
-
-class _Streams:
-    """Knows which work on which stream comes before which."""
-
-    def __init__(self) -> None:
-        self._ticks: collections.Counter[int] = collections.Counter()
-        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-        self._done: collections.Counter[int] = collections.Counter()
-
-    def use(self, stream: int) -> tuple[int, int]:
-        """Queue work, and return what others need to wait for."""
-        self._ticks[stream] += 1
-        self._seen[stream][stream] = self._ticks[stream]
-        return stream, self._ticks[stream]
-
-    def wait(self, stream: int, other: int) -> None:
-        self._seen[stream] |= self._seen[other]
-
-    def wait_for_all(self) -> None:
-        self._done = self._ticks.copy()
-
-    def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
-        return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
+_TOTAL_BYTES = 16 << 30  # of the imagined device
 
 
 class EmulatorMark(NamedTuple):
@@ -69,11 +50,6 @@ class EmulatorMark(NamedTuple):
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _TORCH_IS_OVERRIDDEN = overrides.has_torch_function
-
-
-class _ThreadState(threading.local):
-    stream = DEFAULT_STREAM
-    recording: EmulatedCapture | None = None
 
 
 class EmulatorDevice:
@@ -95,12 +71,12 @@ class EmulatorDevice:
         self.cache_releases = 0
         self.drawing_stream = DEFAULT_STREAM
         self.waits: collections.deque[tuple[int, int]] = collections.deque(maxlen=1000)
-        self._thread = _ThreadState()
-        self._streams = _Streams()
+        self._thread = EmulatedThread()
+        self._streams = Streams()
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def new_pool(self) -> GraphPool:
-        return GraphPool(self, Arena(self._memories), self.current_stream())
+        return GraphPool(self, Arena(self._memories, self._streams, self._thread), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:
         """Give the pool's memory back.
@@ -147,7 +123,7 @@ class EmulatorDevice:
 
     def wait_for(self, stream: int) -> None:
         if stream != self.current_stream():
-            self._refuse_in_capture("the capture stream waited for work that is not captured")
+            self._thread.refuse_in_capture("the capture stream waited for work that is not captured")
         self._wait(self.current_stream(), stream)
 
     def is_capturing(self) -> bool:
@@ -160,29 +136,30 @@ class EmulatorDevice:
             EmulatorError: this thread or the pool is recording already, the pool was released, or the
                 default stream is current.
         """
-        self._refuse_in_capture("a capture was begun inside another")
+        self._thread.refuse_in_capture("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
-        recording = EmulatedCapture(pool.handle, self.current_stream(), generators, self._captured)
+        recording = EmulatedCapture(pool.handle, self.current_stream(), generators)
         recording.start(continues=continues)
         self._set_recording(recording)
 
     def _set_recording(self, recording: EmulatedCapture | None) -> None:
         self._thread.recording = recording
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
-        patches.restore(torch.cuda, "is_current_stream_capturing")
-        patches.restore(overrides, "has_torch_function")
-        patches.restore(torch, "get_rng_state")
+        patched: list[tuple[Any, str, Any]] = [
+            (torch.cuda, "is_current_stream_capturing", self._any_capturing),
+            (overrides, "has_torch_function", self._overridden),
+            (torch, "get_rng_state", self._rng_state),
+        ]
         # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         if compiled is not None:
             patches.restore(compiled, "__call__")
-        if recording is not None and compiled is not None:
-            patches.replace(compiled, "__call__", self._refusing(compiled.__call__))
-        if recording is not None:
-            patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
-            patches.replace(overrides, "has_torch_function", self._overridden)
-            patches.replace(torch, "get_rng_state", self._rng_state)
+            patched.append((compiled, "__call__", self._refusing(compiled.__call__)))
+        for owner, name, replacement in patched:
+            patches.restore(owner, name)
+            if recording is not None:
+                patches.replace(owner, name, replacement)
 
     def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +173,7 @@ class EmulatorDevice:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
 
     def _rng_state(self) -> Tensor:
-        self._refuse_in_capture("the state of a random generator was read in a capture")
+        self._thread.refuse_in_capture("the state of a random generator was read in a capture")
         return torch.default_generator.get_state()
 
     def _overridden(self, args: Iterable[Any]) -> bool:
@@ -217,9 +194,9 @@ class EmulatorDevice:
         recording.stop()
         if recording.stream != self.current_stream():
             raise EmulatorError("a capture must end on the stream that it began on.")
-        recorded = recording.finish()
+        segment: EmulatorSegment | None = recording.finish()
         self._set_recording(None)
-        return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, recorded)
+        return segment
 
     def recorded(self) -> tuple[int, int] | None:
         recording = self._thread.recording
@@ -232,10 +209,11 @@ class EmulatorDevice:
         self._set_recording(None)
         recording.stop()
         recording.undo()
-        return recording.broken
+        broken: EmulatorError | None = recording.broken
+        return broken
 
     def synchronize(self) -> None:
-        self._refuse_in_capture("the device was synchronised, which a capture does not permit")
+        self._thread.refuse_in_capture("the device was synchronised, which a capture does not permit")
         self.synchronizations += 1
         self._streams.wait_for_all()
 
@@ -251,7 +229,7 @@ class EmulatorDevice:
     def memory(self) -> MemoryReading:
         """Read it as on a device of its own: exact, so that tests can tell what a capture takes."""
         reserved = sum(memory.storage.nbytes() for memory in living(self._memories))
-        return MemoryReading(_total_bytes() - reserved, _total_bytes(), reserved)
+        return MemoryReading(_TOTAL_BYTES - reserved, _TOTAL_BYTES, reserved)
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         memory = self._captured(tensor)
@@ -283,34 +261,12 @@ class EmulatorDevice:
         if not address:
             return None
         recording = self._thread.recording
-        made = recording.made(tensor) if recording is not None else None
+        made: Memory | None = recording.made(tensor) if recording is not None else None
         return made or self._memories.get(address)
-
-    def _permit_replay(self, arena: Arena) -> None:
-        """Check that the current stream may replay a graph of the pool now."""
-        self._refuse_in_capture("a graph was replayed in a capture, which is not permitted")
-        stream = self.current_stream()
-        if not self._streams.comes_after(stream, arena.used):
-            raise EmulatorError(
-                f"stream {stream} replays into a pool that stream {arena.used[0]} may still be using; "
-                "call wait_for(pool.stream) before."
-            )
-        arena.used = self._streams.use(stream)
 
     def _wait(self, stream: int, other: int) -> None:
         self.waits.append((stream, other))
         self._streams.wait(stream, other)
-
-    def _refuse_in_capture(self, found: str) -> None:
-        if self._thread.recording is not None:
-            self._thread.recording.fail(found)
-
-
-@functools.cache
-def _total_bytes() -> int:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return _ASSUMED_BYTES
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from simplegraph.base.errors import EmulatorError
 # Typed loosely because torch leaves it untyped.
 _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
 _CPU = torch.device("cpu")
+DEFAULT_STREAM = 0
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
 
 
@@ -176,48 +179,63 @@ def poison(memories: Iterable[Memory]) -> None:
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
-class Output(NamedTuple):
-    """A tensor that an operator creates.
+class RecordedCall(NamedTuple):
+    """A recorded operator. Its tensors are views until the capture ends, then tensors.
 
     Attributes:
-        place: which of the operator's results it is.
-        target: where the capture put it, and every replay puts it.
+        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
     """
-
-    place: int
-    target: Any
-
-
-class RecordedCall(NamedTuple):
-    """A recorded operator. Its tensors are views until the capture ends, then tensors."""
 
     func: Callable[..., Any]
     args: Any
     kwargs: Any
-    outputs: tuple[Output, ...]
-
-
-class Recorded(NamedTuple):
-    """Results of a capture.
-
-    Attributes:
-        calls: the operators, in order, on views of the memory that they use.
-        created: memory that they allocated.
-        constants: memory of Python numbers; a replay may write to it, and begins with their values.
-        outside: memory that must be alive for a replay.
-        reused: memory of earlier segments of the Program that was free when this capture began.
-    """
-
-    calls: Sequence[RecordedCall]
-    created: Iterable[Memory]
-    constants: Iterable[Memory]
-    outside: Sequence[OutsideMemory]
-    reused: Sequence[Memory]
+    outputs: tuple[tuple[int, Any], ...]
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
     """The values, whatever other threads add and drop meanwhile, which ``values()`` does not bear."""
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
+
+
+class Streams:
+    """Knows which work on which stream comes before which."""
+
+    def __init__(self) -> None:
+        self._ticks: collections.Counter[int] = collections.Counter()
+        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+        self._done: collections.Counter[int] = collections.Counter()
+
+    def use(self, stream: int) -> tuple[int, int]:
+        """Queue work, and return what others need to wait for."""
+        self._ticks[stream] += 1
+        self._seen[stream][stream] = self._ticks[stream]
+        return stream, self._ticks[stream]
+
+    def wait(self, stream: int, other: int) -> None:
+        self._seen[stream] |= self._seen[other]
+
+    def wait_for_all(self) -> None:
+        self._done = self._ticks.copy()
+
+    def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
+        return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
+
+
+class EmulatedThread(threading.local):
+    """The emulator's state of each thread.
+
+    Attributes:
+        stream: the current one.
+        recording: the capture under way.
+    """
+
+    stream = DEFAULT_STREAM
+    recording: Any = None
+
+    def refuse_in_capture(self, found: str) -> None:
+        """Break the capture under way, if there is one."""
+        if self.recording is not None:
+            self.recording.fail(found)
 
 
 class Arena:
@@ -233,12 +251,14 @@ class Arena:
         used: (stream, tick) of the last replay.
     """
 
-    def __init__(self, memories: weakref.WeakValueDictionary[int, Memory]) -> None:
+    def __init__(
+        self, memories: weakref.WeakValueDictionary[int, Memory], streams: Streams, thread: EmulatedThread
+    ) -> None:
         self.group = self.index = self.segments = 0
         self.capturing = self.released = False
         self.retired: list[Memory] = []
         self.used = (0, 0)
-        self._memories = memories
+        self._memories, self._streams, self._thread = memories, streams, thread
         self._dirty: list[Memory] = []  # written by replays since it was last poisoned
         self._last = (0, 0)
 
@@ -268,6 +288,21 @@ class Arena:
         self.segments += 1
         self._memories.update({memory.address: memory for memory in created if memory.address})
         return self.group, self.index
+
+    def find(self, address: int) -> Memory | None:
+        """Return the memory at an address that a segment of any pool created."""
+        return self._memories.get(address)
+
+    def permit_replay(self) -> None:
+        """Check that the current stream may replay a graph of the pool now."""
+        self._thread.refuse_in_capture("a graph was replayed in a capture, which is not permitted")
+        stream = self._thread.stream
+        if not self._streams.comes_after(stream, self.used):
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {self.used[0]} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
+        self.used = self._streams.use(stream)
 
     def reusable(self) -> list[Memory]:
         """Memory of the group's earlier segments that the next one may be given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +16,10 @@ from simplegraph.base.constants import SERVING
 from simplegraph.base.errors import EmulatorError
 from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order
 from simplegraph.base.tensors import storage_key
-from simplegraph.device.emulator import rules, waits
+from simplegraph.device.emulator import rules
 from simplegraph.device.emulator.collectives import Launches
-from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
+from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, RecordedCall, poison_byte
+from simplegraph.device.emulator.segment import EmulatorSegment
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -59,7 +60,6 @@ class _FunctionMode(overrides.TorchFunctionMode):
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
     FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
     SPLITS = (torch.tensor_split, Tensor.tensor_split)
-    QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
 
     def __init__(self, recording: EmulatedCapture) -> None:
         super().__init__()
@@ -70,21 +70,12 @@ class _FunctionMode(overrides.TorchFunctionMode):
         self._check(func, args, kwargs)
         if func is torch.nn.functional.one_hot:
             return self._one_hot(*args, **kwargs)
-        if func in self.QUANTILES:
-            return self._quantile(func, args, kwargs)
         result = func(*args, **kwargs)
         if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
             self._recording.named_hosts.append(result)
         if self._moves_to_device(func, args, kwargs) and self._recording.is_host(result):
             return torch.empty(result.shape, dtype=result.dtype).copy_(result)
         return result
-
-    def _quantile(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._recording.in_quantile = True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._recording.in_quantile = False
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         recording = self._recording
@@ -154,21 +145,17 @@ class EmulatedCapture:
         arena: the pool that is captured into.
         stream: the current stream.
         generators: those beside the default one that may be drawn from.
-        captured: finds the memory of a tensor that any pool has.
         broken: the first rule that was broken.
         named_hosts: devices that were made of the word "cpu" in the capture.
-        in_quantile: True in torch's quantiles, which torch up to 2.12 checks on the CPU alone.
     """
 
     arena: Arena
     stream: int
     generators: Sequence[torch.Generator]
-    captured: Callable[[Tensor], Memory | None]
 
     def __post_init__(self) -> None:
         self.broken: EmulatorError | None = None
         self.named_hosts: list[torch.device] = []
-        self.in_quantile = False
         self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
         self._known_generators = {_identity(generator) for generator, _ in self._random}
         self._calls: list[RecordedCall] = []
@@ -219,9 +206,9 @@ class EmulatedCapture:
         for leaf in rules.leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
-        if self._all_host(func, args, kwargs) or self._is_known_here(func, args):
+        if self._all_host(func, args, kwargs):
             return
-        if rules.reads_value(func, kwargs) or waits.waits_for_value(func, args, kwargs, self.is_host):
+        if rules.reads_value(func, kwargs) or rules.waits_for_value(func, args, kwargs, self.is_host):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
         if rules.masks(func, args) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
@@ -234,8 +221,6 @@ class EmulatedCapture:
         inputs = rules.tensors([args, kwargs])
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
-        if self.in_quantile and self._is_known_here(func, args):
-            return True
         if self._all_host(func, args, kwargs):
             return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
@@ -253,11 +238,11 @@ class EmulatedCapture:
         results = rules.tensors(result)
         if any(tensor.is_meta for tensor in results):
             return result
-        self._frozen(func, [results[place] for place in waits.host_results(func, args, kwargs, self.is_host)])
+        self._frozen(func, [results[place] for place in rules.host_results(func, args, kwargs, self.is_host)])
         created = self._create(func, results)
         if rules.does_work(func, written, created):
             view = functools.partial(self._view, func)
-            outputs = tuple(Output(place, view(results[place])) for place in created)
+            outputs = tuple((place, view(results[place])) for place in created)
             self._calls.append(
                 RecordedCall(call, rules.map_tree(Tensor, view, args), rules.map_tree(Tensor, view, kwargs), outputs)
             )
@@ -270,17 +255,13 @@ class EmulatedCapture:
             return False
         return not rules.written_tensors(func, args, kwargs)
 
-    def _is_known_here(self, func: Any, args: Any) -> bool:
-        """True for a comparison that CUDA does not wait for: of other shapes, or by which the CPU checks quantiles."""
-        return rules.operator_name(func) == "aten::equal" and (self.in_quantile or args[0].shape != args[1].shape)
-
     def _frozen(self, func: Any, result: Any) -> Any:
         """Keep as constants what an operator of the host returned."""
         for tensor in rules.tensors(result):
             self._memory_of(tensor, func).freeze()
         return result
 
-    def finish(self) -> Recorded | None:
+    def finish(self) -> EmulatorSegment | None:
         """Undo what ran, and return what was recorded; None for an empty segment.
 
         The first segment of a Program is there in any case.
@@ -298,7 +279,7 @@ class EmulatedCapture:
             memory.adopt_value()
         outside = set(self._memories.values()) - self._created - constants
         living = [memory.unowned() for memory in outside if memory.address]
-        return Recorded(self._calls, self._created, constants, living, self._reused)
+        return EmulatorSegment(self.arena, self._calls, self._created, constants, living, self._reused)
 
     @property
     def num_calls(self) -> int:
@@ -345,7 +326,7 @@ class EmulatedCapture:
         memory = self._memories.get(storage._cdata)
         if memory is None:
             seen_as = f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            memory = self.captured(tensor) or Memory(storage, seen_as)
+            memory = self.arena.find(storage.data_ptr()) or Memory(storage, seen_as)
             self._memories[storage._cdata] = memory
             self._held.append(storage)
         return memory

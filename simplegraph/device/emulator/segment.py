@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from simplegraph.base.errors import EmulatorError, ReplayError
-from simplegraph.device.emulator.memory import Arena, MemoryView, Output, Recorded, RecordedCall, poison
+from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, OutsideMemory, RecordedCall, poison
 from simplegraph.device.emulator.rules import map_tree, tensors
 
 
@@ -17,20 +17,30 @@ class EmulatorSegment:
 
     Args:
         arena: the pool it was captured into.
-        permit: called before every replay; raises where a replay is not permitted.
-        recorded: what the capture left behind.
+        calls: the operators, in order, on views of the memory that they use.
+        created: memory that they allocated.
+        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        outside: memory that must be alive for a replay.
+        reused: memory of earlier segments of the Program that was free when its capture began.
     """
 
-    def __init__(self, arena: Arena, permit: Callable[[Arena], None], recorded: Recorded) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        calls: Sequence[RecordedCall],
+        created: Iterable[Memory],
+        constants: Iterable[Memory],
+        outside: Sequence[OutsideMemory],
+        reused: Sequence[Memory],
+    ) -> None:
         self._arena = arena
-        self._permit = permit
-        self._calls: Sequence[RecordedCall] | None = _bind_tensors(recorded.calls)
-        self._created = list(recorded.created)
-        self._constants = [(memory, memory.bytes.clone()) for memory in recorded.constants]
-        self._outside = recorded.outside
+        self._calls: Sequence[RecordedCall] | None = _bind_tensors(calls)
+        self._created = list(created)
+        self._constants = [(memory, memory.bytes.clone()) for memory in constants]
+        self._outside = outside
         # From here on in the Program this segment may have written to it.
-        self._undefined_before = recorded.reused
-        self._undefined_after = [memory for memory in arena.reusable() if memory not in recorded.reused]
+        self._undefined_before = reused
+        self._undefined_after = [memory for memory in arena.reusable() if memory not in reused]
         self._place = arena.add(self._created)
         poison(self._created)
 
@@ -49,7 +59,7 @@ class EmulatorSegment:
         """
         if self._calls is None:
             raise ReplayError("this graph was dropped; capture it again.")
-        self._permit(self._arena)
+        self._arena.permit_replay()
         owned = [memory.lock() for memory in self._outside]
         for memory in self._created:
             if memory.storage.data_ptr() != memory.address:
@@ -95,7 +105,7 @@ def _bind_tensors(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
                 call.func,
                 map_tree(MemoryView, tensor_of, call.args),
                 map_tree(MemoryView, tensor_of, call.kwargs),
-                tuple(Output(place, tensor_of(target)) for place, target in call.outputs),
+                tuple((place, tensor_of(target)) for place, target in call.outputs),
             )
             for call in calls
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,26 +34,20 @@ def _is_simple(module: Any) -> bool:
     return known and module.batch_first and not module.add_zero_attn
 
 
-def _multihead(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    """Make the forward for one input without masks, for which torch does not always choose its fused attention."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
-        plain = (
-            len(args) == 3
-            and kwargs.get("need_weights") is False
-            and all(each is None or each is False for each in others)
-        )
-        plain = plain and all(each is args[0] for each in args) and _is_simple(module)
-        if not plain or not is_plain(args[0], 3):
-            return original(*args, **kwargs)
-        shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
-        product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
-        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
-        return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
-
-    return forward
+def _multihead(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run it on one input without masks, for which torch does not always choose its fused attention."""
+    others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
+    plain = (
+        len(args) == 3 and kwargs.get("need_weights") is False and all(each is None or each is False for each in others)
+    )
+    plain = plain and all(each is args[0] for each in args) and _is_simple(module)
+    if not plain or not is_plain(args[0], 3):
+        return original(*args, **kwargs)
+    shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
+    product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
+    found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
+    return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
 
 
 def _attention_layer(module: Any) -> Layer | None:
@@ -69,21 +62,23 @@ def _is_known(module: Any) -> bool:
     return class_name(module.processor) == _PROCESSOR and is_written(kind, kind.__call__)
 
 
-def _attention(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    """Make the forward that its processor has, without a division by one."""
-
-    def forward(
-        hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> Any:
-        known = _is_known(module) and module.rescale_output_factor == 1
-        if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
-            return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
-        query, key, value = (
-            part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
-        )
-        found = F.scaled_dot_product_attention(query, key, value)
-        return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
-
-    return forward
+def _attention(
+    module: Any,
+    operators: Operators,
+    original: Forward,
+    hidden_states: Any,
+    encoder_hidden_states: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run what its processor does, without a division by one."""
+    known = _is_known(module) and module.rescale_output_factor == 1
+    if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+        return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+    states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
+    query, key, value = (
+        part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
+    )
+    found = F.scaled_dot_product_attention(query, key, value)
+    return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, of_classes
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.layer import Forward, Layer, arguments_of
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
@@ -46,9 +46,11 @@ def _block_layer(module: Any) -> Layer | None:
     norms = [module.norm1, *([] if module.attn2 is None else [module.norm2]), module.norm3]
     if module.pos_embed is not None or module.only_cross_attention:
         return None
+    signature = inspect.signature(type(module).forward)
     if module.norm_type == "layer_norm" and all(type(norm) is nn.LayerNorm for norm in norms):
         trials = [_trial(norm, "residual") for norm in norms[1:]]
-        return Layer("residual", tuple(trials), functools.partial(_block, module, _run_plain))
+        parts = Bypassed(module, "norm3", *([] if module.attn2 is None else ["norm2"]))
+        return Layer("residual", tuple(trials), functools.partial(_block, module, _run_plain, signature, parts))
     zero = module.norm1
     if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
         return None
@@ -58,7 +60,8 @@ def _block_layer(module: Any) -> Layer | None:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
     trials.append(KernelTrial("finish", ("silu", 1)))
-    return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive))
+    parts = Bypassed(module, "norm3", *_ADAPTIVE)
+    return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive, signature, parts))
 
 
 def _trial(norm: Any, *given: str) -> KernelTrial:
@@ -66,25 +69,22 @@ def _trial(norm: Any, *given: str) -> KernelTrial:
     return KernelTrial("adapt", (*norm.normalized_shape, *weights, *given))
 
 
-def _block(module: Any, run: Callable[..., Any], operators: Operators, original: Forward) -> Callable[..., Any]:
-    signature = inspect.signature(original.func)
-    parts = Bypassed(module, "norm3", *(_ADAPTIVE if run is _run_adaptive else _second_norm(module)))
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(module, *args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        hidden = given["hidden_states"]
-        others = given["cross_attention_kwargs"] or module._chunk_size is not None
-        if others or not is_plain(hidden, 3) or not parts.are_plain():
-            return original(*args, **kwargs)
-        return run(operators, module, hidden, given)
-
-    return forward
-
-
-def _second_norm(module: Any) -> list[str]:
-    return [] if module.attn2 is None else ["norm2"]
+def _block(
+    module: Any,
+    run: Callable[..., Any],
+    signature: inspect.Signature,
+    parts: Bypassed,
+    operators: Operators,
+    original: Forward,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = arguments_of(signature, module, *args, **kwargs)
+    hidden = given["hidden_states"]
+    others = given["cross_attention_kwargs"] or module._chunk_size is not None
+    if others or not is_plain(hidden, 3) or not parts.are_plain():
+        return original(*args, **kwargs)
+    return run(operators, module, hidden, given)
 
 
 def _run_plain(operators: Operators, module: Any, hidden: Any, given: dict[str, Any]) -> Any:
@@ -119,32 +119,24 @@ def _gated_layer(module: Any) -> Layer:
     return Layer("gated", (trial,), functools.partial(_gated, module))
 
 
-def _gated(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not is_plain(args[0], 3):
-            return original(*args, **kwargs)
-        up, gate = module.proj(args[0]).chunk(2, dim=-1)
-        return operators.gated(gate, up, "gelu")
-
-    return forward
+def _gated(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or not is_plain(args[0], 3):
+        return original(*args, **kwargs)
+    up, gate = module.proj(args[0]).chunk(2, dim=-1)
+    return operators.gated(gate, up, "gelu")
 
 
 def _gelu_layer(module: Any) -> Layer | None:
     if module.approximate != "tanh" or type(module.proj) is not nn.Linear or module.proj.bias is None:
         return None
     trial = KernelTrial("linear_gelu", (module.proj.in_features, module.proj.out_features))
-    return Layer("activation", (trial,), functools.partial(_gelu, module))
+    return Layer("activation", (trial,), functools.partial(_gelu, module, Bypassed(module, "proj")))
 
 
-def _gelu(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    parts = Bypassed(module, "proj")
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not is_plain(args[0], 3) or not parts.are_plain():
-            return original(*args, **kwargs)
-        return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
-
-    return forward
+def _gelu(module: Any, parts: Bypassed, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or not is_plain(args[0], 3) or not parts.are_plain():
+        return original(*args, **kwargs)
+    return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
 
 
 def _timesteps_layer(module: Any) -> Layer | None:
@@ -153,16 +145,14 @@ def _timesteps_layer(module: Any) -> Layer | None:
     return Layer(TIMESTEPS, (), functools.partial(_timesteps, module))
 
 
-def _timesteps(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    """Make the forward for which the layers of a model share what depends on the timestep alone."""
-
-    def forward(timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
-        if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
-            return original(timestep, class_labels, hidden_dtype=hidden_dtype)
-        times, labels = _embed(module, timestep, class_labels, hidden_dtype)
-        return times + labels
-
-    return forward
+def _timesteps(
+    module: Any, operators: Operators, original: Forward, timestep: Any, class_labels: Any, hidden_dtype: Any = None
+) -> Any:
+    """Run it so that the layers of a model share what depends on the timestep alone."""
+    if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
+        return original(timestep, class_labels, hidden_dtype=hidden_dtype)
+    times, labels = _embed(module, timestep, class_labels, hidden_dtype)
+    return times + labels
 
 
 def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -70,18 +69,15 @@ def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
     return () if columns is None else (KernelTrial("gated", (columns, kind)),)
 
 
-def _gated(module: Any, gate: Gate, operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        kind = activation_kind(getattr(module, gate.activation))
-        if not kind or kwargs or len(args) != 1:
-            return original(*args, **kwargs)
-        states = getattr(module, gate.gate)(args[0])
-        states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
-        plain = type(states) is Tensor and type(up) is Tensor
-        product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
-        return getattr(module, gate.down)(product)
-
-    return forward
+def _gated(module: Any, gate: Gate, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    kind = activation_kind(getattr(module, gate.activation))
+    if not kind or kwargs or len(args) != 1:
+        return original(*args, **kwargs)
+    states = getattr(module, gate.gate)(args[0])
+    states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
+    plain = type(states) is Tensor and type(up) is Tensor
+    product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
+    return getattr(module, gate.down)(product)
 
 
 def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -90,10 +86,7 @@ def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     return {module: Layer("activation", (), functools.partial(_activation, kind)) for module, kind in known.items()}
 
 
-def _activation(kind: str, operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
-            return original(*args, **kwargs)
-        return ACTIVATIONS[kind](args[0])
-
-    return forward
+def _activation(kind: str, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
+        return original(*args, **kwargs)
+    return ACTIVATIONS[kind](args[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,18 +16,14 @@ from simplegraph.fused.torch_operators import Grouped, KernelTrial, Operators
 def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the group norms of a model, of torch's own class, to their layers."""
     norms: list[Any] = [each for each in model.modules() if type(each) is nn.GroupNorm and runs_as_written(each)]
-    return {module: Layer("group_norm", _trials(module), functools.partial(_make, module)) for module in norms}
+    return {module: Layer("group_norm", _trials(module), functools.partial(_normalize, module)) for module in norms}
 
 
 def _trials(module: Any) -> tuple[KernelTrial, ...]:
     return (KernelTrial("group_norm", (module.num_channels, module.num_groups)),) if module.affine else ()
 
 
-def _make(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_autocast_enabled(args[0].device.type):
-            return original(*args, **kwargs)
-        norm = Grouped(module.num_groups, module.eps, module.weight, module.bias)
-        return operators.group_norm(args[0], norm)
-
-    return forward
+def _normalize(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_autocast_enabled(args[0].device.type):
+        return original(*args, **kwargs)
+    return operators.group_norm(args[0], Grouped(module.num_groups, module.eps, module.weight, module.bias))

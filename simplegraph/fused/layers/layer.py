@@ -1,12 +1,13 @@
-"""A recognized layer: its name in reports, the trials of its kernels, and the function that makes its forward."""
+"""A recognized layer: its name in reports, the trials of its kernels, and the function that runs it."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from simplegraph.fused.torch_operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial
 
 Forward = functools.partial[Any]  # a class's forward with its module
 
@@ -17,9 +18,17 @@ class Layer(NamedTuple):
     Attributes:
         kind: name by which it is reported and left out.
         trials: of the kernels that its forward runs.
-        make: makes its forward from operators and from its class's, which serves what operators do not take.
+        run: runs a call of it: from operators, its class's forward, which serves what operators do not take, and the
+            call's arguments.
     """
 
     kind: str
     trials: tuple[KernelTrial, ...]
-    make: Callable[[Operators, Forward], Callable[..., Any]]
+    run: Callable[..., Any]
+
+
+def arguments_of(signature: inspect.Signature, module: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of a module's forward by name, defaults included."""
+    bound = signature.bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 LINEAR = "linear"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# Computes linear layers of one input from their weights and biases; as `Operators.linears`.
+ComputeLinears = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map torch's linear layers of a model, and none of a subclass, to their layers."""
-    found: dict[nn.Module, _Together] = {
-        module: _Together([module]) for module in model.modules() if type(module) is nn.Linear
+    found: dict[nn.Module, Together] = {
+        module: Together([module]) for module in model.modules() if type(module) is nn.Linear
     }
     of_one_input: list[tuple[list[Any], bool]] = [
         ([getattr(each, name, None) for name in _PROJECTIONS], type(each).__module__.startswith("transformers."))
@@ -31,15 +34,15 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     for layers, known in (*of_one_input, *((some, True) for some in gated_projections(model))):
         alike = all(layer in found for layer in layers) and not hooked(*layers)
         if alike and len({(each.in_features, each.bias is None) for each in layers}) == 1:
-            found |= dict.fromkeys(layers, _Together(layers, known=known))
+            found |= dict.fromkeys(layers, Together(layers, known=known))
     return {module: _layer(module, together) for module, together in found.items()}
 
 
-class _Together:
-    """Linear layers that a model calls with one input, one after the other: the first call computes all.
+class Together(threading.local):
+    """Linear layers that a model calls with one input, one after the other: the call of the first computes all.
 
     Args:
-        layers: of equally many inputs.
+        layers: of equally many inputs, in the order of their calls.
         known: True if the code that calls them is known to write nothing to their input meanwhile. Of inference
             tensors, which count no writes, those of other code are computed one by one.
     """
@@ -50,14 +53,14 @@ class _Together:
         self._version: int | None = None
         self._found: dict[nn.Linear, Tensor] = {}
 
-    def compute(self, layer: nn.Linear, x: Tensor, operators: Operators) -> Tensor:
-        if x.is_inference() and not self._known:
-            return operators.linears(x, [layer.weight], [layer.bias])[0]
+    def compute(self, layer: nn.Linear, x: Tensor, compute: ComputeLinears) -> Tensor:
+        """Return what a layer makes of an input."""
         version = None if x.is_inference() else x._version
-        if x is not self._x or version != self._version or layer not in self._found:
-            weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
+        if layer is self.layers[0] and (self._known or version is not None):
             self._x, self._version = x, version
-            self._found = dict(zip(self.layers, operators.linears(x, weights, biases), strict=True))
+            self._found = dict(zip(self.layers, compute(x, *_weights(self.layers)), strict=True))
+        elif x is not self._x or version != self._version or layer not in self._found:
+            return compute(x, *_weights([layer]))[0]
         result = self._found.pop(layer)
         self._x = self._x if self._found else None
         return result
@@ -67,17 +70,18 @@ class _Together:
         return all(type(each.weight) in (Tensor, nn.Parameter) for each in self.layers)
 
 
-def _layer(module: Any, together: _Together) -> Layer:
+def _weights(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return [each.weight for each in layers], [each.bias for each in layers]
+
+
+def _layer(module: Any, together: Together) -> Layer:
     sizes = module.in_features, len(together.layers), int(module.bias is not None)
     return Layer(LINEAR, (KernelTrial("linears", sizes),), functools.partial(_linear, module, together))
 
 
-def _linear(module: Any, together: _Together, operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        x: Any = args[0] if len(args) == 1 and not kwargs else None
-        one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
-        if not one_row or not together.are_plain() or torch.is_autocast_enabled(x.device.type):
-            return original(*args, **kwargs)
-        return together.compute(module, x, operators)
-
-    return forward
+def _linear(module: Any, together: Together, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    x: Any = args[0] if len(args) == 1 and not kwargs else None
+    one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
+    if not one_row or not together.are_plain() or torch.is_autocast_enabled(x.device.type):
+        return original(*args, **kwargs)
+    return together.compute(module, x, operators.linears)

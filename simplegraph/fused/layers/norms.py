@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -81,19 +81,19 @@ def _has_one_dimension(module: Any) -> bool:
 
 def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:
     """Return the layer of a norm, which hands out what a sum computed; `alone` if it runs by operators otherwise."""
+    kind, trials = ("rms_norm", (norm.trial(module, added=False),)) if alone else ("residual", ())
+    return Layer(kind, trials, functools.partial(_normalize, module, norm, alone))
 
-    def make(operators: Operators, original: Forward) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 1:
-                return original(*args, **kwargs)
-            normed = _take(args[0], module)
-            if normed is None and alone and _fits(args[0], module.weight):
-                normed = norm.normalize(operators, module, args[0])
-            return original(*args) if normed is None else normed
 
-        return forward
-
-    return Layer("rms_norm" if alone else "residual", (norm.trial(module, added=False),) if alone else (), make)
+def _normalize(
+    module: Any, norm: Norm, alone: bool, operators: Operators, original: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    if kwargs or len(args) != 1:
+        return original(*args, **kwargs)
+    normed = _take(args[0], module)
+    if normed is None and alone and _fits(args[0], module.weight):
+        normed = norm.normalize(operators, module, args[0])
+    return original(*args) if normed is None else normed
 
 
 def add(operators: Operators, norms: dict[nn.Module, Norm], residual: Tensor, x: Tensor, module: Any) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.known_residuals import KNOWN_RESIDUALS, KnownResidual
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.layer import Forward, Layer, arguments_of
 from simplegraph.fused.layers.norms import Norm, add
 from simplegraph.fused.layers.texts import recognize
 from simplegraph.fused.torch_operators import Operators
@@ -39,8 +39,10 @@ def residual_layers(
         own = {each: norms[each] for each in (*targets, after) if each is not None and each in norms}
         if own:
             trials = tuple(norm.trial(each, added=True) for each, norm in own.items())
-            make = functools.partial(_make, module, text, after if after in own else None, own)
-            layers[module] = Layer("residual", trials, make)
+            following_norm = after if after in own else None
+            signature = inspect.signature(type(module).forward)
+            run = functools.partial(_run, module, text, following_norm, own, signature)
+            layers[module] = Layer("residual", trials, run)
             behind |= own
     return layers, behind
 
@@ -71,29 +73,25 @@ def _first(module: nn.Module, known: Mapping[nn.Module, KnownResidual]) -> nn.Mo
     return _first(lists[0][0], known) if len(lists) == 1 and lists[0] else None
 
 
-def _make(
+def _run(
     module: nn.Module,
     text: KnownResidual,
     after: nn.Module | None,
     norms: dict[nn.Module, Norm],
+    signature: inspect.Signature,
     operators: Operators,
     original: Forward,
-) -> Callable[..., Any]:
-    signature = inspect.signature(original.func)
-    hidden_name = list(signature.parameters)[1]
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if module.training and getattr(module, "gradient_checkpointing", False):
+        return original(*args, **kwargs)
+    (_, (_, hidden), *others) = arguments_of(signature, module, *args, **kwargs).items()
+    given = dict(others)
+    given |= given.pop("kwargs", {})
 
     def add_for(residual: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
         return add(operators, norms, residual, branch, after if norm is None else norm)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if module.training and getattr(module, "gradient_checkpointing", False):
-            return original(*args, **kwargs)
-        bound = signature.bind(module, *args, **kwargs)
-        bound.apply_defaults()
-        _, hidden, *_ = bound.arguments.values()
-        given = {name: value for name, value in bound.arguments.items() if name not in ("self", hidden_name)}
-        given |= given.pop("kwargs", {})
-        result = text.run(module, hidden, given, add_for)
-        return original(*args, **kwargs) if result is NotImplemented else result
-
-    return forward
+    result = text.run(module, hidden, given, add_for)
+    return original(*args, **kwargs) if result is NotImplemented else result

@@ -31,17 +31,23 @@ def rotary_layers(model: nn.Module) -> dict[nn.Module, Layer]:
 def _layer(module: Any) -> Layer:
     elements = getattr(module, "head_dim", None)
     trials = (KernelTrial("rotate", (elements,)),) if isinstance(elements, int) and elements % 2 == 0 else ()
-    return Layer("rotary", trials, functools.partial(_make, module))
+    written: Any = type(module).forward
+    names = GlobalNames(written, written.__globals__[_NAME])
+    return Layer("rotary", trials, functools.partial(_run, module, functools.cache(_with_rotate), names))
 
 
-def _make(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    written: Any = original.func
-    fused, names = _with_rotate(written, operators), GlobalNames(written, written.__globals__[_NAME])
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return fused(module, *args, **kwargs) if names.are_still() else original(*args, **kwargs)
-
-    return forward
+def _run(
+    module: Any,
+    rotating: Callable[..., Any],
+    names: GlobalNames,
+    operators: Operators,
+    original: Forward,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not names.are_still():
+        return original(*args, **kwargs)
+    return rotating(original.func, operators)(module, *args, **kwargs)
 
 
 def _with_rotate(forward: Any, operators: Operators) -> FunctionType:

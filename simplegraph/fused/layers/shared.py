@@ -29,15 +29,12 @@ def sharing_layer(module: Any) -> Layer:
     return Layer(TIMESTEPS, (), _share)
 
 
-def _share(operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        before, _RUNNING.found = _RUNNING.found, {}
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _RUNNING.found = before
-
-    return forward
+def _share(operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+    before, _RUNNING.found = _RUNNING.found, {}
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _RUNNING.found = before
 
 
 def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:

@@ -100,7 +100,7 @@ def operators_of(
 def fused_forwards(layers: Mapping[nn.Module, Layer], operators: Operators) -> dict[nn.Module, Callable[..., Any]]:
     """Make forwards of fused operators for these layers; their classes' own serve what operators do not take."""
     return {
-        module: layer.make(operators, functools.partial(_plain_forward(module), module))
+        module: functools.partial(layer.run, operators, functools.partial(_plain_forward(module), module))
         for module, layer in layers.items()
     }
 

@@ -5,6 +5,7 @@ A block is known by its class, or is an `nn.Sequential`. Only what is folded run
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.classes import is_depthwise, is_pointwise
+from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.written import hooked, plain_class
-from simplegraph.fused.optimizing.table import full_name, is_sequential, runs_own_forward
+from simplegraph.fused.optimizing.folded import uses_of
+from simplegraph.fused.optimizing.table import EPILOGUE, full_name, is_sequential, runs_own_forward
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
 
-Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms
 _DEPTH = "torchvision.ops.stochastic_depth.StochasticDepth"
 _ACTIVATIONS: Mapping[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
@@ -26,66 +28,62 @@ class _NotKnown(Exception):
     """A part of a block is not what its class makes; nothing has run yet."""
 
 
-class BlockRun:
-    """Runs blocks.
+def block_layer(block: nn.Module) -> Layer:
+    """Return the layer that runs a block so."""
+    run = _sequence if is_sequential(block) else _BLOCKS[full_name(block)][0]
+    return Layer(EPILOGUE, (), functools.partial(_run, block, run))
 
-    Args:
-        operators: what runs the kernels.
-        uses: returns a module's folds.
+
+def _run(
+    block: nn.Module, run: Callable[..., Any], operators: Operators, original: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    if kwargs or len(args) != 1 or not _is_image(args[0]) or torch.is_autocast_enabled(args[0].device.type):
+        return original(*args, **kwargs)
+    try:
+        return run(operators, block, args[0])
+    except _NotKnown:
+        return original(*args)
+
+
+def _folds(block: nn.Module, *names: str) -> list[Any]:
+    """Return the folds of a block's convolutions.
+
+    Raises:
+        _NotKnown: one is not folded.
     """
+    uses = uses_of(block)
+    found = [uses.get(id(block._modules.get(name))) for name in names]
+    if any(fold is None or not _is_convolution(fold) for fold in found):
+        raise _NotKnown
+    return found
 
-    __slots__ = ("_operators", "_uses")
 
-    def __init__(self, operators: Operators, uses: Uses) -> None:
-        self._operators, self._uses = operators, uses
+def _convolve(operators: Operators, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
+    """Run a folded convolution, and what follows it."""
+    layer, weights = fold.layer, fold.weights
+    if residual is None and is_pointwise(layer) and kind in PRODUCT_FINISHES:
+        return operators.pointwise(x, weights.weight, weights.bias, kind)
+    if residual is None and is_depthwise(layer):
+        return operators.depthwise(x, weights.weight, weights.bias, layer.stride[0], layer.padding[0], kind)
+    out = layer._conv_forward(x, layer.weight, None)
+    # One channel, a 1x1 window or a weight that was set since may leave it in another format.
+    out = out.contiguous(memory_format=torch.channels_last)
+    return operators.finish(out, weights.shift, residual, kind, weights.factor)
 
-    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a block; NotImplemented if it has to run as it is written."""
-        if kwargs or len(args) != 1 or not _is_image(args[0]) or torch.is_autocast_enabled(args[0].device.type):
-            return NotImplemented
-        run = BlockRun._sequence if is_sequential(block) else _BLOCKS[full_name(block)][0]
-        try:
-            return run(self, block, args[0])
-        except _NotKnown:
-            return NotImplemented
 
-    def folds(self, block: nn.Module, *names: str) -> list[Any]:
-        """Return the folds of a block's convolutions.
-
-        Raises:
-            _NotKnown: one is not folded.
-        """
-        uses = self._uses(block)
-        found = [uses.get(id(block._modules.get(name))) for name in names]
-        if any(fold is None or not _is_convolution(fold) for fold in found):
-            raise _NotKnown
-        return found
-
-    def convolve(self, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
-        """Run a folded convolution, and what follows it."""
-        layer, weights = fold.layer, fold.weights
-        if residual is None and is_pointwise(layer) and kind in PRODUCT_FINISHES:
-            return self._operators.pointwise(x, weights.weight, weights.bias, kind)
-        if residual is None and is_depthwise(layer):
-            return self._operators.depthwise(x, weights.weight, weights.bias, layer.stride[0], layer.padding[0], kind)
-        out = layer._conv_forward(x, layer.weight, None)
-        # One channel, a 1x1 window or a weight that was set since may leave it in another format.
-        out = out.contiguous(memory_format=torch.channels_last)
-        return self._operators.finish(out, weights.shift, residual, kind, weights.factor)
-
-    def _sequence(self, block: nn.Module, x: Any) -> Any:
-        uses, modules, at = self._uses(block), list(block._modules.values()), 0
-        while at < len(modules):
-            module, norm, after = (*modules[at : at + 3], None, None)[:3]
-            fold = uses.get(id(module))
-            if fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold) and _is_image(x):
-                kind = activation(after)
-                x = self.convolve(fold, x, kind)
-                at += 3 if kind else 2
-            else:
-                x = module(x)  # type: ignore[misc]
-                at += 1
-        return x
+def _sequence(operators: Operators, block: nn.Module, x: Any) -> Any:
+    uses, modules, at = uses_of(block), list(block._modules.values()), 0
+    while at < len(modules):
+        module, norm, after = (*modules[at : at + 3], None, None)[:3]
+        fold = uses.get(id(module))
+        if fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold) and _is_image(x):
+            kind = activation(after)
+            x = _convolve(operators, fold, x, kind)
+            at += 3 if kind else 2
+        else:
+            x = module(x)  # type: ignore[misc]
+            at += 1
+    return x
 
 
 def keeps_weight(fold: Any, block: nn.Module) -> bool:
@@ -117,43 +115,43 @@ def _shortcut(block: Any, x: Tensor) -> Tensor:
     return x if block.downsample is None else block.downsample(x)
 
 
-def _basic(run: BlockRun, block: Any, x: Tensor) -> Tensor:
-    (first, second), relu = run.folds(block, "conv1", "conv2"), _relu(block)
-    out = run.convolve(first, x, relu)
-    return run.convolve(second, out, relu, _shortcut(block, x))
+def _basic(operators: Operators, block: Any, x: Tensor) -> Tensor:
+    (first, second), relu = _folds(block, "conv1", "conv2"), _relu(block)
+    out = _convolve(operators, first, x, relu)
+    return _convolve(operators, second, out, relu, _shortcut(block, x))
 
 
-def _bottleneck(run: BlockRun, block: Any, x: Tensor) -> Tensor:
-    (first, second, third), relu = run.folds(block, "conv1", "conv2", "conv3"), _relu(block)
-    out = run.convolve(second, run.convolve(first, x, relu), relu)
-    return run.convolve(third, out, relu, _shortcut(block, x))
+def _bottleneck(operators: Operators, block: Any, x: Tensor) -> Tensor:
+    (first, second, third), relu = _folds(block, "conv1", "conv2", "conv3"), _relu(block)
+    out = _convolve(operators, second, _convolve(operators, first, x, relu), relu)
+    return _convolve(operators, third, out, relu, _shortcut(block, x))
 
 
-def _resnet(run: BlockRun, block: Any, x: Tensor) -> Tensor:
-    (first,), relu = run.folds(block, "conv1"), _relu(block)
-    x = block.maxpool(run.convolve(first, x, relu))
+def _resnet(operators: Operators, block: Any, x: Tensor) -> Tensor:
+    (first,), relu = _folds(block, "conv1"), _relu(block)
+    x = block.maxpool(_convolve(operators, first, x, relu))
     for stage in (block.layer1, block.layer2, block.layer3, block.layer4):
         x = stage(x)
     found: Tensor = block.fc(torch.flatten(block.avgpool(x), 1))
     return found
 
 
-def _inverted(run: BlockRun, block: Any, x: Tensor) -> Tensor:
+def _inverted(operators: Operators, block: Any, x: Tensor) -> Tensor:
     *inner, last = block.block
     skipped = (block.block, last, block.stochastic_depth)
     known = full_name(block.stochastic_depth) == _DEPTH and not block.stochastic_depth.training
     known = known and is_sequential(block.block) and is_sequential(last) and len(last) == 2
     if not known or hooked(*skipped):
         raise _NotKnown
-    (fold,) = run.folds(last, "0")
+    (fold,) = _folds(last, "0")
     out = x
     for module in inner:
         out = module(out)
-    return run.convolve(fold, out, "", x if block.use_res_connect else None)
+    return _convolve(operators, fold, out, "", x if block.use_res_connect else None)
 
 
 # How each known block runs, the activation of its sum, and the convolutions of its own.
-_BLOCKS: Mapping[str, tuple[Callable[[BlockRun, Any, Tensor], Tensor], str | None, Collection[str]]] = {
+_BLOCKS: Mapping[str, tuple[Callable[[Operators, Any, Tensor], Tensor], str | None, Collection[str]]] = {
     "torchvision.models.resnet.BasicBlock": (_basic, "relu", ("conv1", "conv2")),
     "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu", ("conv1", "conv2", "conv3")),
     "torchvision.models.resnet.ResNet": (_resnet, None, ("conv1",)),

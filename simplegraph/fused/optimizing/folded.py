@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
@@ -17,11 +18,22 @@ from simplegraph.base.writes import watch_steps
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
 from simplegraph.fused.layers.classes import is_depthwise
-from simplegraph.fused.layers.written import hooked, plain_class
+from simplegraph.fused.layers.written import hooked, methods, plain_class
 from simplegraph.fused.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
+from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
+REGION = "_simplegraph_region"
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
 _version = operator.attrgetter("_version")
+
+
+class LeftOut:
+    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class Weights(NamedTuple):
@@ -80,7 +92,7 @@ class Fold:
     """
 
     __slots__ = (
-        *("_before", "_eps", "_placed", "channels_last", "dims"),
+        *("_before", "_eps", "channels_last", "dims"),
         *("keeps_weight", "layer", "norm", "paths", "weights"),
     )
 
@@ -90,7 +102,6 @@ class Fold:
         self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []
-        self._placed: Any = None
         self._eps: float | None = None
 
     def serves(self, owner: nn.Module) -> bool:
@@ -141,42 +152,21 @@ class Fold:
             if self.keeps_weight:
                 return Weights(None, None, factor, shift, self.dims)
             weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
-            format = torch.channels_last if self.channels_last else torch.contiguous_format
-            return Weights(weight.contiguous(memory_format=format), bias.to(dtype), factor, shift, self.dims)
+            return Weights(self._stored(weight), bias.to(dtype), factor, shift, self.dims)
 
-    def place(self, memory: Tensor, at: int) -> int:
-        """Take the part of a flat tensor from byte `at` on for its weights; return where it ends."""
-        found, parts = [], self._parts()
-        for shape, dtype in parts:
-            size = shape.numel() * dtype.itemsize
-            found.append(self._shaped(memory[at : at + size].view(dtype), shape))
-            at += _aligned(size)
-        *folded, (factor, shift) = found
-        weight, bias = folded or (None, None)
-        self.weights, self._placed = Weights(weight, bias, factor, shift, self.dims), (memory.device, parts)
-        return at
+    def _stored(self, weight: Tensor) -> Tensor:
+        """Return a weight with its elements in the order in which the layer's kernel reads them."""
+        if self.channels_last and is_depthwise(self.layer) and triton_runs(weight.device):
+            return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+        return weight.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
-    def _shaped(self, flat: Tensor, shape: torch.Size) -> Tensor:
-        if not self.channels_last or len(shape) != 4:
-            return flat.view(shape)
-        out, channels, height, width = shape
-        if is_depthwise(self.layer) and triton_runs(flat.device):
-            return flat.view(height, width, channels, out).permute(3, 2, 0, 1)  # as its kernel reads it
-        return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
-
-    def nbytes(self) -> int:
-        """Return the memory that its weights take."""
-        return sum(_aligned(shape.numel() * dtype.itemsize) for shape, dtype in self._parts())
-
-    def fits(self) -> bool:
-        """True if the memory of its weights has the shapes, dtypes and device that the layer asks for."""
-        return self.weights is not None and self._placed == (self.layer.weight.device, self._parts())
-
-    def _parts(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """List the parts of its memory: weight and bias, if it has them, then factor and shift as one."""
-        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
-        both = torch.Size((2, shape[0])), _wider(dtype)
-        return [both] if self.keeps_weight else [(shape, dtype), (shape[:1], dtype), both]
+    def fold(self) -> bool:
+        """Compute the folded weights again, in their memory; False if that has other shapes, dtypes or devices."""
+        new, kept = self.compute(), self.weights
+        if kept is None or list(map(_form, kept.tensors())) != list(map(_form, new.tensors())):
+            return False
+        torch._foreach_copy_(kept.tensors(), new.tensors())
+        return True
 
     def in_channels_last(self) -> bool:
         """True if the weight that the layer runs on is stored in that format."""
@@ -197,8 +187,12 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
@@ -208,7 +202,7 @@ def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
     return module
 
 
-class FoldedMemory(dict[str, Tensor]):
+class FoldedMemory(LeftOut, dict[str, Tensor]):
     """The memory of all folded weights of a module, by device: one flat tensor each.
 
     Reading a tensor of it brings the weights up to date. It lies among the attributes of the modules whose forwards use
@@ -225,9 +219,6 @@ class FoldedMemory(dict[str, Tensor]):
         self._seen = -1
         self.refresh()
         watch_steps(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # copies and pickles are of the plain module
 
     def __getitem__(self, key: str) -> Tensor:
         try:
@@ -260,32 +251,92 @@ class FoldedMemory(dict[str, Tensor]):
         # Noted when all is done: until then other threads see that it is stale, and wait. After an error it is so, too.
         seen = {fold: fold.look() for fold in self._folds}
         usable = [fold for fold in self._folds if seen[fold] is not None]
-        if not all(fold.fits() for fold in usable):
-            self._allocate(usable)
-            stale = usable
         with outside_modes():
-            for fold in stale:
-                if fold.weights is not None:
-                    for kept, new in zip(fold.weights.tensors(), fold.compute().tensors(), strict=True):
-                        kept.copy_(new)
+            if not all(fold.fold() for fold in usable if fold in stale or fold.weights is None):
+                self._place({fold: fold.compute() for fold in usable})
         for fold in self._folds:
             fold.note(seen[fold])
         sources = [source for known in seen.values() if known is not None for source in known[0]]
         self._sources, self._seen = [each.tensor for each in sources], sum(map(_version, sources))
 
-    def _allocate(self, folds: Sequence[Fold]) -> None:
+    def _place(self, computed: Mapping[Fold, Weights]) -> None:
+        """Copy folded weights to one new memory for each device."""
         self.clear()
-        groups = collections.defaultdict(list)
-        for fold in folds:
-            groups[fold.layer.weight.device].append(fold)
-        with outside_modes():
-            for device, group in groups.items():
-                size, at = sum(fold.nbytes() for fold in group), 0
-                memory = self[str(device)] = torch.zeros(size, dtype=torch.uint8, device=device)
-                for fold in group:
-                    at = fold.place(memory, at)
+        for device in {weights.factor.device for weights in computed.values()}:
+            found = {fold: weights for fold, weights in computed.items() if weights.factor.device == device}
+            tensors = [tensor for weights in found.values() for tensor in weights.tensors()]
+            sizes = list(map(_aligned, tensors))
+            memory = self[str(device)] = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+            pairs = zip(torch.split(memory, sizes), tensors, strict=True)
+            placed = [part[: new.nbytes].view(new.dtype).as_strided(new.shape, new.stride()) for part, new in pairs]
+            torch._foreach_copy_(placed, tensors)
+            rest = iter(placed)
+            for fold, weights in found.items():
+                own: dict[str, Any] = {
+                    name: next(rest) for name in Weights._fields[:4] if getattr(weights, name) is not None
+                }
+                fold.weights = weights._replace(**own)
 
 
 def _is_capturing(folds: Sequence[Fold]) -> bool:
     devices = {fold.layer.weight.device for fold in folds if fold.layer.weight is not None}
     return any(graph_device(device).is_capturing() for device in devices if device.type in ("cpu", "cuda"))
+
+
+def observed() -> bool:
+    """True if somebody looks at, or changes, what runs inside a forward: it then runs as it was written."""
+    changes = transform_level() is not None or forward_ad._current_level >= 0
+    looks = is_compiling() or torch.jit.is_tracing() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS  # type: ignore[attr-defined,no-untyped-call]
+    return bool(changes or looks)
+
+
+class FoldUse:
+    """A fold in one forward of its owner.
+
+    Attributes:
+        applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
+    """
+
+    __slots__ = ("applied", "layer", "weights")
+
+    def __init__(self, layer: nn.Module, weights: Weights) -> None:
+        self.layer, self.weights, self.applied = layer, weights, False
+
+
+class Region(LeftOut):
+    """The folds of one owner.
+
+    Args:
+        owner: the module.
+        folds: of layers that its forward runs.
+        memory: of all folds.
+    """
+
+    __slots__ = ("_methods", "folds", "memory")
+
+    def __init__(self, owner: nn.Module, folds: Sequence[Fold], memory: FoldedMemory) -> None:
+        self._methods, self.folds, self.memory = methods(owner), folds, memory
+
+    def holds(self, owner: nn.Module) -> bool:
+        """True if the owner's forward is the one for which the folds were found: nobody replaced it in the class."""
+        return methods(owner) == self._methods
+
+    def uses(self, owner: nn.Module) -> dict[int, FoldUse]:
+        """Return the folds that serve a forward of the owner, by the ids of their layers and of their norms."""
+        if observed():
+            return {}
+        serving = [fold for fold in self.folds if fold.serves(owner)]
+        if any(fold.is_stale() for fold in serving):
+            self.memory.refresh()
+        found: dict[int, FoldUse] = {}
+        for fold in serving:
+            weights = fold.weights_now()
+            if weights is not None:
+                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, weights)
+        return found
+
+
+def uses_of(module: nn.Module) -> Mapping[int, Any]:
+    """Return the folds that serve a forward of a module, as `Region.uses` does."""
+    region: Region | None = vars(module).get(REGION)
+    return {} if region is None else region.uses(module)

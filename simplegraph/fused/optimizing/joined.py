@@ -7,8 +7,7 @@ weight, too, which is written whenever they are.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +16,15 @@ from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
 from simplegraph.fused.layers.classes import class_name
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.linears import Together
 from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.fused.optimizing.layout import has_own_memory, tied_memories
 from simplegraph.fused.optimizing.pairs import shared_modules
-from simplegraph.fused.optimizing.table import full_name, runs_own_forward
+from simplegraph.fused.optimizing.table import PROJECTIONS, full_name, runs_own_forward
+from simplegraph.fused.torch_operators import Operators
 
-JOINED = "_simplegraph_joined"
+_PLACED = "_simplegraph_placed"  # the address and bytes of each memory that a projection's tensors were placed in
 _BERT = ("query", "key", "value")
 _DIFFUSERS = "diffusers.models.attention_processor."
 _PROCESSORS = frozenset({f"{_DIFFUSERS}AttnProcessor2_0", f"{_DIFFUSERS}AttnProcessor"})
@@ -38,67 +40,36 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class Joined:
-    """The names of an attention's projections that lie together; copies and pickles have none.
-
-    Attributes:
-        names: of the projections.
-        memories: the address and bytes of each memory in which their weights, or their biases, were placed.
-    """
-
-    __slots__ = ("memories", "names")
-
-    def __init__(self, names: Sequence[str], memories: Iterable[tuple[int, int]]) -> None:
-        self.names, self.memories = tuple(names), frozenset(memories)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+def join(attention: nn.Module, names: Sequence[str]) -> dict[nn.Module, Layer]:
+    """Place the weights of an attention's projections together; return the layers that compute them as one product."""
+    projections: list[Any] = [attention._modules[name] for name in names]
+    _place_together(projections)
+    together = Together(projections)
+    return {
+        each: Layer(PROJECTIONS, (), functools.partial(_project, attention, each, together)) for each in projections
+    }
 
 
-class _Joint:
-    """The projections of one attention in one forward, which hand out parts of one product."""
-
-    __slots__ = ("_parts", "_projections", "_version", "_x")
-
-    def __init__(self, projections: Sequence[Any]) -> None:
-        self._projections = projections
-        self._parts: dict[int, Tensor] = {}
-        self._x: Any = None
-        self._version: int | None = None
-
-    def project(self, module: Any, x: Any) -> Tensor | None:
-        """Return a projection of an input; None if it has to be computed by itself."""
-        if module is self._projections[0]:
-            product = _product(self._projections, x)
-            if product is None:
-                return None
-            sizes = [len(each.weight) for each in self._projections]
-            parts = torch.split(product, sizes, dim=-1)
-            self._parts = dict(zip(map(id, self._projections), parts, strict=True))
-            self._x, self._version = x, _version(x)
-        same = x is self._x and _version(x) == self._version
-        return self._parts.pop(id(module), None) if same else None
+def _project(
+    attention: nn.Module, projection: Any, together: Together, operators: Operators, original: Forward, input: Any
+) -> Any:
+    as_found = all(map(_is_linear, together.layers)) and {*together.layers} <= {*attention._modules.values()}
+    if attention.training or not as_found or not _has_known_processor(attention) or not isinstance(input, Tensor):
+        return original(input)
+    return together.compute(projection, input, _multiply)
 
 
-def _version(x: Any) -> int | None:
-    return None if x.is_inference() else x._version
-
-
-def _product(projections: Sequence[Any], x: Any) -> Tensor | None:
-    """Compute all projections at once; None if their weights do not lie together any more, or gradients are wanted."""
-    weights, biases = [each.weight for each in projections], [each.bias for each in projections]
-    if type(x) is not Tensor or x.dtype is not weights[0].dtype or torch.is_autocast_enabled(x.device.type):
-        return None
+def _multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Compute linear layers as one product, or one by one if their weights no longer lie together."""
     given = (x, *weights, *(each for each in biases if each is not None))
-    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-        return None
-    biased = any(each is not None for each in biases)
-    if any((each is None) == biased for each in biases):
-        return None
-    weight, bias = _whole(weights), _whole(biases) if biased else None
+    plain = type(x) is Tensor and x.dtype is weights[0].dtype and not torch.is_autocast_enabled(x.device.type)
+    plain = plain and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+    biased = biases[0] is not None
+    plain = plain and all((each is not None) == biased for each in biases)
+    weight, bias = (_whole(weights), _whole(biases) if biased else None) if plain else (None, None)
     if weight is None or (bias is None) == biased:
-        return None
-    return nn.functional.linear(x, weight, bias)
+        return [nn.functional.linear(x, *each) for each in zip(weights, biases, strict=True)]
+    return torch.split(nn.functional.linear(x, weight, bias), [len(each) for each in weights], dim=-1)
 
 
 def _whole(parts: Sequence[Any]) -> Tensor | None:
@@ -115,48 +86,6 @@ def _whole(parts: Sequence[Any]) -> Tensor | None:
         return None
     whole: Tensor = first.detach().as_strided((rows, *first.shape[1:]), first.stride())
     return whole
-
-
-class _RunningAttention(threading.local):
-    """The projections of this thread's running attention, by their ids."""
-
-    joints: Mapping[int, _Joint] = MappingProxyType({})
-
-
-_RUNNING = _RunningAttention()
-
-
-def forward_attention(original: Callable[..., Any], plain: Callable[[], bool]) -> Callable[..., Any]:
-    """Make the forward of an attention whose projections are joined; `plain` says that none may be."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        joined: Joined | None = vars(self).get(JOINED)
-        if joined is None or self.training or plain() or not _has_known_processor(self):
-            return original(self, *args, **kwargs)
-        projections = [self._modules.get(name) for name in joined.names]
-        if not all(map(_is_linear, projections)):
-            return original(self, *args, **kwargs)
-        before, joint = _RUNNING.joints, _Joint(projections)
-        _RUNNING.joints = {id(each): joint for each in projections}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _RUNNING.joints = before
-
-    return forward
-
-
-def forward_projection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the forward of one of its projections."""
-
-    @functools.wraps(original)
-    def forward(self: Any, input: Any) -> Any:
-        joint = _RUNNING.joints.get(id(self))
-        found = None if joint is None else joint.project(self, input)
-        return original(self, input) if found is None else found
-
-    return forward
 
 
 def _is_linear(module: Any) -> bool:
@@ -198,16 +127,16 @@ def _is_whole(tensor: Tensor) -> bool:
     return has_own_memory(tensor) and tensor.is_contiguous()
 
 
-def place_together(attention: nn.Module, names: Sequence[str]) -> Joined:
+def _place_together(projections: Sequence[Any]) -> None:
     """Place the weights of projections, and their biases, one after the other."""
-    projections: list[Any] = [attention._modules[name] for name in names]
     alike = list(zip(*(each.parameters(recurse=False) for each in projections), strict=True))
     with outside_modes():
         memories = [torch.cat([part.data for part in parts]) for parts in alike]
         for memory, parts in zip(memories, alike, strict=True):
             for part, rows in zip(parts, torch.split(memory, [len(part) for part in parts]), strict=True):
                 part.data = rows
-    return Joined(names, map(_memory, memories))
+    for each in projections:
+        vars(each)[_PLACED] = tuple(map(_memory, memories))
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -218,10 +147,8 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def place_apart(root: nn.Module) -> None:
     """Give weights that were placed together, and still are there, memory of their own."""
     for module in root.modules():
-        joined: Joined | None = vars(module).pop(JOINED, None)
-        for name in joined.names if joined is not None else ():
-            projection = module._modules.get(name)
-            for part in () if projection is None else projection.parameters():
-                if joined is not None and type(part) is nn.Parameter and _memory(part) in joined.memories:
-                    with outside_modes():
-                        part.data = part.data.clone()
+        memories = vars(module).pop(_PLACED, ())
+        for part in module.parameters(recurse=False) if memories else ():
+            if type(part) is nn.Parameter and _memory(part) in memories:
+                with outside_modes():
+                    part.data = part.data.clone()

@@ -22,20 +22,13 @@ from simplegraph.fused.layers.table import (
     operators_of,
     shortened,
 )
-from simplegraph.fused.optimizing.blocks import BlockRun, block_trials, find_blocks, keeps_weight
-from simplegraph.fused.optimizing.folded import Fold, FoldedMemory
-from simplegraph.fused.optimizing.joined import find_joined
+from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
+from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
+from simplegraph.fused.optimizing.joined import find_joined, join, place_apart
 from simplegraph.fused.optimizing.layout import restore_contiguous, store_channels_last
 from simplegraph.fused.optimizing.observed import ObservedRun
 from simplegraph.fused.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
-from simplegraph.fused.optimizing.regions import (
-    install,
-    install_fused,
-    install_joined,
-    is_installed,
-    uninstall,
-    uses_of,
-)
+from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.table import (
     BATCH_NORM,
     CHANNELS_LAST,
@@ -53,7 +46,7 @@ __all__ = ["Optimization", "optimize"]
 _UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_inputs"
 
 
-class _Rewrites:
+class _Rewrites(LeftOut):
     """Lists the rewrites of a module: kept among its attributes, for reports; copies and pickles of it have none."""
 
     __slots__ = ("changed", "left_out", "memory", "operators", "verified")
@@ -64,9 +57,6 @@ class _Rewrites:
         self.operators = ""
         self.memory = memory
         self.verified: tuple[float, float] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
     def lines(self) -> list[str]:
         """List the rewrites, for a report."""
@@ -313,15 +303,14 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
     found = _Rewrites(usable, stored, memory)
     found.left_out |= left_out
-    run = BlockRun(operators, uses_of)
-    install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))
+    # Inside of the owners' forwards, which provide the folds of the modules that a block calls.
+    install_fused(fused_forwards({each: block_layer(each) for each in blocks}, operators))
+    install_folds(owners, memory)
     _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)
-    joined = {} if PROJECTIONS in skip else dict(find_joined(module))
-    install_joined(joined)
-    if joined or blocks:
-        names = {each: name for name, each in module.named_modules()}
-    if joined:
-        found.changed[PROJECTIONS] = [f"{names[each]}.{'+'.join(parts)}" for each, parts in joined.items()]
+    names = {each: name for name, each in module.named_modules()}
+    for attention, parts in [] if PROJECTIONS in skip else list(find_joined(module)):
+        install_fused(fused_forwards(join(attention, parts), operators))
+        found.changed.setdefault(PROJECTIONS, []).append(f"{names[attention]}.{'+'.join(parts)}")
     if blocks:
         found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
         found.operators = operators.name
@@ -363,6 +352,7 @@ def _once(pairs: Sequence[Pair]) -> list[Pair]:
 def _restore(module: nn.Module) -> None:
     vars(module).pop(OPTIMIZED, None)
     uninstall(module)
+    place_apart(module)
     restore_contiguous(module)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
+from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
 from simplegraph.base.subclass import subclass
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
+from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 
@@ -22,7 +24,7 @@ _TEXTS = {
     Reason.AMBIGUOUS_BATCH_DIM: "it is ambiguous which dimension of an input is the batch",
     Reason.BATCH_DIM_UNCONFIRMED: "only one batch size was seen, so which dimensions follow it is a guess; no padding",
     Reason.PADDING_SHOWS: "padding rows change the output; add these sizes to capture_sizes",
-    Reason.RANDOM_PADDING: "the forward draws random numbers: padding would change the next ones; capture this size",
+    Reason.SIZE_NOT_CAPTURED: "the forward draws random numbers: padding would change the next ones; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
 logger = logging.getLogger("simplegraph")
@@ -60,9 +62,7 @@ class GraphedModel:
 
     def __repr__(self) -> str:
         """Show the class of the model and what came of its calls."""
-        stats = self.stats
-        done = f"{len(stats.graphs)} graphs, {stats.replays} replays, {sum(stats.eager.values())} eager calls"
-        return f"<{type(self).__name__} of {stats.name}: {done}>"
+        return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
 
     def reset(self) -> None:
         """Drop the graphs and the memory that they read; later calls capture again."""
@@ -110,3 +110,21 @@ class ModelStep(nn.Module):
 def named(kind: Any, name: str) -> Any:
     """Derive a class named after the model, so that messages and the report show that name."""
     return subclass(kind, {"__qualname__": name}, name=name)
+
+
+def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
+    """Add up captures of several kinds of calls, by what their failures are called."""
+    every = summaries.values()
+    failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
+    captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
+    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size)
+
+
+def check_counts(name: str, values: Sequence[int]) -> None:
+    """Refuse what is no list of sizes or lengths.
+
+    Raises:
+        ConfigError: it is empty, or an entry is no whole number of at least 1.
+    """
+    if not values or not all(isinstance(value, int) and value > 0 for value in values):
+        raise ConfigError(f"{name} is {values!r}; expected whole numbers of at least 1, such as [64, 128, 256].")

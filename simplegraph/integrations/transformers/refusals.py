@@ -60,9 +60,9 @@ def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) ->
         CannotBind: the reason.
     """
     if kwargs.get("synced_gpus"):
-        raise CannotBind(Reason.SPREAD_MODEL, "synced_gpus")
+        raise CannotBind(Reason.WRONG_DEVICE, "synced_gpus")
     if getattr(config, "is_assistant", False):
-        raise CannotBind(Reason.DECODING_MODE, "this model assists another")
+        raise CannotBind(Reason.GENERATION, "this model assists another")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise CannotBind(Reason.UNSUPPORTED_OUTPUT, name)
@@ -72,16 +72,16 @@ def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) ->
 def _check_placement(model: Any) -> None:
     spread = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(spread) > 1:
-        raise CannotBind(Reason.SPREAD_MODEL, f"device_map over {', '.join(sorted(map(str, spread)))}")
+        raise CannotBind(Reason.WRONG_DEVICE, f"device_map over {', '.join(sorted(map(str, spread)))}")
     if getattr(model, "_tp_size", None) not in (None, 1):
-        raise CannotBind(Reason.SPREAD_MODEL, "tensor parallel")
+        raise CannotBind(Reason.WRONG_DEVICE, "tensor parallel")
     # accelerate replaces the forward of modules that it offloads.
     offloaded = next((name for name, child in model.named_modules() if hasattr(child, "_hf_hook")), None)
     if offloaded is not None:
-        raise CannotBind(Reason.SPREAD_MODEL, f"an accelerate hook at {offloaded or 'the model'}")
+        raise CannotBind(Reason.WRONG_DEVICE, f"an accelerate hook at {offloaded or 'the model'}")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
-        raise CannotBind(Reason.SPREAD_MODEL, f"parameters on {', '.join(sorted(map(str, devices)))}")
+        raise CannotBind(Reason.WRONG_DEVICE, f"parameters on {', '.join(sorted(map(str, devices)))}")
     for device in devices:
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"the model is on {device}")
@@ -100,12 +100,12 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_cache(cache: Any, *, wanted: bool) -> None:
     if cache is None:
         own = "generate gives this model none: it keeps its states in itself, or in a cache or argument of its own"
-        raise CannotBind(Reason.CACHE_KIND, own if wanted else "use_cache=False: a step without a cache has all tokens")
+        raise CannotBind(Reason.GENERATION, own if wanted else "use_cache=False: a step without a cache has all tokens")
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )
     for part in parts:
         if type(part) is not DynamicCache:
-            raise CannotBind(Reason.CACHE_KIND, f"a {type(part).__name__}")
+            raise CannotBind(Reason.GENERATION, f"a {type(part).__name__}")
         if part.offloading:
-            raise CannotBind(Reason.CACHE_KIND, "an offloaded cache")
+            raise CannotBind(Reason.GENERATION, "an offloaded cache")

@@ -17,7 +17,7 @@ from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.generators import default_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool, Segment
-from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltArgument
+from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltCall
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,12 +94,11 @@ class SegmentRecorder:
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
         self._steps.append(step)
         self.device.begin(self.pool, self.generators, continues=True)
-        place = Place(leaves, held, [], self._keep, self._watch)
+        place = Place(leaves, held, self._keep, self._cells)
         with recording_breaks(None):
-            for result in known.results:
-                place.entered.append(result.enter(place))
-        step.spec, step.accepts = known.spec, [accept for _, accept in place.entered]
-        return known.spec.unflatten([value for value, _ in place.entered])
+            entered = [result.enter(place) for result in known.results]
+        step.spec, step.accepts = known.spec, [accept for _, accept in entered]
+        return known.spec.unflatten([value for value, _ in entered])
 
     def _known(self, function: Callable[..., Any], name: str) -> BreakCall:
         """Look up what the warmup saw of this call."""
@@ -138,9 +137,6 @@ class SegmentRecorder:
                 return self.device.borrow(self.pool, tensor)
         return tensor
 
-    def _watch(self, cell: Cell) -> None:
-        self._cells[id(cell.value)] = cell
-
     def _break(
         self,
         name: str,
@@ -151,26 +147,15 @@ class SegmentRecorder:
         held: Sequence[Any],
     ) -> Break:
         """Make the step that calls the function again, with its arguments or what stands for them."""
-        args, kwargs = call
-        values: list[Any] = []
-        rebuilt = []
-        start = 0
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        specs = [child for arguments in spec.children for child in arguments.children]
-        for (place, value), child in zip(given, specs, strict=True):
-            end = start + child.num_leaves
-            nested, parts = _without_graph_memory(value, child, held[start:end], leaves[start:end])
-            start = end
-            as_it_is = nested is LEAF and not isinstance(parts[0], Cell)
-            values.append(parts[0] if as_it_is else None)  # the captured one would keep graph memory
-            if not as_it_is:
-                rebuilt.append(RebuiltArgument(place, nested, parts))
+        nested, parts = _without_graph_memory(call, spec, held, leaves)
+        deep = any(child.type is not None for arguments in nested.children for child in arguments.children)
+        rebuilt = RebuiltCall(nested, parts) if deep or any(isinstance(part, Cell) for part in parts) else None
+        args, kwargs = ((), {}) if rebuilt else nested.unflatten(parts)
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
-        named = dict(zip(kwargs, values[len(args) :], strict=True))
         changed = modes.changed_from(self._ambient)
         inside = SavedModes(modes, changed, device_type) if changed else None
-        return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside)
+        return Break(name, function, args, kwargs, rebuilt, inside)
 
 
 def _without_graph_memory(

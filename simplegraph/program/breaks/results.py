@@ -7,16 +7,15 @@ where its stand-in lies, or finds that it is there already.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplegraph.base.errors import BreakError
-from simplegraph.base.nested import ATOMS, ById, constant_key
+from simplegraph.base.nested import ATOMS, Withheld, constant_key
 from simplegraph.program.breaks.step import Accept, Cell, Place, Result
 
 Entry = tuple[Any, Accept]  # what stands in for a result, and what takes it at a replay
@@ -27,14 +26,12 @@ class Bridge:
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
-        self.source: Any = None
         self._kind = (target.shape, target.dtype, target.device)
 
     def accept(self, leaf: Any) -> str | None:
         if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
         self.target.copy_(leaf.detach() if leaf.requires_grad else leaf)
-        self.source = _memory(leaf)
         return None
 
 
@@ -47,38 +44,22 @@ def _bridge(
     return bridge, Bridge(place.keep(bridge)).accept
 
 
-def _repeat(index: int, place: Place) -> Entry:
-    """Let the stand-in of an earlier result be this one's, too: the break returned one tensor twice."""
-    value, accept = place.entered[index]
-    bridge: Bridge = accept.__self__  # type: ignore[attr-defined]
-
-    def accept_again(leaf: Any) -> str | None:
-        same = isinstance(leaf, Tensor) and _memory(leaf) == bridge.source
-        return None if same else f"{shown(leaf)} where it returned one tensor twice before"
-
-    return value, accept_again
-
-
-def _pass_back(index: int, geometry: tuple[Any, Any, int] | None, place: Place) -> Entry:
-    """Go on with an argument, which is where it should be already.
-
-    Args:
-        index: which leaf of the arguments.
-        geometry: of a view, its shape, strides and offset from the argument's; None for the argument itself.
-        place: where it enters the capture.
-    """
+def _pass_back(index: int, place: Place) -> Entry:
+    """Go on with an argument, given by its index among the leaves, which is where it should be already."""
     given, held = place.leaves[index], place.held[index]
-    if isinstance(given, Tensor):
-        if geometry is not None:
-            shape, stride, offset = geometry
-            given, held = (t.as_strided(shape, stride, t.storage_offset() + offset) for t in (given, held))
-        return given, _same_memory(held)
 
     def accept_argument(leaf: Any) -> str | None:
         expected = held.value if isinstance(held, Cell) else held
         return None if leaf is expected else f"{shown(leaf)} in place of its own argument"
 
-    return given, accept_argument
+    return given, _same_memory(held) if isinstance(given, Tensor) else accept_argument
+
+
+def _pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, place: Place) -> Entry:
+    """Go on with a view of an argument; the offset is from where that begins."""
+    both = place.leaves[index], place.held[index]
+    given, held = (tensor.as_strided(shape, stride, tensor.storage_offset() + offset) for tensor in both)
+    return given, _same_memory(held)
 
 
 def _outside(tensor: Tensor, place: Place) -> Entry:
@@ -108,18 +89,11 @@ def _constant(value: Any, place: Place) -> Entry:
     return value, accept_constant
 
 
-def _hand_on(value: Any, place: Place) -> Entry:
-    """Go on with another object, such as a handle to wait for: later breaks are passed each replay's own."""
-    cell = Cell(value)
-    place.watch(cell)
-    return value, partial(setattr, cell, "value")
-
-
-def _refusal(why: str) -> Result:
-    def enter(place: Place) -> Entry:
-        raise BreakError(why)
-
-    return Result(enter)
+def hand_on(kind: type, place: Place) -> Entry:
+    """Stand in for an object of a class, such as a handle to wait for: later breaks are passed each replay's own."""
+    cell = Cell(Withheld(kind, "that an eager break returned"))
+    place.cells[id(cell.value)] = cell
+    return cell.value, functools.partial(setattr, cell, "value")
 
 
 def classify_result(
@@ -128,8 +102,8 @@ def classify_result(
     arguments: Sequence[Any],
     made_here: Callable[[Tensor], bool],
     device: torch.device,
-) -> Result:
-    """Classify a result that a warmup saw.
+) -> Result | str:
+    """Classify a result that a warmup saw; return what is wrong with it where no graph can go on with it.
 
     Args:
         leaf: one leaf of what the break returned.
@@ -140,47 +114,29 @@ def classify_result(
     """
     index = next((index for index, argument in enumerate(arguments) if argument is leaf), None)
     if isinstance(leaf, ATOMS):
-        known = _result(_constant, leaf, same=(type(leaf), constant_key(leaf)))
-        return known._replace(any_size=leaf is None)
+        return Result(_constant, (leaf,), any_size=leaf is None)
     if index is not None:
-        return Result(partial(_pass_back, index, None), any_size=True)
+        return Result(_pass_back, (index,), any_size=True)
     if not isinstance(leaf, Tensor):
-        late = isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType))
-        if late:
-            return _refusal("returns a generator, whose body would run after it")
-        kind: Any = type(leaf)
-        return _result(_hand_on, leaf, same=kind)
+        if isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+            return "returns a generator, whose body would run after it"
+        return Result(hand_on, (type(leaf),))
     if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-        return _refusal(f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors")
+        return f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors"
     if leaf.device != device:
-        return _refusal(f"returns a tensor on {leaf.device}, which a graph on {device} cannot follow")
+        return f"returns a tensor on {leaf.device}, which a graph on {device} cannot follow"
     shared = next((index for index, argument in enumerate(arguments) if _share_memory(argument, leaf)), None)
     if shared is not None:
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
-            return _refusal("returns its argument seen as another dtype; return a clone")
+            return "returns its argument seen as another dtype; return a clone"
         offset = int(leaf.storage_offset() - arguments[shared].storage_offset())
-        view = tuple(leaf.shape), tuple(leaf.stride()), offset
-        return _result(_pass_back, shared, same=shared, geometry=(view,))
+        return Result(_pass_view, (shared,), (tuple(leaf.shape), leaf.stride(), offset))
     if not made_here(leaf):
-        return _result(_outside, leaf, same=ById(leaf))
-    sharing = [index for index, other in enumerate(before) if _share_memory(other, leaf)]
-    twice = next((index for index in sharing if _memory(before[index]) == _memory(leaf)), None)
-    if twice is not None:
-        return _result(_repeat, twice, same=twice)
-    if any(_overlap(before[index], leaf) for index in sharing):
-        return _refusal("returns tensors that overlap in memory; return clones")
+        return Result(_outside, (leaf,))
+    if any(_share_memory(other, leaf) and _overlap(other, leaf) for other in before):
+        return "returns tensors that overlap in memory; return clones"
     dense = torch.empty_like(leaf, device="meta")
-    geometry = tuple(dense.shape), tuple(dense.stride())
-    return _result(_bridge, leaf.dtype, leaf.device, same=(leaf.dtype, leaf.device), geometry=geometry)
-
-
-def _result(enter: Callable[..., Entry], *fixed: Any, same: Hashable, geometry: tuple[Any, ...] = ()) -> Result:
-    """Make a result of an `enter` that takes `fixed` arguments and a geometry.
-
-    At other batch sizes it is known if `same` is the same there, and the numbers of the geometry follow the size.
-    """
-    form = frozenset({same}), geometry
-    return Result(partial(enter, *fixed, *geometry), form=form, of_form=lambda form: partial(enter, *fixed, *form[1]))
+    return Result(_bridge, (leaf.dtype, leaf.device), (tuple(dense.shape), dense.stride()))
 
 
 def _share_memory(argument: Any, leaf: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.modes import SavedModes
-from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 
 Accept = Callable[[Any], str | None]
 
@@ -28,32 +28,34 @@ class Place(NamedTuple):
     Attributes:
         leaves: the arguments of the break, taken apart, as the forward passed them.
         held: the same as every replay will pass them.
-        entered: what stands in for the results before this one, and what takes them at a replay.
         keep: returns a captured tensor as steps may hold it.
-        watch: lets later breaks that are passed a cell's present value read the cell.
+        cells: what later breaks read in place of an object, by the id of what it is now.
     """
 
     leaves: Sequence[Any]
     held: Sequence[Any]
-    entered: list[tuple[Any, Accept]]
     keep: Callable[[Tensor], Tensor]
-    watch: Callable[[Cell], None]
+    cells: dict[int, Cell]
 
 
 class Result(NamedTuple):
     """One leaf of what a break returns.
 
     Attributes:
-        enter: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
-        any_size: True if it is the same for every batch size.
-        form: all that decides it, in nested tuples, whose integers may follow the batch size.
-        of_form: makes `enter` for another form; None if only this size is known.
+        make: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
+        fixed: its first arguments, which are the same at every batch size.
+        geometry: its next ones, in nested tuples, whose integers may follow the batch size; the last is a `Place`.
+        any_size: True if it is known to be the same for every batch size.
     """
 
-    enter: Callable[[Place], tuple[Any, Accept]]
+    make: Callable[..., tuple[Any, Accept]]
+    fixed: tuple[Any, ...]
+    geometry: tuple[Any, ...] = ()
     any_size: bool = False
-    form: Any = None
-    of_form: Callable[[Any], Callable[[Place], tuple[Any, Accept]]] | None = None
+
+    def enter(self, place: Place) -> tuple[Any, Accept]:
+        """Return what stands in for it in a capture, and what takes it at a replay."""
+        return self.make(*self.fixed, *self.geometry, place)
 
 
 class BreakCall(NamedTuple):
@@ -112,18 +114,21 @@ def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], ro
             return None
         results = []
         for result, same in zip(call.results, like.results, strict=True):
-            form = _follow(result.form, same.form, (a, b), rows)
-            if not (result.any_size and same.any_size):
-                if form is None or result.of_form is None:
-                    return None
-                result = result._replace(enter=result.of_form(form))
-            results.append(result)
+            geometry = _follow(result.geometry, same.geometry, (a, b), rows)
+            if result.make is not same.make or geometry is None or not all(map(_same, result.fixed, same.fixed)):
+                return None
+            results.append(result._replace(geometry=geometry))
         calls.append(call._replace(results=tuple(results)))
     return BreakTrace(first.operators, calls)
 
 
+def _same(one: Any, other: Any) -> bool:
+    plain = isinstance(one, ATOMS) and type(one) is type(other)
+    return one is other or (plain and constant_key(one) == constant_key(other))
+
+
 def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
-    """Return a form at `rows` rows from the forms at two sizes; None if they differ otherwise."""
+    """Return a geometry at `rows` rows from those at two sizes; None if they differ otherwise."""
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):
         parts = [_follow(*pair, sizes, rows) for pair in zip(one, other, strict=True)]
         return None if None in parts else tuple(parts)
@@ -133,15 +138,14 @@ def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
     return one if one == other else None
 
 
-class RebuiltArgument(NamedTuple):
-    """An argument that every replay builds again: a container of graph memory, or of cells."""
+class RebuiltCall(NamedTuple):
+    """Arguments that every replay builds again: among them are containers of graph memory, or cells."""
 
-    place: int | str
     spec: TreeSpec
     leaves: Sequence[Any]
 
     def value(self) -> Any:
-        """Build what this replay passes."""
+        """Build what this replay passes: positional arguments, and those by name."""
         return self.spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in self.leaves])
 
 
@@ -153,7 +157,7 @@ class Break:
         name: what reports call it.
         function: what is called.
         args, kwargs: what with; graph memory among them is borrowed.
-        rebuilt: arguments that replace those of `args` and `kwargs` in their place, made for each replay.
+        rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
         modes: grad mode, inference mode and autocast around the call, where the forward sets any.
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
     """
@@ -162,7 +166,7 @@ class Break:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rebuilt: Sequence[RebuiltArgument]
+    rebuilt: RebuiltCall | None
     modes: SavedModes | None
     spec: TreeSpec | None = None
     accepts: list[Accept] = dataclasses.field(default_factory=list)
@@ -173,21 +177,12 @@ class Break:
         Raises:
             BreakError: the result is not what the next segment was captured with.
         """
-        args, kwargs = self._arguments() if self.rebuilt else (self.args, self.kwargs)
+        args, kwargs = self.rebuilt.value() if self.rebuilt else (self.args, self.kwargs)
         if self.modes is None:
             self._take(self.function(*args, **kwargs))
         else:
             with self.modes.restored():
                 self._take(self.function(*args, **kwargs))
-
-    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for argument in self.rebuilt:
-            if isinstance(argument.place, int):
-                args[argument.place] = argument.value()
-            else:
-                kwargs[argument.place] = argument.value()
-        return args, kwargs
 
     def _take(self, result: Any) -> None:
         leaves, spec = flatten(result)

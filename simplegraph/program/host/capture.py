@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from simplegraph.base.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
+from simplegraph.base.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, is_watchable, span
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import BREAK
 from simplegraph.base.operators import OperatorMode, is_higher_order, reads_no_value, strided_tensors, written_args
 from simplegraph.base.tensors import storage_key
-from simplegraph.program.host.modes import HostMode, is_list, target, target_device
+from simplegraph.program.host.modes import HostMode, target_device
 
 
 class HostCapture(HostMode):  # type: ignore[no-untyped-call]
@@ -89,9 +89,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
                 self._refuse(found, f"Keep it on the device, or {BREAK}.")
 
-    def _is_outside(self, tensor: Tensor) -> bool:
-        return not self._emulated and storage_key(tensor) not in self._made
-
     def _note_read(self, tensor: Tensor) -> None:
         if not is_watchable(tensor):
             found = f"{self._named(tensor)} is on the CPU and has {span(tensor)} bytes"
@@ -112,29 +109,13 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self._error = self._error or error
         raise error
 
-    def _lift(self, func: Any, tensor: Tensor) -> Tensor:
-        if is_list(tensor):
-            self._find(content(tensor), tensor)
-        result: Tensor = func(tensor)
-        return result
-
-    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        # The forward may write to what it gets, and every replay begins with the constant.
-        return self._find((content(args[0]), *target(kwargs)), args[0]).clone()
-
-    def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
-        return self._find((content(value), device), source)
-
-    def _chosen(self, args: tuple[Any, ...], moved: tuple[Any, ...]) -> tuple[Any, ...]:
-        return moved
-
-    def _find(self, key: Hashable, tensor: Tensor) -> Tensor:
+    def _copy(self, key: Hashable, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
         copy = self._copies.get(key)
         if copy is None:
-            made = not self._is_outside(tensor)
-            what = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that the forward makes on the CPU"
+            made = self._emulated or storage_key(source) in self._made
+            what = f"a {source.dtype} tensor of shape {tuple(source.shape)} that the forward makes on the CPU"
             self._refuse(
-                f"{what if made else self._named(tensor)} has another value than in the warmup before",
+                f"{what if made else self._named(source)} has another value than in the warmup before",
                 "Make it on the device, or pass its value as an argument; what Python computes is frozen in a graph.",
             )
         self._served[id(copy)] = copy

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.base.break_operators import ACTIVE
-from simplegraph.base.constants import is_watchable
+from simplegraph.base.constants import content, is_watchable
 from simplegraph.base.operators import (
     OperatorMode,
     defined,
@@ -88,7 +89,10 @@ class HostMode(OperatorMode, abc.ABC):
         if is_higher_order(func) or ACTIVE.recorder is not self._recorder or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:
-            return self._lift(func, args[0])
+            if is_list(args[0]):
+                self._copy(content(args[0]), args[0], args[0].clone)
+            self.met_host = True
+            return func(args[0])
         tensors = strided_tensors((*args, *kwargs.values()))
         host = [tensor for tensor in tensors if tensor.is_cpu]
         if tensors and not host:
@@ -119,24 +123,25 @@ class HostMode(OperatorMode, abc.ABC):
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; what it moves to the device is a constant, as far as it is known."""
         first = args[0]
-        moved = args
         if func is _TO_COPY:
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
-                return self._moved(func, args, kwargs)
+                key = content(first), *target(kwargs)
+                # The forward may write to what it gets, and every replay begins with the constant.
+                return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
         elif func is _WHERE:
             like = next((tensor for tensor in args if not tensor.is_cpu), first)
-            moved = tuple(self._on_device(tensor, tensor.dtype, like.device) for tensor in args)
+            args = tuple(self._on_device(tensor, tensor.dtype, like.device) for tensor in args)
         elif first.is_cpu:
             pass
         elif func is _COPY:
-            moved = (first, self._on_device(args[1], first.dtype, first.device), *args[2:])
+            args = (first, self._on_device(args[1], first.dtype, first.device), *args[2:])
         else:
             indices = self._indices(args[1], first.device)
-            moved = (first, indices, *args[2:])
+            args = (first, indices, *args[2:])
             # With a mask on the device, a number on the CPU makes it masked_fill_, which needs no shapes.
             if func in _PUT and not any(index.dtype in _MASKS for index in strided_tensors(indices)):
-                moved = (first, indices, self._on_device(args[2], args[2].dtype, first.device), *args[3:])
-        return func(*self._chosen(args, moved), **kwargs)
+                args = (first, indices, self._on_device(args[2], args[2].dtype, first.device), *args[3:])
+        return func(*args, **kwargs)
 
     def _indices(self, indices: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
         """Return indices on the device; masks as the indices they stand for, which the device cannot count."""
@@ -145,7 +150,7 @@ class HostMode(OperatorMode, abc.ABC):
             if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_known(index):
                 with without_modes():
                     columns = index.nonzero().unbind(1)
-                found += [self._copy_of(column, device, index) for column in columns]
+                found += [self._copied(column, device, index) for column in columns]
             else:
                 found.append(index if index is None else self._on_device(index, index.dtype, device))
         return found
@@ -157,7 +162,11 @@ class HostMode(OperatorMode, abc.ABC):
         if tensor.dtype is not dtype:  # converted on the CPU, as torch does
             with without_modes():
                 value = tensor.to(dtype)
-        return self._copy_of(value, device, tensor)
+        return self._copied(value, device, tensor)
+
+    def _copied(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
+        """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
+        return self._copy((content(value), device), source, lambda: value.to(device))
 
     def _is_known(self, tensor: Tensor) -> bool:
         """True if a tensor's value follows from Python data and from values of before that can be watched."""
@@ -174,20 +183,14 @@ class HostMode(OperatorMode, abc.ABC):
         """Refuse what a graph cannot hold, before it runs; `host` are its tensors on the CPU."""
 
     @abc.abstractmethod
-    def _lift(self, func: Any, tensor: Tensor) -> Tensor:
-        """Run the operator that brings Python data, on a device that is the CPU."""
+    def _copy(self, key: Hashable, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Return the device copy that operators read in place of what `make` makes of a CPU tensor.
 
-    @abc.abstractmethod
-    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return a new tensor on the device for one on the CPU."""
-
-    @abc.abstractmethod
-    def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
-        """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
-
-    @abc.abstractmethod
-    def _chosen(self, args: tuple[Any, ...], moved: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Choose between an operator's own arguments and those with device copies in place of CPU tensors."""
+        Args:
+            key: what the copy is of, to the bit, and how it looks.
+            source: the CPU tensor.
+            make: makes the copy.
+        """
 
 
 # Private to torch; where it is absent, a number that is made on the device is refused by the capture, as a copy is.

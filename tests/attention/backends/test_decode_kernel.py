@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from interpreted import needs_interpreter
 
 from simplegraph.attention import SDPABackend, TritonDecodeBackend
 from simplegraph.attention.selftest import AttentionEngine, Requests
 from tests.attention.backends.test_lse import check_lse
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+pytestmark = needs_interpreter
 PAGE = 4
 
 

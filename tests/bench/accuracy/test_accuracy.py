@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from bench.accuracy import __main__ as accuracy  # noqa: E402
-from bench.accuracy import packaged, ways  # noqa: E402
+from bench.accuracy import ways  # noqa: E402
 from bench.accuracy.checkpoints import Checkpoint, load_trained  # noqa: E402
 from bench.accuracy.scores import Runner, Score, ScoreError, check_same  # noqa: E402
 from bench.accuracy.tasks import TEXTS, ByteVocabulary, Question, TokenizerVocabulary, task  # noqa: E402
@@ -175,21 +175,3 @@ def test_random_weights_have_no_score(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_context_longer_than_a_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracy.main(["--context", "1473"]) == 1
     assert "gettysburg has 1476 tokens, the context is 1473; expected one below 1470." in capsys.readouterr().err
-
-
-class Listener(torch.nn.Module):
-    """Compares a frame with the tones of all pitches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("known", packaged.tones(torch.arange(360)))
-
-    def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        return (frames @ self.known.T / 100).softmax(dim=1)
-
-
-def test_pitches_are_scored_alike_in_every_mode() -> None:
-    found = packaged.pitches(Listener().eval(), CPU)
-    assert list(found) == ["eager", "piecewise", "full"]
-    assert {(row["exact_match"], row["questions"]) for row in found.values()} == {(1.0, packaged.TONES)}
-    assert found["full"]["perplexity"] == pytest.approx(found["eager"]["perplexity"], rel=1e-6)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import simplegraph as sg
-from bench.arms import ARMS, breakable, compiled, load_arm, plain_loop
+from bench.arms import ARMS, compiled, load_arm, plain_loop
 from bench.arms.base import NotAvailable, Setup
 from bench.arms.compiled_piecewise import CompiledPiecewise
 from bench.arms.correctness import Mismatch, compare_with_eager, counts_to_compare
@@ -76,7 +76,7 @@ def test_padded_batches_are_compared_too() -> None:
     assert counts_to_compare([1, 2, 4, 8, 16]) == [1, 3, 4, 15, 16]
 
 
-@pytest.mark.parametrize("name", ["plain-loop", "lean-loop", "inductor-partition", "breakable", "breakable-lean"])
+@pytest.mark.parametrize("name", ["plain-loop", "lean-loop"])
 def test_arms_that_need_a_gpu_say_so(name: str) -> None:
     with pytest.raises(NotAvailable, match="needs a GPU"):
         load_arm(name).check_available(CPU)
@@ -162,42 +162,6 @@ def test_piecewise_replays_pieces_and_attention_in_order(setup: Setup, monkeypat
     assert len(steps) == 2 * setup.model.config.num_hidden_layers + 1
 
 
-def test_an_arm_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breakable, "PACKAGE", "no_such_package")
-    with pytest.raises(NotAvailable, match=r'pip install -e "\.\[bench-gpu\]"'):
-        breakable.package()
-
-
-class Package:
-    """Stands in for breakable-cuda-graphs: notes what a capture is made of, and replays nothing."""
-
-    class BreakableCUDAGraph:
-        def __init__(self, pool: Any) -> None:
-            self.pool, self._segments = pool, ["segment"]
-
-        def replay(self) -> None:
-            pass
-
-    def __init__(self) -> None:
-        self.graph: Any = None
-
-    @contextlib.contextmanager
-    def breakable_graph(self, graph: Any) -> Iterator[None]:
-        self.graph = graph
-        yield
-        self.graph = None
-
-    def no_graph(self, function: Callable[..., None], *, capture_stub: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            if self.graph is None:
-                function(*args)
-            else:
-                capture_stub(*args)
-                self.graph._segments += ["break", "segment"]
-
-        return call
-
-
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
@@ -225,27 +189,6 @@ def test_the_lean_loop_warms_up_once_and_replays_every_size(setup: Setup, monkey
     monkeypatch.undo()
     compare_with_eager(arm, setup, counts_to_compare(sorted(setup.sizes)))
     assert set(arm.details()["parts_s"]) == {"first warmup", "captures"}
-
-
-@pytest.mark.usefixtures("no_gpu_needed")
-def test_breakable_breaks_at_every_attention_and_shares_a_pool(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Package()
-    monkeypatch.setattr(breakable, "package", lambda: package)
-    arm = breakable.BreakableLean(setup)
-    arm.start(setup.batch(1), Timeline(CPU))
-    graphs = [captured.graph for captured in arm.captured.values()]
-    assert [graph._segments for graph in graphs] == [["segment", "break"] * 2 + ["segment"]] * len(setup.sizes)
-    assert {graph.pool for graph in graphs} == {(0, 1)}
-    assert attention.attend is attention.paged_attention
-
-
-@pytest.mark.usefixtures("no_gpu_needed")
-def test_breakable_refuses_a_graph_that_holds_attention(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Package()
-    monkeypatch.setattr(package, "no_graph", lambda function, capture_stub: function)
-    monkeypatch.setattr(breakable, "package", lambda: package)
-    with pytest.raises(RuntimeError, match=r"have \{1\} steps; expected 5"):
-        breakable.Breakable(setup).start(setup.batch(1), Timeline(CPU))
 
 
 def test_our_piecewise_graphs_are_eager_to_the_bit(setup: Setup) -> None:

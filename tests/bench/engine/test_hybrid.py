@@ -93,7 +93,7 @@ def test_greedy_tokens_are_those_of_transformers(both: tuple[Any, Llama], expect
     assert (CudaGraphMode.FULL in replayed) == ("FULL" in mode)
     assert (CudaGraphMode.PIECEWISE in replayed) == ("PIECEWISE" in mode)
     reasons = {reason.name for reason in served.runner.manager.stats.eager}
-    assert reasons <= ({"MODE_NONE"} if mode == "NONE" else {"MIXED_BATCH"} if mode == "FULL_DECODE_ONLY" else set())
+    assert reasons <= ({"SWITCHED_OFF"} if mode == "NONE" else {"MIXED_BATCH"} if mode == "FULL_DECODE_ONLY" else set())
 
 
 @pytest.mark.parametrize("rotated", [0.5, 1.0])

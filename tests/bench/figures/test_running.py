@@ -22,7 +22,7 @@ WRITE = "import os, sys; open(sys.argv[1], 'w').write(os.environ['FIGURES'])"
 RECORDER = """#!/usr/bin/env bash
 echo "$*; $CUDA_VISIBLE_DEVICES" >>{folder}/calls
 echo "$FIGURES" >"${{@: -1}}"
-[[ "$*" != *"--models unet"* ]]
+[[ "$*" != *"--models llama"* ]]
 """
 
 
@@ -86,26 +86,23 @@ def test_a_file_that_does_not_say_what_it_was_measured_with_is_told(
 
 
 def test_what_cannot_run_here_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    found = run(tmp_path, job("two", gpus=2), job("none", needs="timm is not installed"), gpus=("0",))
-    assert [one.status for one in found.values()] == [LEFT_OUT] * 2
-    assert found["two"].detail == "it needs 2 GPUs, here are 1"
-    assert found["none"].detail == "timm is not installed"
+    found = run(tmp_path, job("two", gpus=2), gpus=("0",))["two"]
+    assert found.status == LEFT_OUT
+    assert found.detail == "it needs 2 GPUs, here are 1"
     late = run(tmp_path, job("late"), total=1.0)["late"]
     assert late.status == LEFT_OUT
     assert late.detail == "the time is over; the same command goes on with it"
 
 
-def test_a_model_is_measured_and_the_line_says_so(
+def test_figures_are_measured_and_the_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command.main([str(tmp_path), "--only", "models_convnet"]) == 0
-    assert "1/1 h200x4_models/models_convnet [models]: done, " in capsys.readouterr().out
-    file = tmp_path / "h200x4_models" / "models_convnet.json"
+    assert command.main([str(tmp_path), "--only", "h200_host_overhead"]) == 0
+    assert "1/1 h200_host_overhead [host]: done, " in capsys.readouterr().out
+    file = tmp_path / "h200_host_overhead.json"
     assert running.lacks(file) == ""
-    figures = json.loads(file.read_text())["models"]
-    assert "compiled-reduce-overhead" in figures["convnet"]
-    assert figures["convnet"]["eager"]["first_seconds"] > 0
+    assert json.loads(file.read_text())["medians_us"]["1 size"]["in place"] > 0
 
 
 def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
@@ -117,17 +114,15 @@ def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
     monkeypatch.setattr(running, "PYTHON", str(python))
     for name, value in {"CUDA_VISIBLE_DEVICES": "1,3", "PATH": os.defpath}.items():
         monkeypatch.setenv(name, value)
-    only = "generate_gpt2,generate_t5,models_convnet,models_unet"
-    assert command.main([str(tmp_path / "figures"), "--only", only]) == 1  # as that of `unet` is
+    only = "generate_gpt2,generate_t5,generate_llama"
+    assert command.main([str(tmp_path / "figures"), "--only", only]) == 1  # as that of `llama` is
     printed = capsys.readouterr().out
-    assert "h200x4_models/models_unet [models]: FAILED" in printed
-    assert printed.count(": done") == 3
+    assert "h200x4_models/generate_llama [families]: FAILED" in printed
+    assert printed.count(": done") == 2
     calls = [line.split("; ") for line in (tmp_path / "calls").read_text().splitlines()]
     asked = {(call[0].split()[1], call[0].split()[3]) for call in calls}
-    generate, models = "bench.transformers_generate", "bench.models_first_call"
-    assert asked == {(generate, "gpt2"), (generate, "t5"), (models, "convnet"), (models, "unet")}
-    assert len(calls) == 4
-    assert all("compiled-reduce-overhead" in call[0] for call in calls if models in call[0])
+    assert asked == {("bench.transformers_generate", name) for name in ("gpt2", "t5", "llama")}
+    assert len(calls) == 3
     assert {call[1] for call in calls} <= {"1", "3"}
 
 

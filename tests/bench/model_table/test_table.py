@@ -20,23 +20,16 @@ FILE = Path(__file__).parents[3] / "bench" / "results" / "emulator_model_table.j
 ROWS: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
 SAMPLE = [
     "Llama",
-    "Mamba2",
     "Jamba",
-    "T5",
     "Whisper",
     "Qwen2-VL",
-    "BLIP-2",
     "DeBERTa-v3",
     "Funnel",
-    "Llama-classifier",
     "CLIP",
-    "DINOv2",
     "Wav2Vec2",
     "torch/LSTM",
-    "torch/EmbeddingBag",
     "timm/convnext_tiny",
     "torchvision/resnet18",
-    "diffusers/UNet2DCondition",
     "diffusers/StableDiffusion",
     "peft/LoRA-Llama",
 ]
@@ -63,7 +56,7 @@ def test_the_committed_table_has_every_entry_and_no_wrong_answer() -> None:
 
 def test_the_sample_is_spread_over_the_categories() -> None:
     known = {entry.name: entry for entry in ENTRIES}
-    assert len(set(SAMPLE)) == 20
+    assert len(set(SAMPLE)) == 13
     assert {known[name].category for name in SAMPLE} >= {*CATEGORIES} - {"sentence-transformers"}
     assert not [name for name in SAMPLE if not known[name].has_tiny_shape]
 

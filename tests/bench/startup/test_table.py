@@ -96,17 +96,6 @@ def test_captures_alone_are_compared_with_the_loop_and_with_eager(results: dict[
     assert comparison({name: each | {"device": "cpu"} for name, each in results.items()}) == {}
 
 
-def test_our_piecewise_is_compared_with_the_breakable_package(results: dict[str, Any]) -> None:
-    theirs, ours = (
-        {"seconds": {"ready": seconds}, "device_bytes": mib * MIB} for seconds, mib in ((3.0, 400), (1.5, 100))
-    )
-    results["breakable"] = result("breakable", 4.0, primed=theirs)
-    results["simplegraph-piecewise"] = result("simplegraph-piecewise", 2.0, primed=ours)
-    ratios = comparison(results)
-    assert ratios["again_breakable_over_our_piecewise"] == 2.0
-    assert ratios["memory_our_piecewise_over_breakable"] == 0.25
-
-
 def test_rounds_are_combined_by_median_and_kept() -> None:
     combined = combine([result("simplegraph", ready) for ready in (0.9, 0.4, 0.5)])
     assert combined["seconds"]["ready"] == 0.5
@@ -123,8 +112,23 @@ def test_no_figures_at_all_still_gives_a_table(results: dict[str, Any]) -> None:
 
 
 def test_without_figures_the_command_says_so_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--arms", "breakable", "--device", "cpu", "--json", str(tmp_path / "startup.json")]
+    arguments = ["--arms", "plain-loop", "--device", "cpu", "--json", str(tmp_path / "startup.json")]
     assert command.main(arguments) == 1
     printed = capsys.readouterr()
-    assert "breakable: not available: " in printed.out
+    assert "plain-loop: not available: " in printed.out
     assert "no arm has figures" in printed.err
+
+
+def test_a_sentence_says_what_was_found(results: dict[str, Any]) -> None:
+    """A reader of the table alone did not see what it means."""
+    results["eager"] = result("eager", 0.4) | {"step_ms": {"1": 10.0, "64": 8.0}}
+    assert table.render(results).splitlines()[-1] == (
+        "Found: simplegraph had 2 batch sizes ready 0.50 s after the model was built, 60.0 times sooner than "
+        "torch.compile (cold cache); a step takes 0.50 of eager's step at batch 1, 0.88 of eager's step at batch 64."
+    )
+    emulated = {"simplegraph": result("simplegraph", 0.5, device="cpu")}
+    assert table.finding(emulated) == (
+        "Found: simplegraph had 2 batch sizes ready 0.50 s after the model was built; at captured sizes 0/1 answers "
+        "are eager's to the bit, the largest error is 1e-03."
+    )
+    assert table.finding({"eager": results["eager"]}) == ""

@@ -10,8 +10,8 @@ from bench.tools import environment
 from bench.tools.files import save_figures
 
 BENCH = environment.ROOT / "bench"
-# Processes of a benchmark, which pass figures to the one that started them; and a model's config.
-WRITERS = {"tools/files.py", "startup/worker.py", "startup/first_token_process.py", "fused_operators/measure.py"}
+# A process of a benchmark, which passes figures to the one that started it; and a config of a model.
+WRITERS = {"tools/files.py", "startup/worker.py"}
 CONFIG = {"spec_decode/train_eagle.py"}
 
 

@@ -17,9 +17,7 @@ from bench.arms import load_arm, timing
 from bench.arms.base import Setup
 from bench.host_overhead import calls
 from bench.models.workload import Workload
-from bench.models_first_call import first_call
 from bench.optimized import one_row
-from bench.piecewise import breaks
 from bench.startup import one_arm
 from bench.tools.measure import Timeline, step_milliseconds
 from bench.tools.replays import NotReplayed, Replays, Served
@@ -28,13 +26,13 @@ from simplegraph import Reason
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from bench.accuracy import engine_runs, generate_runs, packaged
-from bench.layer_kinds import equality, steps
+from bench.accuracy import engine_runs, generate_runs
+from bench.layer_kinds import steps
 from bench.layer_kinds.shapes import KINDS
 from bench.model_table import builders, times
 from bench.model_table.row import BY_NAME, FULL, Row
 from bench.models.eagle import tiny_pair
-from bench.serve import agreement, attention_steps, decode_steps, load, serving
+from bench.serve import decode_steps, load, serving
 from bench.spec_decode import rounds
 from bench.transformers_generate import generation, same_tokens
 from bench.two_batch import steps as two_batch
@@ -118,16 +116,6 @@ def _startup(name: str) -> None:
     timing.speeds(arm, setup, 2)
 
 
-def _breaks() -> None:
-    workload = Workload("tiny", (1, 2), CPU, layers=1)
-    breaks.steps(Setup(workload.build(), workload), dataclasses.replace(breaks.CPU_PLAN, sizes=(1, 2)))
-
-
-def _mixed() -> None:
-    workload = Workload("tiny", (1, 16), CPU, layers=1)
-    breaks.mixed_steps.measure(Setup(workload.build(), workload), [8], lambda calls: {})
-
-
 def _table() -> None:
     entry = BY_NAME["torch/GRU"]
     row = Row(entry, builders.find(entry), CPU, tiny=True)
@@ -152,19 +140,8 @@ def _rounds(arm: str) -> None:
     rounds.measure(plan, *tiny_pair("eagle3", device=CPU), (arm,))
 
 
-def _attention() -> None:
-    plan = dataclasses.replace(attention_steps.default_plan(CPU), batches=(1,))
-    attention_steps.measure(plan, CPU)
-
-
 def _decode() -> None:
     decode_steps.measure(dataclasses.replace(decode_steps.default_plan(CPU), batches=(1,)), CPU)
-
-
-def _agreement() -> None:
-    llama = Workload("tiny", (1,), CPU, lm_head=True, layers=1).build()
-    arms = agreement.default_arms(CPU)
-    agreement.compare(llama, arms, agreement.prompts_of(2, 6, llama.config.vocab_size), 3)
 
 
 def _accuracy() -> None:
@@ -184,23 +161,12 @@ def _accuracy_of_generate() -> None:
     run.close()
 
 
-def _pitches() -> None:
-    model = nn.Sequential(nn.Linear(packaged.FRAME, 360), nn.Softmax(-1)).eval()
-    packaged.pitches(model, CPU)
-
-
 TRAINING = ("train-step", "forward-backward")
 ARMS: dict[str, Callable[[], object]] = {
     **{f"startup {name}": lambda name=name: _startup(name) for name in ("simplegraph", "simplegraph-lazy")},
     "startup simplegraph-piecewise": lambda: _startup("simplegraph-piecewise"),
-    "breaks": _breaks,
-    "mixed batches": _mixed,
     "host overhead": lambda: calls.measure(CPU, [calls.SIZE], 1, str),
     "model table": _table,
-    **{
-        f"first call {arm}": lambda arm=arm: first_call.run_arm("transformer", arm, CPU, True, 1)
-        for arm in ("simplegraph", "simplegraph-static")
-    },
     **{
         f"optimized {arm}": lambda arm=arm: one_row.run_row("bert", 1, [arm], CPU, True)
         for arm in (one_row.GRAPH, one_row.OPTIMIZED, one_row.STATIC)
@@ -210,21 +176,14 @@ ARMS: dict[str, Callable[[], object]] = {
     **{f"in turn {arm}": lambda arm=arm: one_run.run_in_turn("mlp", [arm], CPU, True) for arm in TRAINING},
     **{f"generate {arm}": lambda arm=arm: _generation(arm) for arm in (*generation.FUSED, "simplegraph-4-tokens")},
     "same tokens": lambda: same_tokens.compare("llama", CPU, True, 6, 4),
-    **{
-        f"serve {arm}": lambda arm=arm: _serving(arm)
-        for arm, settings in serving.ARMS.items()
-        if settings["mode"] != "NONE" and "compiled" not in settings
-    },
-    **{f"rounds {arm}": lambda arm=arm: _rounds(arm) for arm in rounds.ARMS if arm != "eager"},
-    "attention": _attention,
+    # Modes of the engine's graphs are one arm with other settings.
+    **{f"serve {arm}": lambda arm=arm: _serving(arm) for arm in ("full-and-piecewise", "speculation, draft full")},
+    **{f"rounds {arm}": lambda arm=arm: _rounds(arm) for arm in ("no speculation", "piecewise")},
     "decode": _decode,
-    "agreement": _agreement,
-    "kinds, equality": lambda: equality.compare(KINDS["hybrid"], CPU, requests=2, tokens=2),
     "kinds, steps": lambda: steps.measure(KINDS["hybrid"], CPU, (1,), small=True),
     "two micro-batches": lambda: list(two_batch.measure(_one_layer(), None, two_batch.decode_steps((2,), CPU))),
     "accuracy": _accuracy,
     "accuracy of generate": _accuracy_of_generate,
-    "pitches": _pitches,
 }
 
 

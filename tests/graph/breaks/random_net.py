@@ -19,6 +19,7 @@ LARGEST = 6
 CALLS = 16
 SIZES = [[6], [3, 6], [2, 4, 6], [1, 3, 6], [1, 2, 3, 4, 5, 6]]
 EXPECTED = {sg.Reason.FIRST_CALL, sg.Reason.WARMUP, sg.Reason.OUTPUT_SHAPE_UNKNOWN, sg.Reason.BATCH_DIM_UNCONFIRMED}
+EXPECTED.add(sg.Reason.SIZE_NOT_CAPTURED)
 
 
 _library = torch.library.Library("sgrandom", "FRAGMENT")
@@ -27,7 +28,7 @@ _library = torch.library.Library("sgrandom", "FRAGMENT")
 _library.define("unsafe(Tensor a, Tensor b, Tensor(c!) out) -> ()", tags=[torch.Tag.cudagraph_unsafe])
 
 
-_library.define("named(Tensor a, Tensor b) -> Tensor")
+_library.define("named(Tensor a, Tensor b) -> Tensor", tags=[torch.Tag.cudagraph_unsafe])
 
 
 for _key in ("CPU", "CUDA"):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import simplegraph as sg
-from simplegraph import ConfigError
 from tests.graph.breaks.models import Model, check_equal, graphs, piecewise
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -53,32 +51,3 @@ def test_an_operator_that_returns_its_argument_breaks(device: torch.device) -> N
     model = piecewise(module, device)
     check_equal(model, module, device)
     assert graphs(model)[0].breaks == 1
-
-
-@pytest.mark.parametrize(("name", "breaks"), [("sgtest::scaled", 1), ("aten::sort", 0)])
-def test_an_operator_named_in_the_config_breaks_in_this_wrapper_alone(
-    device: torch.device, name: str, breaks: int
-) -> None:
-    module = Model(lambda x: torch.ops.sgtest.scaled(x, 0.5))
-    model = piecewise(module, device, break_ops=[name])
-    check_equal(model, module, device)
-    assert graphs(model)[0].breaks == breaks
-
-
-def test_torchs_own_operators_can_break(device: torch.device) -> None:
-    module = Model(lambda x: torch.sort(x, dim=-1).values + torch.sort(x, dim=-1, stable=True).values)
-    model = piecewise(module, device, break_ops=["aten::sort"])
-    check_equal(model, module, device)
-    assert graphs(model)[0].breaks == 2
-
-
-@pytest.mark.parametrize("name", ["sgtest::nothing", "nothing::at_all", "aten::sort.nothing"])
-def test_an_operator_that_does_not_exist_is_an_error_that_names_it(device: torch.device, name: str) -> None:
-    model = piecewise(Model(), device, break_ops=[name])
-    with pytest.raises(ConfigError, match=name):
-        model.capture_graphs(torch.randn(4, 4, device=device))
-
-
-def test_an_operators_name_has_a_namespace() -> None:
-    with pytest.raises(ConfigError, match="mylib::attention"):
-        sg.CudaGraphConfig(break_ops=["sort"])

@@ -71,7 +71,7 @@ def test_a_break_that_writes_into_out_copies_nothing(device: torch.device) -> No
 
 @pytest.mark.parametrize(
     ("kind", "breaks"),
-    [("twice", 1), ("split", 1), ("a view beside it", None)],
+    [("twice", None), ("split", 1), ("a view beside it", None)],
 )
 def test_results_that_share_memory_share_it_in_the_graph_too(device: torch.device, kind: str, breaks: Any) -> None:
     def sharing(x: Tensor) -> Any:
@@ -112,7 +112,6 @@ def test_what_a_break_writes_into_an_argument_of_the_call_reaches_the_caller(
     module = Growing()
     model = piecewise(module, device, capture_sizes=[4], capture=capture, batch_dims={"x": 0})
     if capture == "upfront":
-        model.configure_graphs(num_warmups=rows - 3)  # none, too: what breaks return is learnt all the same
         model.capture_graphs(torch.randn(4, 4, device=device))
     for _ in range(5):
         x = torch.randn(rows, 4, device=device)

@@ -12,7 +12,7 @@ import pytest
 from simplegraph.device.cuda.inventory.host import ProcessMemory, readable_ranges
 from simplegraph.device.cuda.inventory.places import Places
 from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, merged
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
 from simplegraph.device.kernels import report_lines
 
 BASE = 0x7F00_4000_0000
@@ -43,13 +43,11 @@ def places(**more: Any) -> Places:
 
 
 class Kernel:
-    """A kernel node: its parameters, each as bytes, given one by one or packed."""
+    """A kernel node: its parameters, each as bytes, given one by one."""
 
     kind = 0
 
-    def __init__(
-        self, name: str, *parameters: bytes, packed: bool = False, function: bool = True, together: bool = False
-    ) -> None:
+    def __init__(self, name: str, *parameters: bytes, function: bool = True, together: bool = False) -> None:
         self.name, self.parameters, self.function = name, parameters, function
         self.buffers = [ctypes.create_string_buffer(each, len(each)) for each in parameters]
         self.addresses = (ctypes.c_void_p * max(1, len(parameters)))(*map(ctypes.addressof, self.buffers))
@@ -57,17 +55,10 @@ class Kernel:
         if together:
             starts = [sum(map(len, parameters[:index])) for index in range(len(parameters))]
             self.addresses[:] = [ctypes.addressof(self.buffer) + start for start in starts]
-        self.size = ctypes.c_size_t(len(self.buffer))
-        options = (1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
-        self.extra = (ctypes.c_void_p * 5)(*options)
-        self.packed = packed
 
     def fill(self, out: Any) -> None:
         out.func, out.kern = (id(self), None) if self.function else (None, id(self))
-        if self.packed:
-            out.extra = ctypes.addressof(self.extra)
-        else:
-            out.params = ctypes.addressof(self.addresses)
+        out.params = ctypes.addressof(self.addresses)
 
 
 class Other:
@@ -152,7 +143,7 @@ def seen(inventory: Inventory) -> list[tuple[str, MemoryKind, int, bool]]:
     return [(touch.node, touch.place, touch.offset, touch.certain) for touch in inventory.touches]
 
 
-@pytest.mark.parametrize("how", [{}, {"packed": True}, {"function": False}, {"together": True}])
+@pytest.mark.parametrize("how", [{}, {"function": False}, {"together": True}])
 def test_each_pointer_of_a_kernel_is_in_the_memory_it_belongs_to(how: dict[str, bool]) -> None:
     scalar = struct.pack("<i", 7)
     every = (WEIGHT + 8, FREED, UNKNOWN, TEMPORARY, FOREIGN_POOL, WORKSPACE, UNMAPPED)
@@ -226,14 +217,6 @@ def test_what_cannot_be_read_is_noted_and_the_rest_is_read() -> None:
     assert (found.nodes, [touch.node for touch in found.touches]) == (6, ["scale"])
     assert next(report_lines(found)) == "scale: weight"
     assert "not read: 1 x conditional node" in list(report_lines(found))
-
-
-def test_the_graphs_that_a_condition_chooses_from_are_read() -> None:
-    bodies = [Kernel("then", pointer(WEIGHT)), Kernel("otherwise", pointer(FREED))]
-    found = taken(Other(13, inside=bodies), Kernel("after", pointer(UNKNOWN)))
-    assert [touch.node for touch in found.touches] == ["then", "otherwise", "after"]
-    assert [touch.number for touch in found.touches] == [1, 2, 3]
-    assert (found.nodes, found.notes) == (4, {})
 
 
 def test_an_address_of_the_host_is_no_memory_that_a_device_had_there_before() -> None:
@@ -358,10 +341,3 @@ def test_memory_of_this_process_is_read_and_a_wrong_address_is_none() -> None:
         at = ctypes.addressof(text)
         assert memory.read([(at + 4, 4), (8, 8), (at, 8)]) == [b"efgh", None, b"abcdefgh"]
         assert (memory.holds(at), memory.holds(8)) == (True, False)
-
-
-def test_inventories_of_several_segments_are_one() -> None:
-    one, two = (taken(Kernel(name, pointer(WEIGHT))) for name in "ab")
-    whole = merged([one, two])
-    assert (whole.nodes, [touch.node for touch in whole.touches]) == (2, ["a", "b"])
-    assert whole.to_dict()["touches"][0]["place"] == "known"

@@ -33,7 +33,11 @@ def refusal(function: Callable[[Tensor], Tensor]) -> str:
     for _ in range(4):
         x = torch.randn(4, 8)
         assert torch.equal(model(x), module(x.clone()))
-    assert model.graph_stats.eager == {Reason.FIRST_CALL: 1, Reason.CAPTURE_FAILED: 3}
+    eager = model.graph_stats.eager
+    # The first run of a compiled function changes state of the compiler's, so that one more run is looked at.
+    assert eager[Reason.FIRST_CALL] == 1
+    assert eager[Reason.WARMUP] <= 1
+    assert eager[Reason.CAPTURE_FAILED] == 3 - eager[Reason.WARMUP]
     (message,) = model.graph_stats.failures.values()
     return str(message)
 

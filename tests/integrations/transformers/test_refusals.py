@@ -41,7 +41,7 @@ def test_beams_that_the_model_reorders_itself(llama: Any, plain: Any, device: to
 
     llama._reorder_cache = reorder
     check_refused(
-        Reason.DECODING_MODE,
+        Reason.GENERATION,
         "the model reorders its cache itself",
         llama,
         plain,
@@ -51,7 +51,7 @@ def test_beams_that_the_model_reorders_itself(llama: Any, plain: Any, device: to
 
 
 def test_assisted_decoding(llama: Any, plain: Any, device: torch.device) -> None:
-    check_refused(Reason.DECODING_MODE, "", llama, plain, tiny.prompts([6], device), prompt_lookup_num_tokens=2)
+    check_refused(Reason.GENERATION, "", llama, plain, tiny.prompts([6], device), prompt_lookup_num_tokens=2)
 
 
 def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.device) -> None:
@@ -60,7 +60,7 @@ def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.devi
         found = plain.generate(**batch, **GREEDY, assistant_model=llama)
         assert torch.equal(found, plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays == 0
-        assert graphs.stats.eager[Reason.DECODING_MODE]
+        assert graphs.stats.eager[Reason.GENERATION]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.devi
     [({"cache_implementation": "static"}, "a StaticCache"), ({"use_cache": False}, "use_cache=False")],
 )
 def test_other_caches(settings: dict[str, Any], said: str, llama: Any, plain: Any, device: torch.device) -> None:
-    check_refused(Reason.CACHE_KIND, said, llama, plain, tiny.prompts([6, 4], device), **settings)
+    check_refused(Reason.GENERATION, said, llama, plain, tiny.prompts([6, 4], device), **settings)
 
 
 def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) -> None:
@@ -84,8 +84,8 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
                 if setattr(cache, "layer_class_to_replicate", OwnLayer) is None
             )
             assert torch.equal(found, expected)
-            assert graphs.stats.eager[Reason.CACHE_KIND] == count
-        assert graphs.stats.details[Reason.CACHE_KIND] == "a OwnLayer in the cache"
+            assert graphs.stats.eager[Reason.GENERATION] == count
+        assert graphs.stats.details[Reason.GENERATION] == "a OwnLayer in the cache"
         assert graphs.stats.replays == 0
 
 
@@ -93,7 +93,7 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
 def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(tiny_states.ELSEWHERE[name], device) for _ in range(2))
     detail = "generate gives this model none: it keeps its states in itself"
-    check_refused(Reason.CACHE_KIND, detail, model, plain, tiny.prompts([6, 4], device))
+    check_refused(Reason.GENERATION, detail, model, plain, tiny.prompts([6, 4], device))
 
 
 def test_states_on_modules_are_named_and_never_advanced_twice(device: torch.device) -> None:
@@ -129,7 +129,7 @@ def test_a_batch_that_grows_beyond_the_largest(llama: Any, plain: Any, device: t
 
 
 def test_a_prompt_longer_than_the_cache(llama: Any, plain: Any, device: torch.device) -> None:
-    check_refused(Reason.CACHE_FULL, "max_length is 64", llama, plain, tiny.prompts([70, 30], device))
+    check_refused(Reason.LENGTH_TOO_LARGE, "max_length is 64", llama, plain, tiny.prompts([70, 30], device))
 
 
 @pytest.mark.parametrize("max_length", [64, 67])
@@ -141,7 +141,7 @@ def test_a_sequence_that_outgrows_the_cache_goes_on_without_it(
     batch = tiny.prompts([58, 30], device)
     with graphed(model, max_length=max_length) as graphs:
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.eager[Reason.CACHE_FULL] == 1
+        assert graphs.stats.eager[Reason.LENGTH_TOO_LARGE] == 1
         assert graphs.stats.replays == max_length - 58 - 1
 
 
@@ -195,12 +195,12 @@ def test_hooks_of_the_model_itself_fire_around_replays(llama: Any, device: torch
 
 def test_a_model_spread_by_a_device_map(llama: Any, plain: Any, device: torch.device) -> None:
     llama.hf_device_map = {"model": 0, "lm_head": 1}
-    check_refused(Reason.SPREAD_MODEL, "device_map over 0, 1", llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.WRONG_DEVICE, "device_map over 0, 1", llama, plain, tiny.prompts([6], device))
 
 
 def test_a_model_offloaded_by_accelerate(llama: Any, plain: Any, device: torch.device) -> None:
     llama.model.layers[0]._hf_hook = object()
-    check_refused(Reason.SPREAD_MODEL, "an accelerate hook at model.layers.0", llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.WRONG_DEVICE, "an accelerate hook at model.layers.0", llama, plain, tiny.prompts([6], device))
 
 
 def test_experts_that_are_picked_in_python_are_named_with_their_line(device: torch.device) -> None:
@@ -223,7 +223,7 @@ def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.devic
         return transformers.GPTNeoForCausalLM(config)
 
     plain, model = (tiny.build(gpt_neo, device) for _ in range(2))
-    check_refused(Reason.FIXED_CACHE, "differs by up to", model, plain, tiny.prompts([6, 4, 5], device))
+    check_refused(Reason.GENERATION, "differs by up to", model, plain, tiny.prompts([6, 4, 5], device))
 
 
 def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: torch.device) -> None:
@@ -240,7 +240,7 @@ def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: 
             batch = tiny.prompts([6, 4], device)
             found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
             assert torch.equal(found, expected)
-            assert graphs.stats.eager[Reason.FIXED_CACHE] == count
+            assert graphs.stats.eager[Reason.GENERATION] == count
         assert graphs.stats.replays == 0
 
 
@@ -249,7 +249,9 @@ def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, m
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.CacheStore", full)
-    check_refused(Reason.CACHE_FULL, "lower max_batch_size or max_length", llama, plain, tiny.prompts([6, 4], device))
+    check_refused(
+        Reason.LENGTH_TOO_LARGE, "lower max_batch_size or max_length", llama, plain, tiny.prompts([6, 4], device)
+    )
 
 
 @pytest.mark.parametrize("function", [graph_generation, graph_encoder])

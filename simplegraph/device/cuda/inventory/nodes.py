@@ -14,29 +14,26 @@ from typing import Any
 
 from simplegraph.device.cuda.inventory.host import Piece
 from simplegraph.device.cuda.inventory.structures import (
-    ConditionalParameters,
     CopyParameters,
     FillParameters,
     KernelParameters,
     Word,
 )
 
-KERNEL, MEMCPY, MEMSET, HOST, GRAPH, CONDITIONAL = 0, 1, 2, 3, 4, 13  # CU_GRAPH_NODE_TYPE_...
+KERNEL, MEMCPY, MEMSET, GRAPH = 0, 1, 2, 4  # CU_GRAPH_NODE_TYPE_...
 _SILENT = {5, 6, 7}  # empty nodes and events, which touch no memory
 _OTHERS = {
-    HOST: "host callback",
+    3: "host callback",
     8: "external semaphore",
     9: "external semaphore",
     10: "allocation",
     11: "deallocation",
     12: "batch of memory operations",
-    CONDITIONAL: "conditional node",
+    13: "conditional node",
 }
 _DEVICE_MEMORY = (2, 4)  # CU_MEMORYTYPE_DEVICE, UNIFIED
-_PACKED, _PACKED_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE
 _MOST_PARAMETERS = 4096
 _MOST_POINTERS = 64  # bytes of a parameter that is an array of addresses
-_MOST_BODIES = 64  # of a conditional node
 
 
 class KernelFunction:
@@ -101,9 +98,8 @@ class NodeReader:
 
     def __post_init__(self) -> None:
         self._readers = {KERNEL: self._launch, MEMCPY: self._copy, MEMSET: self._fill, GRAPH: self._child}
-        self._readers[CONDITIONAL] = self._conditional
         self._functions: dict[tuple[int | None, int | None], KernelFunction] = {}
-        self._launches: list[tuple[int, KernelFunction, int | None, int | None]] = []
+        self._launches: list[tuple[int, KernelFunction, int | None]] = []
         self._transfers: list[list[Word]] = []  # of copies and fills
         self._kernel = KernelParameters()  # scratch
         self._kernel_at = ctypes.byref(self._kernel)
@@ -165,18 +161,6 @@ class NodeReader:
         else:
             self._walk(inner.value or 0)
 
-    def _conditional(self, index: int, node: Any) -> None:
-        """Read the graphs that a condition chooses from, where the driver tells them (of CUDA 13.2)."""
-        ask, given = getattr(self.driver, "cuGraphNodeGetParams", None), ConditionalParameters()
-        bodies: list[bytes | None] = [None]
-        if ask is not None and not ask(node, ctypes.byref(given)) and given.graphs and 0 < given.count <= _MOST_BODIES:
-            bodies = self.memory.read([(given.graphs, 8 * given.count)])
-        if bodies[0] is None:
-            self.notes[_OTHERS[CONDITIONAL]] += 1
-            return
-        for (body,) in struct.iter_unpack("<Q", bodies[0]):
-            self._walk(body)
-
     def _copy(self, index: int, node: Any) -> None:
         copy = CopyParameters()
         if self.driver.cuGraphMemcpyNodeGetParams(node, ctypes.byref(copy)):
@@ -209,28 +193,19 @@ class NodeReader:
         if not function.known:
             self.notes[f"parameters of {function.name}"] += 1
         elif function.layout and not (self.plain is not None and self.plain(function.name)):
-            self._launches.append((index, function, kernel.params, kernel.extra))
+            self._launches.append((index, function, kernel.params))
 
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
-        """Read what kernels are passed, by an address for each parameter or all in one buffer; return the words."""
+        """Read what kernels are passed, by an address for each parameter; return the words."""
         # In steps, each of which reads for all launches: first where parameters lie, then what is there.
-        lists = self.memory.read(
-            [
-                (params, 8 * len(function.layout)) if params else (extra or 0, 40)
-                for _, function, params, extra in self._launches
-            ]
-        )
-        pieces: list[list[Piece]] = []
-        for (_, function, params, _), told in zip(self._launches, lists, strict=True):
-            if told is None:
-                pieces.append([])
-            elif params:
-                pieces.append(_places(function, struct.unpack(f"<{len(function.layout)}Q", told)))
-            else:
-                pieces.append(self._packed(function, struct.unpack("<5Q", told)))
+        lists = self.memory.read([(params or 0, 8 * len(function.layout)) for _, function, params in self._launches])
+        pieces = [
+            [] if told is None else _places(function, struct.unpack(f"<{len(function.layout)}Q", told))
+            for (_, function, _), told in zip(self._launches, lists, strict=True)
+        ]
         found = iter(self.memory.read([piece for each in pieces for piece in each]))
         read: list[tuple[int, KernelFunction, tuple[int, ...]]] = []
-        for (index, function, _, _), each in zip(self._launches, pieces, strict=True):
+        for (index, function, _), each in zip(self._launches, pieces, strict=True):
             parts = [next(found) for _ in each]
             if not parts or None in parts:
                 self.notes[f"parameters of {function.name}"] += 1
@@ -238,17 +213,6 @@ class NodeReader:
                 passed = parts[0] if len(parts) == 1 else _joined(function, parts)
                 read.append((index, function, function.unpack(passed)))
         return read
-
-    def _packed(self, function: KernelFunction, options: Sequence[int]) -> list[Piece]:
-        """Return where parameters lie that are passed in one buffer; nothing if that is not told."""
-        given = dict(zip(options[:4:2], options[1:4:2], strict=True))
-        if not {_PACKED, _PACKED_SIZE} <= given.keys():
-            return []
-        (size,) = self.memory.read([(given[_PACKED_SIZE], 8)])
-        whole = function.start + function.size
-        if size is None or int.from_bytes(size, "little") < whole:
-            return []
-        return [(given[_PACKED] + function.start, function.size)]
 
     def _function(self, func: int | None, kern: int | None) -> KernelFunction:
         handle, kind = (func, "Func") if func else (kern, "Kernel")

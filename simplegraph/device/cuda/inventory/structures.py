@@ -54,18 +54,3 @@ class FillParameters(ctypes.Structure):
         ("sizes", ctypes.c_size_t * 2),
         ("more", ctypes.c_uint64 * 16),
     )
-
-
-class ConditionalParameters(ctypes.Structure):
-    """CUgraphNodeParams of a conditional node: graphs that run, or not, as the device decides."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("reserved", ctypes.c_int * 3),
-        ("handle", ctypes.c_uint64),
-        ("kind", ctypes.c_int),
-        ("count", ctypes.c_uint),
-        ("graphs", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-        ("more", ctypes.c_uint64 * 40),
-    )

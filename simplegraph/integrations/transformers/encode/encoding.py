@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import bisect
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.batch.sizes import default_sizes
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.transformers.encode.lengths import LengthRule, eighths, pad_inputs, read_call
-from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, named
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, added, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
+from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.serve.mixin import check_unwrapped, wrap
 
-_ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
+_SIGNATURES = 4  # of a length: with and without a mask, with some flags
+_ROW_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
 
 
 class EncoderStep(ModelStep):
@@ -46,6 +50,59 @@ class GraphedEncoder(GraphedModel):
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
         self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
         super().__init__(model, step, {"forward": self._forward})
+
+    def capture(
+        self,
+        sizes: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        *,
+        inputs: Collection[str] | None = None,
+    ) -> CaptureSummary:
+        """Capture all batch sizes and lengths now, so that no later call waits for a capture.
+
+        Made-up tokens are passed, with a mask and, where the encoder tells a batch of full length from others, without.
+        The first call of each batch size is still a proof, which runs eagerly.
+
+        Args:
+            sizes: batch sizes, in place of those that `graph_encoder` was given; what was captured before is dropped.
+            lengths: lengths in tokens, likewise.
+            inputs: names of the tensors that later calls pass, of `input_ids`, `attention_mask` and `token_type_ids`;
+                None takes the last of them if the model tells segments apart.
+
+        Returns:
+            What was captured, and how long it took.
+
+        Raises:
+            ConfigError: a size or length is no whole number of at least 1.
+        """
+        if sizes is not None or lengths is not None:
+            lengths = self._lengths if lengths is None else sorted(lengths)
+            check_counts("lengths", lengths)
+            chosen: Any = {} if sizes is None else {"capture_sizes": sizes}
+            self._step.configure_graphs(max_signatures=_SIGNATURES * len(lengths), **chosen)
+            self._lengths, self._max_batch_size = lengths, max(sizes or [self._max_batch_size])
+        if inputs is None:
+            segments = getattr(self.model.config, "type_vocab_size", 0) > 1
+            inputs = _ROW_INPUTS[:3] if segments else _ROW_INPUTS[:2]
+        summaries = {}
+        with torch.no_grad():
+            self._check_state()
+            for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and what is cut
+                self._run_padded(self._step.run_model, self._example(length, inputs))
+            for length in reversed(self._lengths):
+                example = self._example(length, {*inputs, "attention_mask"})
+                summaries[f"{length} tokens"] = self._step.capture_graphs(**example)
+                if "attention_mask" not in inputs or not self._keeps_masks:
+                    del example["attention_mask"]
+                    summaries[f"{length} tokens without a mask"] = self._step.capture_graphs(**example)
+        return added(summaries)
+
+    def _example(self, length: int, inputs: Collection[str]) -> dict[str, Tensor]:
+        """Make up a batch of the largest size; nothing of it is padding."""
+        shape, device = (self._max_batch_size, max(1, length)), self.model.device
+        tokens = torch.arange(shape[0] * shape[1], device=device).remainder(self.model.config.vocab_size).view(shape)
+        made = tokens, torch.ones_like(tokens), torch.zeros_like(tokens)
+        return {name: value for name, value in zip(_ROW_INPUTS, made, strict=False) if name in inputs}
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model."""
@@ -141,16 +198,14 @@ def graph_encoder(
     _check_encoder(model)
     if lengths is None:
         lengths = eighths(getattr(model.config, "max_position_embeddings", None) or 512)
-    if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
-        raise ConfigError(f"lengths is {lengths!r}; expected whole numbers of at least 1, such as [64, 128, 256].")
-    sizes: Any = {"capture_sizes": capture_sizes} if capture_sizes else {"max_capture_size": max_batch_size}
+    check_counts("lengths", lengths)
     step = wrap(
         named(EncoderStep, type(model).__name__)(model),
         pool=pool,
         batch_dims=dict.fromkeys(_ROW_INPUTS, 0),
-        max_signatures=4 * len(lengths),
+        max_signatures=_SIGNATURES * len(lengths),
         progress=False,
-        **sizes,
+        capture_sizes=capture_sizes or default_sizes(max_batch_size),
     )
     return GraphedEncoder(model, step, lengths=lengths, max_batch_size=max(capture_sizes or [max_batch_size]))
 

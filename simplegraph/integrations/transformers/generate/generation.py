@@ -9,6 +9,7 @@ import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from simplegraph.base.errors import ConfigError, did_you_mean
@@ -20,9 +21,10 @@ from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES
 from simplegraph.integrations.transformers.generate.launched import LaunchedGeneration, is_known_loop
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
-from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, added, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
+from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.report import GraphReport
 from simplegraph.serve.mixin import check_unwrapped, wrap
 
@@ -61,6 +63,58 @@ class GraphedGeneration(GraphedModel):
         report = super().report()
         return dataclasses.replace(report, optimizations=(*report.optimizations, *lines))
 
+    def capture(
+        self, sizes: Sequence[int] | None = None, lengths: Sequence[int] | None = None, **settings: Any
+    ) -> CaptureSummary:
+        """Capture all batch sizes and lengths now, so that no later generation waits for a capture.
+
+        Short generations from made-up prompts are run for it. The first steps of each batch size are still proofs,
+        which run eagerly.
+
+        Args:
+            sizes: batch sizes, in place of the earlier ones; what was captured before is dropped.
+            lengths: tokens of the sequences that will be decoded, the shortest prompt and the longest sequence among
+                them; None for all up to `max_length`.
+            **settings: arguments of `generate` as later calls have them, such as `do_sample`.
+
+        Returns:
+            What was captured, and how long it took.
+
+        Raises:
+            ConfigError: the model does not generate from tokens alone, or a size or length is invalid.
+        """
+        if self.model.config.is_encoder_decoder or self.model.main_input_name != "input_ids":
+            raise ConfigError(
+                f"capture makes up prompts of tokens, and {type(self.model).__name__} takes "
+                f"{self.model.main_input_name} for an encoder: call generate with inputs of each size and length."
+            )
+        if sizes is not None:
+            check_counts("sizes", sizes)
+            self._step.configure_graphs(capture_sizes=sizes)
+            self.reset()
+            self._decoder.use_sizes(sizes)
+        if lengths is not None:
+            check_counts("lengths", lengths)
+        try:
+            prompts = self._decoder.prompts_for(lengths)
+        except CannotBind as error:
+            raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
+        self._decoder.capturing = {}
+        try:
+            for rows, tokens in prompts:
+                self._generate_once(rows, tokens, settings)
+            return added(self._decoder.capturing)
+        finally:
+            self._decoder.capturing = None
+
+    def _generate_once(self, rows: int, tokens: int, settings: Mapping[str, Any]) -> None:
+        """Generate from a made-up prompt as many tokens as steps of each kind take."""
+        ids = torch.arange(rows * tokens, device=self.model.device).view(rows, tokens)
+        ids = ids.remainder(self.model.config.get_text_config().vocab_size)
+        count = 3 + self._tokens_per_launch  # the prefill's, the first step's, one more and a launch
+        given = {"do_sample": False, **settings, "max_new_tokens": count, "min_new_tokens": count, "max_length": None}
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+
     # Replacements of the model's methods.
 
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,7 +123,7 @@ class GraphedGeneration(GraphedModel):
         self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
         result = generate(*args, **kwargs)
         if not self._call.decoded:
-            self.stats.ran_eagerly(Reason.DECODING_MODE, self._inner_generator())
+            self.stats.ran_eagerly(Reason.GENERATION, self._inner_generator())
         return result
 
     def _sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +223,7 @@ class GraphedGeneration(GraphedModel):
             check_model(self.model)
             check_generation(config, kwargs, self._decoder.cache_name)
             if beams and hasattr(self.model, "_reorder_cache"):
-                raise CannotBind(Reason.DECODING_MODE, "the model reorders its cache itself")
+                raise CannotBind(Reason.GENERATION, "the model reorders its cache itself")
             if not self._busy.acquire(blocking=False):
                 raise CannotBind(Reason.BUSY, "")
         except CannotBind as error:

@@ -55,13 +55,11 @@ class Launched(NamedTuple):
         tokens: (rows, steps) int64.
         unfinished: (rows,) int64, as in `RowState`, after the last step.
         made: (rows,) int64, steps before which the row was unfinished, and one more if it still is; for rows that end.
-        logits: (rows, steps, vocabulary); None if they are not asked for.
     """
 
     tokens: Tensor
     unfinished: Tensor
     made: Tensor
-    logits: Tensor | None
 
 
 class Launch:
@@ -71,16 +69,14 @@ class Launch:
         steps: number of steps.
         samples: True to draw tokens, False to take the most likely ones.
         processors: change the scores; from `processors_between`.
-        logits: True to return the logits as well.
 
     Raises:
         CannotBind: a processor holds too many numbers to tell it from others.
     """
 
-    def __init__(self, steps: int, *, samples: bool, processors: LogitsProcessorList, logits: bool) -> None:
-        self.steps, self.samples = steps, samples
-        self._processors, self._logits = processors, logits
-        how = ["sampling" if samples else "greedy", *map(_described, processors), *(["logits"] if logits else [])]
+    def __init__(self, steps: int, *, samples: bool, processors: LogitsProcessorList) -> None:
+        self.steps, self.samples, self._processors = steps, samples, processors
+        how = ["sampling" if samples else "greedy", *map(_described, processors)]
         self._label = f"{steps} steps, {', '.join(how)}"
 
     def __eq__(self, other: object) -> bool:
@@ -92,15 +88,15 @@ class Launch:
     def __repr__(self) -> str:
         return self._label
 
-    def choose(self, logits: Tensor, ids: Tensor, state: RowState) -> tuple[Tensor, Tensor, RowState]:
-        """Choose the next tokens, (rows,); return them, the scores, and the new state.
+    def choose(self, logits: Tensor, ids: Tensor, state: RowState) -> tuple[Tensor, RowState]:
+        """Choose the next tokens, (rows,); return them and the new state.
 
         Args:
             logits: (rows, vocabulary) float32.
             ids: (rows, tokens), of the length of the sequences; the values do not count.
             state: of the rows.
         """
-        scores = self.scores(logits, ids, state.seen)
+        scores = self._scores(logits, ids, state.seen)
         if self.samples:
             tokens = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
@@ -111,9 +107,9 @@ class Launch:
             unfinished = unfinished & ~(tokens[:, None] == ends).any(1)
         if seen is not None:
             seen = seen.scatter(1, tokens[:, None], True)
-        return tokens, scores, RowState(unfinished, pad, ends, seen)
+        return tokens, RowState(unfinished, pad, ends, seen)
 
-    def scores(self, logits: Tensor, ids: Tensor, seen: Tensor | None) -> Tensor:
+    def _scores(self, logits: Tensor, ids: Tensor, seen: Tensor | None) -> Tensor:
         """Let the processors change logits; see `choose`."""
         for one in self._processors:
             if seen is not None and type(one).__name__ == _REPETITION:
@@ -131,17 +127,15 @@ class Launch:
             ids: (rows, 1), the tokens to go on from.
             state: of the rows.
         """
-        made, all_tokens, all_logits = torch.zeros_like(state.unfinished), [], []
+        made, all_tokens = torch.zeros_like(state.unfinished), []
         for _ in range(self.steps):
             logits = step(ids)
             if state.ends is not None:
                 made = made + state.unfinished
-            tokens, _, state = self.choose(logits[:, -1].to(torch.float32), ids, state)
+            tokens, state = self.choose(logits[:, -1].to(torch.float32), ids, state)
             ids = tokens[:, None]
             all_tokens.append(ids)
-            all_logits.append(logits)
-        kept = torch.cat(all_logits, 1) if self._logits else None
-        return Launched(torch.cat(all_tokens, 1), state.unfinished, made + state.unfinished, kept)
+        return Launched(torch.cat(all_tokens, 1), state.unfinished, made + state.unfinished)
 
 
 def ignored_tokens(processors: Sequence[Any], prompt: int) -> Any:

@@ -67,18 +67,15 @@ class LaunchedGeneration:
         self._streamer = kwargs.get("streamer")
         self._processors = LogitsProcessorList(kwargs.get("logits_processor") or ())
         processors_between(self._processors, 0, 0)
-        recorded = bool(config.return_dict_in_generate)
-        self._recorded = recorded and bool(config.output_scores), recorded and bool(config.output_logits)
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            raise CannotBind(Reason.ONE_TOKEN, "scores or logits of every token are returned")
         self._samples = bool(config.do_sample)
         self._launches: dict[tuple[int, ...], Launch] = {}  # by the steps and the ids of processors
         self.launch = self._launch_of(steps, self._processors)
         self.refused: CannotBind | None = None
         self._ignored = ignored_tokens(self._processors, ids.shape[1])
         self._first = [ids]  # the prompts, and the loop's own tokens
-        # What the loop is handed at its end.
-        self._tokens: list[Tensor] = []
-        self._scores: list[Tensor] = []
-        self._logits: list[Tensor] = []
+        self._tokens: list[Tensor] = []  # what the loop is handed at its end
 
     def run(self, sample: functools.partial[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a bound `_sample` with this check; returns its result."""
@@ -110,11 +107,9 @@ class LaunchedGeneration:
         """Return the number of steps to undo, for which `_append` adds tokens instead."""
         return len(self._tokens)
 
-    def _append(self, _: int, ids: Tensor, scores: Any, logits: Any, *others: Any) -> tuple[Any, ...]:
-        """Add what was generated here to the loop's sequences, scores and logits; the latter two may be None."""
-        pairs = (scores, self._scores), (logits, self._logits)
-        more = (None if known is None else (*known, *new) for known, new in pairs)
-        return torch.cat([ids, *self._tokens], dim=-1), *more, *others
+    def _append(self, _: int, ids: Tensor, *others: Any) -> tuple[Any, ...]:
+        """Add what was generated here to the loop's sequences."""
+        return torch.cat([ids, *self._tokens], dim=-1), *others
 
     # Generating what is left.
 
@@ -165,14 +160,12 @@ class LaunchedGeneration:
     def _launch_of(self, steps: int, processors: LogitsProcessorList) -> Launch:
         key = (steps, *map(id, processors))
         if key not in self._launches:
-            logits = any(self._recorded)
-            self._launches[key] = Launch(steps, samples=self._samples, processors=processors, logits=logits)
+            self._launches[key] = Launch(steps, samples=self._samples, processors=processors)
         return self._launches[key]
 
     def _take_one(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, RowState, bool]:
         logits = self._served.go_on(ids)[:, -1].to(copy=True, dtype=torch.float32)
-        tokens, scores, state = launch.choose(logits, ids.expand(-1, length), state)
-        self._record(logits, scores)
+        tokens, state = launch.choose(logits, ids.expand(-1, length), state)
         self._show(tokens)
         return tokens[:, None], state, self._is_over(state.unfinished)
 
@@ -188,7 +181,6 @@ class LaunchedGeneration:
         tokens = tokens[:, :made]
         shown, kept = 0, tokens.shape[1]
         try:
-            self._record_all(launch, found.logits, tokens, state)
             for shown in range(1, kept + 1):
                 self._show(tokens[:, shown - 1])
         finally:  # a streamer may raise
@@ -198,15 +190,6 @@ class LaunchedGeneration:
                 self._draw(len(ids), shown)
         seen = None if state.seen is None else state.seen.scatter(1, tokens, True)
         return tokens, RowState(unfinished, state.pad, state.ends, seen), made <= launch.steps
-
-    def _record_all(self, launch: Launch, all_logits: Any, tokens: Tensor, state: RowState) -> None:
-        """Record the logits, (rows, steps, vocabulary), of the steps that chose the tokens (rows, steps)."""
-        seen = state.seen
-        for step in range(tokens.shape[1] if any(self._recorded) else 0):
-            new = tokens[:, step : step + 1]
-            logits = all_logits[:, step].to(copy=True, dtype=torch.float32)
-            self._record(logits, launch.scores(logits, new, seen))
-            seen = None if seen is None else seen.scatter(1, new, True)
 
     def _draw(self, rows: int, steps: int) -> None:
         """Draw as many random numbers as so many steps do, which does not depend on the scores."""
@@ -222,11 +205,6 @@ class LaunchedGeneration:
     def _show(self, tokens: Tensor) -> None:
         if self._streamer is not None:
             self._streamer.put(tokens.cpu())
-
-    def _record(self, logits: Tensor, scores: Tensor) -> None:
-        for wanted, known, new in zip(self._recorded, (self._scores, self._logits), (scores, logits), strict=True):
-            if wanted:
-                known.append(new)
 
 
 def _limits(criteria: Any) -> tuple[int, Tensor | None]:

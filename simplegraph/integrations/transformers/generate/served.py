@@ -206,7 +206,7 @@ class ServedGeneration:
             self._move_to(length + 1)
         else:
             after.put_back()
-            self._give_up(Reason.FIXED_CACHE, found)
+            self._give_up(Reason.GENERATION, f"on a cache of fixed length, {found}")
         return outputs
 
     def _move_to(self, length: int) -> None:
@@ -223,7 +223,7 @@ class ServedGeneration:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:
             said = f"{len(self._others)} calls of a generation had another cache, a {self._others[0]}"
-            self._give_up(Reason.CACHE_KIND, said)
+            self._give_up(Reason.GENERATION, said)
 
     def _restore(self) -> None:
         if self._length:

@@ -323,3 +323,39 @@ def test_models_that_take_no_tokens_are_refused(device: torch.device) -> None:
 def test_a_handle_says_what_it_is(device: torch.device) -> None:
     with graph_encoder(bert(device)) as graphs:
         assert repr(graphs) == "<GraphedEncoder of BertModel: 0 graphs, 0 replays, 0 eager calls>"
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_after_capture_forty_varied_calls_are_replays_but_for_the_proofs(attention: str, device: torch.device) -> None:
+    """29 of 40 ran eagerly while graphs were still to be captured, and requests waited for captures."""
+    plain, model = bert(device), bert(device)
+    for one in (plain, model):
+        one.set_attn_implementation(attention)
+    with graph_encoder(model) as graphs, torch.inference_mode():
+        summary = graphs.capture(sizes=[1, 2, 4], lengths=[16, 24, 32])
+        assert graphs.stats.captures == 3 * 3 * (2 if attention == "sdpa" else 1) >= summary.captured > 0
+        assert not summary.failed
+        before, captured = graphs.stats.eager.copy(), graphs.stats.captures
+        for call in range(40):
+            inputs = batch(1 + call % 4, 5 + call * 7 % 28, device)
+            if call % 5 == 0:
+                inputs["attention_mask"].fill_(1)
+            assert_same(model(**inputs), plain(**inputs))
+        late = graphs.stats.eager - before
+        assert set(late) <= {Reason.PROOF}, graphs.report()
+        assert graphs.stats.captures == captured
+        assert graphs.stats.replays == 40 - late.total()
+        with pytest.raises(sg.ConfigError, match=r"lengths is \[\]"):
+            graphs.capture(lengths=[])
+
+
+def test_capture_passes_the_tensors_that_calls_pass(device: torch.device) -> None:
+    model = bert(device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[2]) as graphs, torch.inference_mode():
+        graphs.capture(inputs=["input_ids"])
+        captured = graphs.stats.captures
+        for length in (16, 9):
+            model(batch(2, length, device)["input_ids"])
+        assert graphs.stats.captures == captured
+        assert graphs.stats.replays == 2

@@ -18,6 +18,7 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+import tiny_states  # noqa: E402
 from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
@@ -170,3 +171,32 @@ def test_a_model_that_is_dropped_with_its_graphs_is_freed(device: torch.device) 
     for _ in range(2):  # the collector does not look into storages of the emulator, which hold some
         gc.collect()
     assert gone() is None, "its weights would stay on the GPU"
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "Mamba2"])
+def test_after_capture_varied_generations_replay_all_steps_but_the_proofs(
+    name: str, tokens_per_launch: int, device: torch.device
+) -> None:
+    """The first request of each size and length waited for its capture."""
+    plain, model = (tiny.build((MODELS | tiny_states.MODELS)[name], device) for _ in range(2))
+    with graphed(model, max_length=128, tokens_per_launch=tokens_per_launch) as graphs:
+        summary = graphs.capture(sizes=[2, 4], lengths=[1, 100])
+        assert summary.captured >= 2
+        assert not summary.failed
+        captured, before = graphs.stats.captures, graphs.stats.eager.copy()
+        for seed, lengths in enumerate(([7, 4, 6], [60, 33, 70], [5, 3, 2, 9], [64], [90])):
+            batch = tiny.prompts(lengths, device, seed)
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.captures == captured, graphs.report()
+        assert set(graphs.stats.eager - before) <= {Reason.PROOF}
+        assert graphs.stats.replays > TOKENS
+
+
+def test_capture_refuses_lengths_above_the_largest_and_models_that_read_no_tokens(device: torch.device) -> None:
+    model = tiny.build(MODELS["llama"], device)
+    with graphed(model) as graphs, pytest.raises(sg.ConfigError, match=r"lengths is \[1000000\], but max_length is"):
+        graphs.capture(lengths=[1_000_000])
+    with graphed(tiny.build(MODELS["t5"], device)) as graphs, pytest.raises(sg.ConfigError, match="call generate with"):
+        graphs.capture()

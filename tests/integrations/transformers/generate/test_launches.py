@@ -140,20 +140,15 @@ def test_padded_rows_would_draw_other_tokens_and_are_sampled_one_by_one(pair: An
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_scores_and_the_cache_are_those_of_the_tokens(name: str, device: torch.device) -> None:
+def test_the_cache_is_that_of_the_tokens(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
     graphs, batch = graphed(model, tokens_per_launch=STEPS), tiny.prompts([7, 4], device)
     settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "eos_token_id": list(range(3, 19))}
-    settings |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "min_new_tokens": 9}
-    settings |= {"repetition_penalty": 1.1}
+    settings |= {"return_dict_in_generate": True, "min_new_tokens": 9, "repetition_penalty": 1.1}
     found, expected = both(plain, model, batch, settings)
     assert type(found) is type(expected)
     new = expected.sequences.shape[1] - 7
     assert 9 <= new < 30
-    for name in ("scores", "logits"):
-        assert len(getattr(found, name)) == len(getattr(expected, name)) == new
-        for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
-            torch.testing.assert_close(one, other)
     caches = found.past_key_values, expected.past_key_values
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
     for layer, other in zip(*(cache.layers for cache in caches), strict=True):
@@ -225,6 +220,8 @@ def _never(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         ({"stopping_criteria": [_never]}, "a function must be asked after every token"),
         ({"max_time": 100.0}, "a MaxTimeCriteria must be asked"),
         ({"max_new_tokens": 80}, "raise max_length"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "scores or logits of every token are returned"),
+        ({"return_dict_in_generate": True, "output_logits": True}, "scores or logits of every token are returned"),
     ],
 )
 def test_what_must_run_after_every_token_does_and_the_report_says_so(

@@ -46,7 +46,7 @@ def test_graphs_of_a_model_whose_generate_calls_that_of_a_part_name_the_part(nam
     with graphed(model) as graphs:
         batch = batch_of([6, 4], device)
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.eager[Reason.DECODING_MODE] == 1
+        assert graphs.stats.eager[Reason.GENERATION] == 1
         assert f"use graph_generation(model.{PARTS[name]})" in str(graphs.report())
 
 

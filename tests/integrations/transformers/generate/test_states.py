@@ -107,6 +107,6 @@ def test_states_that_a_step_replaces_are_told_from_those_that_it_writes(
     with graphed(model) as graphs:
         for count in (1, 2):
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-            assert graphs.stats.eager[Reason.FIXED_CACHE] == count
-        assert "a step replaces recurrent_states of a LinearAttentionLayer" in graphs.stats.details[Reason.FIXED_CACHE]
+            assert graphs.stats.eager[Reason.GENERATION] == count
+        assert "a step replaces recurrent_states of a LinearAttentionLayer" in graphs.stats.details[Reason.GENERATION]
         assert graphs.stats.replays == 0

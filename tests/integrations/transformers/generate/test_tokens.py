@@ -171,7 +171,7 @@ def test_guidance_has_a_cache_of_its_own_and_runs_as_it_did(llama: Any, plain: A
     with graphed(llama) as graphs:
         assert torch.equal(llama.generate(**batch, **settings), plain.generate(**batch, **settings))
         assert graphs.stats.replays == TOKENS - 2
-        assert graphs.stats.eager[Reason.CACHE_KIND] == 1
+        assert graphs.stats.eager[Reason.GENERATION] == 1
 
 
 def test_eager_attention_too_or_the_line_in_the_way(device: torch.device) -> None:
@@ -218,10 +218,10 @@ def test_sources_of_many_lengths_share_the_graphs_of_the_next_captured_one(devic
                 del batch["attention_mask"]
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.captures == 2  # 64 and 100
-        assert Reason.CACHE_FULL not in graphs.stats.eager
+        assert Reason.LENGTH_TOO_LARGE not in graphs.stats.eager
         batch = tiny.prompts([101], device)
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.eager[Reason.CACHE_FULL] == 1
+        assert graphs.stats.eager[Reason.LENGTH_TOO_LARGE] == 1
 
 
 def test_two_models_in_one_pool(device: torch.device) -> None:

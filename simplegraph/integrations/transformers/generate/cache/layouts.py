@@ -47,7 +47,7 @@ class LayerLayout:
             CannotBind: the layer is of another kind.
         """
         if getattr(layer, "record_past", False) or not (_has_states_only(layer) or type(layer) in _KEYED):
-            raise CannotBind(Reason.CACHE_KIND, f"a {type(layer).__name__} in the cache")
+            raise CannotBind(Reason.GENERATION, f"a {type(layer).__name__} in the cache")
         if _has_states_only(layer) or not layer.is_initialized or layer.keys is None or not layer.keys.numel():
             return None
         key, value = ((part.shape[1], part.shape[3], part.dtype) for part in (layer.keys, layer.values))
@@ -153,7 +153,7 @@ class CacheLayout:
         if any(
             used and layer.keys.shape[2] != hidden.shape[1] for used, layer in zip(crossed, cross.layers, strict=True)
         ):
-            raise CannotBind(Reason.CACHE_KIND, "cross-attention keys differ in length from the encoder's outputs")
+            raise CannotBind(Reason.GENERATION, "cross-attention keys differ in length from the encoder's outputs")
         return cls(layers, states, crossed, (hidden.shape[2], hidden.dtype, outputs))
 
     @property
@@ -174,4 +174,4 @@ class CacheLayout:
             if states is not None and states.parts:
                 _, dtype, device = states.parts[0][1]
                 return _ANY_ELEMENTS, dtype, device
-        raise CannotBind(Reason.CACHE_KIND, "an empty cache: the model keeps what it remembers elsewhere")
+        raise CannotBind(Reason.GENERATION, "an empty cache: the model keeps what it remembers elsewhere")

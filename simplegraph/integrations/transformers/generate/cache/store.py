@@ -155,7 +155,7 @@ class CacheStore:
         """
         for _, _, tensor, state in self._states_beside(cache):
             if state.shape != (rows, *tensor.shape[1:]):
-                raise CannotBind(Reason.CACHE_KIND, f"a state of shape {tuple(state.shape)} for {rows} rows")
+                raise CannotBind(Reason.GENERATION, f"a state of shape {tuple(state.shape)} for {rows} rows")
         for layer, part, tensor, state in self._states_beside(cache):
             tensor[:rows] = state
             set_state(layer, part, tensor[:rows])

@@ -1,1 +1,0 @@
-"""Benchmarks of vision, diffusion and encoder models, timed from their first call on."""

@@ -1,0 +1,112 @@
+"""The callers of ``python -m bench.serve.http_load``: most ask, some leave early, some send what no server should get.
+
+By itself: ``locust -f bench/serve/locustfile.py --host http://127.0.0.1:8000``. The greedy tokens of every answer must
+be those that ``python -m bench.generate`` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+from locust import FastHttpUser, between, task
+
+MODEL = os.environ.get("SERVED_MODEL", "bench/data/eagle/target")
+COUNT = 32  # tokens of an answer
+PROMPTS = [list(text) for text in (b"When in the Course", b"We hold these truths", b"The history of the", b"He has")]
+BAD: list[Any] = [
+    b"\x00\xff{",
+    {"prompt": []},
+    {"prompt": [10**9]},
+    {"prompt": [1], "temperature": -1},
+    {"prompt": [1], "max_tokens": 10**9},
+    {"prompt": [1], "n": 5},
+    {"prompt": {"a": 1}},
+    b"[" * 100_000,
+    b"x" * (2**20 + 1),
+]
+
+
+def expected_tokens() -> list[list[int]]:
+    """Generate the answers by the command."""
+    prompts = [" ".join(map(str, prompt)) for prompt in PROMPTS]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.generate",
+        "--model",
+        MODEL,
+        "--max-tokens",
+        str(COUNT),
+        "--prompt",
+        *prompts,
+    ]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [list(map(int, line.split())) for line in printed.splitlines()]
+
+
+EXPECTED = expected_tokens()
+
+
+class Caller(FastHttpUser):
+    """Asks, waits for the answer, and asks again."""
+
+    wait_time = between(0.0, 0.1)
+
+    def _body(self, **settings: Any) -> tuple[int, dict[str, Any]]:
+        index = random.randrange(len(PROMPTS))
+        return index, {"prompt": PROMPTS[index], "max_tokens": COUNT, "temperature": 0} | settings
+
+    @task(6)
+    def ask(self) -> None:
+        """Wait for a whole answer."""
+        index, body = self._body()
+        with self.client.post("/v1/completions", json=body, catch_response=True) as answer:
+            if answer.status_code == 429:
+                answer.success()  # the bound holds
+            elif answer.status_code != 200 or answer.json()["choices"][0]["token_ids"] != EXPECTED[index]:
+                answer.failure(f"status {answer.status_code}, or other tokens than bench.generate's")
+
+    @task(4)
+    def listen(self) -> None:
+        """Read a stream to its end."""
+        self._stream("stream", None)
+
+    @task(3)
+    def leave(self) -> None:
+        """Leave after some tokens, or before the first."""
+        self._stream("left early", random.randrange(8))
+
+    @task(2)
+    def misbehave(self) -> None:
+        """Send what must be refused."""
+        body = random.choice(BAD)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with self.client.post("/v1/completions", data=content, catch_response=True, name="bad") as answer:
+            if answer.status_code in (400, 404, 413, 429):
+                answer.success()
+            else:
+                answer.failure(f"status {answer.status_code}")
+
+    def _stream(self, name: str, most: int | None) -> None:
+        index, body = self._body(stream=True)
+        found: list[int] = []
+        with self.client.post("/v1/completions", json=body, stream=True, catch_response=True, name=name) as answer:
+            if answer.status_code == 429:
+                answer.success()
+                return
+            for line in answer.iter_lines():
+                event = line.decode() if isinstance(line, bytes) else line
+                if event.startswith("data: {"):
+                    found += json.loads(event[6:])["choices"][0]["token_ids"]
+                if most is not None and len(found) >= most:
+                    break
+            wanted = EXPECTED[index] if most is None else EXPECTED[index][: len(found)]
+            if found != wanted:
+                answer.failure("other tokens than bench.generate's")
+            else:
+                answer.success()

@@ -1,0 +1,100 @@
+"""A report's page: one file that says what the report says, and fetches nothing."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Parts(html.parser.HTMLParser):
+    """Collects the texts, links and open tags of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe"), "nothing is fetched, nothing runs"
+        self.links += [value for name, value in attrs if name == "href" and value]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts += [data.strip()] if data.strip() else []
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @sg.eager_break
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 8 and x.sum().item() > 1e9:
+            return x
+        return self.linear(self.gate(self.linear(x)))
+
+
+def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
+    device: torch.device, tmp_path: Path
+) -> None:
+    model = sg.wrap(Gated().to(device).eval(), capture_sizes=[2, 4, 8], mode="PIECEWISE", progress=False)
+    model.capture_graphs(torch.zeros(4, 4, device=device))
+    for size in (3,) * 10 + (2,) * 5 + (8, 9):
+        model(torch.zeros(size, 4, device=device))
+    model.graph_report().save(path := tmp_path / "graphs.html")
+    page = Parts(path.read_text(encoding="utf-8"))
+    assert page.open == []
+    text = "\n".join(page.texts)
+    stats = model.graph_stats
+    assert page.texts.count("Gated: CUDA graphs") == 2
+    assert f"{stats.replays}\nreplays" in text
+    assert "PIECEWISE 4" in page.texts
+    assert "batch size\nserved at\ncalls\npadding\n2\n2\n5\n0\n3\n4\n10\n10" in text
+    assert "capture_sizes=[2, 3]" in page.texts
+    assert ": padding of 0 rows instead of 10, with as many sizes." in page.texts
+    assert "Gated.gate" in page.texts
+    assert re.search(r"Captures that failed\n.*batch size 8.*test_page\.py", text, re.DOTALL)
+    links = {reason.link for reason in stats.eager}
+    assert links <= set(page.links)
+    assert len(links) == 2  # a failed capture, a batch that is too large
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_page_of_a_module_without_graphs_or_without_batches_is_a_page(exact: bool, tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        """Has a name that HTML would read."""
+
+        def _get_name(self) -> str:
+            return "<b>Odd</b>"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    model = sg.wrap(Odd().eval(), exact_shapes=exact, progress=False)
+    model.graph_report().save(tmp_path / "before.html")
+    assert "Nothing is captured." in Parts((tmp_path / "before.html").read_text()).texts
+    for _ in range(4):
+        model(torch.zeros(3, 3))
+    model.graph_report().save(tmp_path / "after.html")
+    page = Parts((tmp_path / "after.html").read_text())
+    assert "<b>Odd</b>: CUDA graphs" in page.texts
+    assert ("Padding by batch size, in calls" in page.texts) is False

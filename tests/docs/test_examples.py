@@ -1,0 +1,72 @@
+"""Each file under docs/examples runs as a user would run it, and is shown on their page."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import DOCS, text_of
+
+EXAMPLES = DOCS / "examples"
+# What each needs beside the core; without it a user is told by pip's line.
+NEEDS = {
+    "encoder_service": ("transformers", "fastapi", "httpx", "prometheus_client"),
+    "generate": ("transformers",),
+    "training_loop": (),
+    "engine_loop": (),
+    "diffusion": ("diffusers",),
+}
+
+pytestmark = pytest.mark.proofs
+
+
+def load(name: str) -> dict[str, Any]:
+    """Run an example's file, but not its `main`."""
+    for package in NEEDS[name]:
+        pytest.importorskip(package, reason=f"pip install {package.replace('_', '-')}")
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDS if name != "encoder_service"])
+def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load(name)["main"]()
+    assert "replays" in capsys.readouterr().out
+
+
+def test_the_service_answers_as_the_model_does_from_graphs_and_has_metrics() -> None:
+    service = load("encoder_service")
+    import torch
+    from fastapi.testclient import TestClient
+    from prometheus_client import REGISTRY
+
+    try:
+        with TestClient(service["app"]) as client:
+            before = client.get("/graphs").json()
+            for lengths in ([3], [5, 9, 16], [40], [17, 2], [64] * 8, [5, 6, 7]):
+                tokens = [[1 + place % 90 for place in range(length)] for length in lengths]
+                answer = client.post("/embed", json={"tokens": tokens}).json()
+                for found, ids in zip(answer, tokens, strict=True):
+                    with torch.no_grad():
+                        alone = type(service["model"]).forward(service["model"], torch.tensor([ids]))
+                    torch.testing.assert_close(torch.tensor(found), alone[0][0].mean(0), rtol=1e-3, atol=1e-4)
+            after = client.get("/graphs").json()
+            assert after["captures"] == before["captures"] > 0, "no request waited for a capture"
+            proofs = after["eager"].pop("proof")
+            assert after["eager"] == {name: n for name, n in before["eager"].items() if name != "proof"}
+            assert after["replays"] - before["replays"] + proofs >= 6
+            assert "simplegraph_replays_total" in client.get("/metrics").text
+            for odd in ("no", [], [[]], [[-1]], [[10**6]], [[1] * 65], [[1]] * 9):
+                assert client.post("/embed", json={"tokens": odd}).status_code == 422
+    finally:
+        for collector in [each for each in REGISTRY._collector_to_names if "Graph" in type(each).__name__]:
+            REGISTRY.unregister(collector)
+
+
+def test_the_page_shows_every_example() -> None:
+    files = sorted(path.name for path in Path(EXAMPLES).glob("*.py"))
+    assert sorted(f"{name}.py" for name in NEEDS) == files
+    page = text_of(EXAMPLES / "index.md")
+    assert [name for name in files if f"{{literalinclude}} {name}" not in page] == []
