@@ -78,7 +78,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
     calls = re.compile(r"""install_command\(["']([\w-]+)|needs=["'][\w-]+["'], extra=["']([\w-]+)""")
     files = [path for folder in ("simplegraph", "bench", "docs") for path in (ROOT / folder).rglob("*.py")]
     named = {extra or door for path in files for extra, door in calls.findall(path.read_text(encoding="utf-8"))}
-    assert {"attention", "flashinfer", "bench-gpu", "bench-models", "plot"} <= named
+    assert {"attention", "flashinfer", "bench-models", "plot", "prometheus"} <= named
     assert named | set(cli._OPTIONAL.values()) <= set(declared["options.extras_require"])
 
 

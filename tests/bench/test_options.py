@@ -32,7 +32,7 @@ REFUSED = [
     ("bench.training.training_steps", "--arms foo", "'foo' is none of eager, eager-capturable, train-step, hand-made"),
     ("bench.transformers_generate.generation", "--models nope", "'nope' is none of llama, qwen2, "),
     ("bench.transformers_generate.generation", "--arms foo", "'foo' is none of plain, static-compiled, simplegraph"),
-    ("bench.serve.__main__", "--arms foo", "'foo' is none of eager, full-decode-only, full-and-piecewise, compiled-"),
+    ("bench.serve.__main__", "--arms foo", "'foo' is none of eager, full, full-decode-only, full-and-piecewise, "),
     ("bench.serve.__main__", "--attention foo", "'foo' is none of auto, "),
     ("bench.serve.__main__", "--model nope", SHAPES.replace("70b", "trained, 70b")),
     ("bench.serve.__main__", "--rate 20,0", "'0' is no number above 0"),

@@ -128,9 +128,9 @@ _WORDS = {"vocab_size": 100, "max_position_embeddings": 128}
 
 
 def readme(device: torch.device) -> Case:
-    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("```diff\n")[2].partition("```")[0]
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
-    exec("\n".join(line[1:] for line in block.splitlines()), names)
+    exec(block, names)
     model = names["model"]
     if names["device"] != device.type:
         raise RuntimeError(f"the snippet ran on {names['device']}")

@@ -16,7 +16,7 @@ READ_BACK = "a tensor was read back to Python while its value does not exist yet
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
 COMPILED = "compiled code ran, whose kernels no emulator sees"
 
-_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_linalg_check_errors"}
+_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::_linalg_check_errors"}
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TAKES_MASK = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
@@ -35,8 +35,8 @@ def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
     """True if the host needs a tensor's value to go on."""
     if operator_name(func) in _READS:
         return True
-    if operator_name(func) in _TAKES_MASK or kwargs.get("output_size") is not None:
-        return False  # Only a mask makes an index dynamic, and repeat_interleave may be told its size.
+    if operator_name(func) in {*_TAKES_MASK, "aten::equal"} or kwargs.get("output_size") is not None:
+        return False  # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
     return not _READING_TAGS.isdisjoint(func.tags)
 
 
@@ -227,7 +227,12 @@ def _isin_sorts(given: dict[str, Any]) -> bool:
     return bool(tested.numel() >= 10 * elements.numel() ** 0.145)
 
 
+def _same_shape(given: dict[str, Any]) -> bool:
+    return "self" in given and "other" in given and given["self"].shape == given["other"].shape
+
+
 _WAITS: dict[str, _Waits] = {
+    "equal": _same_shape,
     "normal": _reads("std"),
     "index_fill": _reads("value"),
     "masked_fill": _reads("value"),
