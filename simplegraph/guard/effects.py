@@ -20,7 +20,7 @@ from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.snapshot import Snapshot, holds_graph_memory
 from simplegraph.program.escapes import PythonState
-from simplegraph.program.places import MODULES_OWN, Surroundings, by_class, held_by, is_library, names_in
+from simplegraph.program.places import MODULES_OWN, Surroundings, by_class, held_by
 
 _NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
@@ -83,11 +83,8 @@ class HostState(Surroundings):
         position = _position(value)
         if position is not None:
             self._positions.append((value, position))
-        if _are_globals(value) or _breaks(value):
+        if _breaks(value):
             return ()
-        if type(value) is types.FunctionType and not is_library(value.__module__):
-            self._ways.setdefault(id(value.__globals__), (value.__globals__, id(value)))
-            return *super()._remember(value), *map(value.__globals__.get, sorted(names_in(value.__code__)))
         if not self._snapshot.holds(value):
             return super()._remember(value)
         held, unused = (vars(value), MODULES_OWN) if isinstance(value, nn.Module) else (held_by(value) or {}, ())
@@ -99,13 +96,8 @@ class HostState(Surroundings):
 
     def _name_of(self, thing: Any) -> str:
         place, _ = self._ways[self._ways[id(thing)][1]]
-        if type(place) is types.FunctionType and any(thing is held for held in place.__globals__.values()):
-            place = place.__globals__
-        return self._name(place, next((key for key, held in (held_by(place) or {}).items() if held is thing), "?"))
-
-
-def _are_globals(place: Any) -> bool:
-    return type(place) is dict and "__builtins__" in place
+        key = next((key for key, held in (held_by(place) or {}).items() if held is thing), "?")
+        return self._name(key, thing, place)
 
 
 def _breaks(value: Any) -> bool:

@@ -30,16 +30,14 @@ _DICTS = (collections.OrderedDict, dict)
 _LISTS = (list, collections.deque)
 MODULES_OWN = frozenset(vars(nn.Module()))
 _CODE = (type, types.ModuleType, types.FunctionType)
-_NAMED = (*_CODE, _LRU)  # what a file leads to by name alone
 _FAR = (type, types.ModuleType)  # lead to everything there is
 
 
 class Surroundings:
     """Remembers what the places hold that objects and code lead to.
 
-    The file of a class or a function leads to its data, and to code and other files only where a function that is
-    looked into names them: what else it imports may be a notebook's whole state. Bounded: places beyond the first
-    thousands and what belongs to libraries are left out.
+    A file leads to what functions that are looked into name there: what else it holds may be a notebook's whole state.
+    Bounded: places beyond the first thousands and what belongs to libraries are left out.
 
     Args:
         roots: modules, functions, classes and other objects.
@@ -67,7 +65,7 @@ class Surroundings:
         if is_code and is_library(value.__name__ if is_module else value.__module__):
             return ()
         if is_module or issubclass(kind, threading.local):  # what is this thread's
-            return vars(value), *(item for item in vars(value).values() if issubclass(type(item), _NAMED))
+            return (vars(value),)
         held = held_by(value)
         if held is None:
             return gc.get_referents(value) if _is_looked_into(kind) else ()
@@ -75,11 +73,10 @@ class Surroundings:
         if issubclass(kind, _LRU):
             return (value.__wrapped__,)
         if kind is types.FunctionType:
-            named = map(value.__globals__.get, sorted(names_in(value.__code__)))
-            code = (thing for thing in named if issubclass(type(thing), _NAMED))
-            return *held.values(), *code, value.__closure__, value.__defaults__, value.__kwdefaults__, value.__globals__
+            passed = value.__closure__, value.__defaults__, value.__kwdefaults__
+            return value.__globals__, *_named_by(value), *held.values(), *passed
         if kind is dict and "__builtins__" in held:
-            return [item for name, item in held.items() if name[:2] != "__" and not issubclass(type(item), _NAMED)]
+            return ()  # functions lead to what they name there
         if issubclass(kind, nn.Module):  # most of its own dicts, for hooks, are empty
             return kind, *(item for name, item in held.items() if name not in MODULES_OWN or item)
         if is_class:
@@ -105,7 +102,7 @@ class Surroundings:
                 names.append(f"the cache of {place.__qualname__}")
                 place.cache_clear()
             elif keys:
-                names.append(self._name(place, keys[0]))
+                names.append(self._name(keys[0], place))
                 self._changed += [(place, key) for key in keys]
                 _restore(place, before, keys)
         return list(dict.fromkeys(names))
@@ -121,16 +118,16 @@ class Surroundings:
             seen.update(map(id, level))
         return False
 
-    def _name(self, place: Any, key: Any) -> str:
-        """Name what a place holds by a key, by the first thing on the way to it that has a name."""
-        held, way = "", [place]
+    def _name(self, key: Any, *from_place: Any) -> str:
+        """Name what a place, the last of these, holds by a key, by the first thing on the way to it that has a name."""
+        held, way = "", [*from_place]
         while True:
             thing, above = self._ways[id(way[-1])]
             kind: Any = type(thing)
             if kind is types.FunctionType:
                 return _name_in_function(thing, way, key)
-            if issubclass(kind, types.ModuleType) or (kind is dict and "__builtins__" in thing):
-                return f"the global {key} of {(held_by(thing) or {}).get('__name__')}"
+            if kind is dict and "__builtins__" in thing:
+                return f"the global {key} of {thing.get('__name__')}"
             if issubclass(kind, type):
                 held = held or f"the attribute {key} of class {thing.__qualname__}"
             elif kind.__module__ not in _HOLDING:
@@ -148,15 +145,32 @@ class Surroundings:
                 _restore(place, earlier._places[id(place)][1], keys)
 
 
-def names_in(code: types.CodeType) -> set[str]:
+def _named_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function names in its file, and in files that it names there or has in its closure."""
+    names, cells = sorted(_names_in(function.__code__)), map(held_by, function.__closure__ or ())
+    files = [function.__globals__, *_files_in(item for held in cells for item in (held or {}).values())]
+    for file in files:  # which grows meanwhile
+        things = [file[name] for name in names if name in file]
+        files += [one for one in _files_in(things) if not any(one is other for other in files)]
+        yield from things
+
+
+def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
+    return [vars(thing) for thing in things if type(thing) is types.ModuleType and not is_library(thing.__name__)]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes that code has, and the functions in it."""
-    inner = (names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    inner = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:
     """Name a place that a function leads to; `way` ends with the function."""
     below, closure = way[-2] if len(way) > 1 else way, function.__closure__ or ()
+    name = next((name for name, item in function.__globals__.items() if item is below), None)
+    if name is not None:
+        return f"the global {name} of {function.__globals__.get('__name__')}"
     if below is closure:
         variable = function.__code__.co_freevars[next(at for at, cell in enumerate(closure) if cell is way[-3])]
         return f"the variable {variable} in the closure of {function.__qualname__}"
@@ -262,8 +276,6 @@ def _slots(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
 @by_class
 def _is_looked_into(kind: type) -> bool:
     """True for objects that hold what users put there."""
-    if issubclass(kind, (nn.Module, types.ModuleType)):
-        return True
     library = str(kind.__module__).partition(".")[0]
-    users = library in _HOLDING or not is_library(library)
+    users = issubclass(kind, nn.Module) or library in _HOLDING or not is_library(library)
     return users and not hasattr(kind, "__torch_function__")
