@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 CORE = {
     "base": 1_260,
     "batch": 340,
-    "device": 2_080,
+    "device": 1_990,
     "program": 1_580,
     "distributed": 220,
     "manager": 1_370,

@@ -19,8 +19,8 @@ def launch(kernel: Callable[..., Any], *tensors: Tensor) -> None:
     """Run a kernel on tensors, which it may write to; no operator mode sees it, and a capture only records it."""
     recording = emulator()._thread.recording
     if recording is not None:
-        views = tuple(recording._view(kernel, tensor) for tensor in tensors)
-        recording._calls.append(RecordedCall(kernel, views, {}, ()))
+        views = tuple(recording.view(kernel, tensor) for tensor in tensors)
+        recording.calls.append(RecordedCall(kernel, views, {}, ()))
         return
     with outside_modes():
         kernel(*tensors)

@@ -5,16 +5,13 @@ flow, and are recorded. When the capture ends it looks as if nothing had run: ca
 undone, captured memory is poisoned and random generators are put back. A replay runs the recorded
 operators again, on the addresses seen at capture.
 
-    memory      memory that a capture touches, as a replay finds it again, and its pool
+    memory      memory that a capture touches, as a replay finds it again, its pool, and segments that replay
     rules       tells which operators write, read back to Python, or do nothing on a device
-    collectives launches collectives without sending
-    segment     a recorded segment and its replay
     recording   sees, runs and records operators between begin and end
     device      the `GraphDevice` protocol on top of these
 """
 
 from simplegraph.device.emulator.device import CAPTURE_STREAM, EmulatorDevice, emulator
-from simplegraph.device.emulator.memory import DEFAULT_STREAM
-from simplegraph.device.emulator.segment import EmulatorSegment
+from simplegraph.device.emulator.memory import DEFAULT_STREAM, EmulatorSegment
 
 __all__ = ["CAPTURE_STREAM", "DEFAULT_STREAM", "EmulatorDevice", "EmulatorSegment", "emulator"]

@@ -21,6 +21,7 @@ from simplegraph.device.emulator.memory import (
     DEFAULT_STREAM,
     Arena,
     EmulatedThread,
+    EmulatorSegment,
     Memory,
     MemoryView,
     Streams,
@@ -28,7 +29,6 @@ from simplegraph.device.emulator.memory import (
 )
 from simplegraph.device.emulator.recording import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
-from simplegraph.device.emulator.segment import EmulatorSegment
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.protocol import GraphPool, MemoryReading
 
@@ -200,7 +200,7 @@ class EmulatorDevice:
 
     def recorded(self) -> tuple[int, int] | None:
         recording = self._thread.recording
-        return None if recording is None else (id(recording), recording.num_calls)
+        return None if recording is None else (id(recording), len(recording.calls))
 
     def abandon(self) -> EmulatorError | None:
         recording = self._thread.recording
@@ -239,7 +239,7 @@ class EmulatorDevice:
         arena: Arena = pool.handle
         recording = self._thread.recording
         begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
-        return begun | {memory.address for memory in arena.of_group() if not memory.reusable()}
+        return begun | {memory.address for memory in arena.of_group(reusable=False)}
 
     def inventory(
         self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False

@@ -1,4 +1,4 @@
-"""Memory that a capture touches, as a replay finds it again, and the pool that it lives in."""
+"""Memory that a capture touches, as a replay finds it again, the pool that it lives in, and segments that replay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
+from torch.utils import _pytree as pytree
 
-from simplegraph.base.errors import EmulatorError
+from simplegraph.base.errors import EmulatorError, ReplayError
 
 # Typed loosely because torch leaves it untyped.
 _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
@@ -71,20 +72,16 @@ class Memory:
     def bytes(self) -> Tensor:
         """All of it, as a (nbytes,) uint8 tensor."""
         with torch.inference_mode():
-            return bytes_of(self.alias)
+            return torch.empty(0, dtype=torch.uint8).set_(self.alias, 0, (self.storage.nbytes(),), (1,))
 
     def reusable(self) -> bool:
         """True if no tensor has this memory any more, so that what is captured next may get it."""
         return _use_count(self.storage._cdata) == 1
 
-    def unowned(self) -> OutsideMemory:
-        """Refer to it without owning it."""
-        return OutsideMemory(_weak_reference(self.storage), self.address, self.seen_as)
-
     def save(self) -> None:
         """Remember what it holds before a captured write."""
         if self.saved is None:
-            self.saved = copy_of(self.storage)
+            self.saved = _copy_of(self.storage)
 
     def restore(self) -> None:
         """Put back what `save` remembered."""
@@ -97,15 +94,11 @@ class Memory:
     def freeze(self) -> None:
         """Remember the value of a number, before anything writes to it."""
         if self.value is None:
-            self.value = copy_of(self.storage)
-
-    def adopt_value(self) -> None:
-        """Be the graph's own number from now on, if a number; Python may change the one it has."""
-        if self.value is not None:
-            self.storage = self.value
+            self.value = _copy_of(self.storage)
 
 
-class MemoryView(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MemoryView:
     """A tensor as a graph sees it: memory and geometry, whatever becomes of the Python object."""
 
     memory: Memory
@@ -130,43 +123,8 @@ class MemoryView(NamedTuple):
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-class OutsideMemory(NamedTuple):
-    """Memory that a segment uses and that somebody else must keep alive."""
-
-    weak: Any
-    address: int
-    seen_as: str
-
-    def lock(self) -> torch.UntypedStorage:
-        """The memory, owned until the caller lets go of it.
-
-        Raises:
-            EmulatorError: it was freed or moved.
-        """
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        if storage is None or storage.data_ptr() != self.address:
-            raise EmulatorError(
-                f"replay reads memory that was freed: {self.seen_as}. "
-                "A graph keeps nothing alive; whoever captured it must own what it reads."
-            )
-        return storage
-
-
-def bytes_of(storage: Any) -> Tensor:
-    """All bytes of a storage, as a (nbytes,) uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of its own with the same bytes."""
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return _new_storage(storage.nbytes()).copy_(storage)
-
-
-def poison_byte(dtype: torch.dtype) -> int:
-    """The byte that, repeated, no program takes for a value of `dtype`."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return 0xFF
-    return 0x01 if dtype is torch.bool else 0xC0
 
 
 def poison(memories: Iterable[Memory]) -> None:
@@ -177,19 +135,6 @@ def poison(memories: Iterable[Memory]) -> None:
 
 
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
-
-
-class RecordedCall(NamedTuple):
-    """A recorded operator. Its tensors are views until the capture ends, then tensors.
-
-    Attributes:
-        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
-    """
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    outputs: tuple[tuple[int, Any], ...]
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
@@ -205,8 +150,18 @@ class Streams:
         self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
         self._done: collections.Counter[int] = collections.Counter()
 
-    def use(self, stream: int) -> tuple[int, int]:
-        """Queue work, and return what others need to wait for."""
+    def use(self, stream: int, last: tuple[int, int]) -> tuple[int, int]:
+        """Queue work that must come after a pool's last; return what the next must come after.
+
+        Raises:
+            EmulatorError: the stream does not wait for it.
+        """
+        other, tick = last
+        if max(self._seen[stream][other], self._done[other]) < tick:
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {other} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
         self._ticks[stream] += 1
         self._seen[stream][stream] = self._ticks[stream]
         return stream, self._ticks[stream]
@@ -216,9 +171,6 @@ class Streams:
 
     def wait_for_all(self) -> None:
         self._done = self._ticks.copy()
-
-    def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
-        return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
 
 
 class EmulatedThread(threading.local):
@@ -242,13 +194,13 @@ class Arena:
     """Keeps what the emulator knows of a pool.
 
     Attributes:
+        memories: what segments of all pools created, by address.
         group: the run of segments under capture: those of one Program, which replay in order.
         index: how many segments the group has.
         segments: how many segments are live.
         capturing: whether a capture into it is under way, in whichever thread.
         released: whether its memory was given back.
         retired: memory of dropped segments, which stays the pool's until nothing uses the pool.
-        used: (stream, tick) of the last replay.
     """
 
     def __init__(
@@ -257,10 +209,9 @@ class Arena:
         self.group = self.index = self.segments = 0
         self.capturing = self.released = False
         self.retired: list[Memory] = []
-        self.used = (0, 0)
-        self._memories, self._streams, self._thread = memories, streams, thread
+        self.memories, self._streams, self._thread = memories, streams, thread
         self._dirty: list[Memory] = []  # written by replays since it was last poisoned
-        self._last = (0, 0)
+        self._used = self._last = (0, 0)  # (stream, tick), and the place, of the last replay
 
     def open(self, *, continues: bool) -> None:
         """Start a capture.
@@ -282,44 +233,133 @@ class Arena:
         self.retired.clear()
         self._dirty.clear()
 
-    def add(self, created: Sequence[Memory]) -> tuple[int, int]:
+    def add(self, created: Iterable[Memory]) -> tuple[int, int]:
         """Take in a new segment and the memory it created; its place is (group, index)."""
         self.index += 1
         self.segments += 1
-        self._memories.update({memory.address: memory for memory in created if memory.address})
+        self.memories.update({memory.address: memory for memory in created if memory.address})
         return self.group, self.index
 
-    def find(self, address: int) -> Memory | None:
-        """Return the memory at an address that a segment of any pool created."""
-        return self._memories.get(address)
-
-    def permit_replay(self) -> None:
-        """Check that the current stream may replay a graph of the pool now."""
-        self._thread.refuse_in_capture("a graph was replayed in a capture, which is not permitted")
-        stream = self._thread.stream
-        if not self._streams.comes_after(stream, self.used):
-            raise EmulatorError(
-                f"stream {stream} replays into a pool that stream {self.used[0]} may still be using; "
-                "call wait_for(pool.stream) before."
-            )
-        self.used = self._streams.use(stream)
-
-    def reusable(self) -> list[Memory]:
-        """Memory of the group's earlier segments that the next one may be given."""
-        return [memory for memory in self.of_group() if memory.reusable()]
-
-    def of_group(self) -> list[Memory]:
-        """Memory that the group's segments created."""
-        return [it for it in living(self._memories) if it.pool is self and it.group == self.group]
+    def of_group(self, *, reusable: bool) -> list[Memory]:
+        """List memory of the group's segments that the next one may be given, or that something still owns."""
+        own = (memory for memory in living(self.memories) if memory.pool is self and memory.group == self.group)
+        return [memory for memory in own if memory.reusable() is reusable]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
-        """Poison what a replay finds undefined: everything, unless it goes on with its Program.
+        """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
         """
-        goes_on = self._last[0] == place[0] and place[1] > 1
-        if not goes_on:
+        if self._thread.recording is not None:
+            self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
+        self._used = self._streams.use(self._thread.stream, self._used)
+        if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)
             self._dirty.clear()
         self._dirty.extend(created)
         self._last = place
+
+
+class RecordedCall(NamedTuple):
+    """A recorded operator. Its tensors are views until the capture ends, then tensors.
+
+    Attributes:
+        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
+    """
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: Sequence[tuple[int, Any]]
+
+
+class EmulatorSegment:
+    """A graph's worth of recorded operators.
+
+    Args:
+        arena: the pool it was captured into.
+        calls: the operators, in order, on views of the memory that they use.
+        created: memory that they allocated.
+        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        outside: memory that must be alive for a replay.
+        reused: memory of earlier segments of the Program that was free when its capture began.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        calls: list[RecordedCall],
+        created: Iterable[Memory],
+        constants: Iterable[Memory],
+        outside: Iterable[Memory],
+        reused: Sequence[Memory],
+    ) -> None:
+        self._arena = arena
+        with torch.inference_mode():  # the views are final by now
+            bound: list[RecordedCall] = pytree.tree_map_only(MemoryView, functools.cache(MemoryView.tensor), calls)
+        self._calls: list[RecordedCall] | None = bound
+        self._created = list(created)
+        self._constants = [(memory, memory.bytes.clone()) for memory in constants]
+        self._outside = [(_weak_reference(it.storage), it.address, it.seen_as) for it in outside if it.address]
+        # From here on in the Program this segment may have written to it.
+        self._undefined_before = reused
+        self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
+        self._place = arena.add(self._created)
+        poison(self._created)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Operators recorded, views left out; None after `reset`."""
+        return None if self._calls is None else len(self._calls)
+
+    def replay(self) -> None:
+        """Run the recorded operators again.
+
+        Raises:
+            ReplayError: the segment was reset.
+            EmulatorError: memory it reads was freed or moved, a capture is under way, or the pool was
+                used on another stream that the current one does not wait for.
+        """
+        if self._calls is None:
+            raise ReplayError("this graph was dropped; capture it again.")
+        owned = []  # until the end of the replay
+        for weak, address, seen_as in self._outside:
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None or storage.data_ptr() != address:
+                raise EmulatorError(
+                    f"replay reads memory that was freed: {seen_as}. "
+                    "A graph keeps nothing alive; whoever captured it must own what it reads."
+                )
+            owned.append(storage)
+        for memory in self._created:
+            if memory.storage.data_ptr() != memory.address:
+                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
+        self._arena.enter(self._place, self._created)
+        poison(self._undefined_before)
+        with torch._C._DisableAutocast(), torch.inference_mode():
+            for memory, value in self._constants:
+                memory.bytes.copy_(value)
+            for func, args, kwargs, outputs in self._calls:
+                result = func(*args, **kwargs)
+                if outputs:
+                    results = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+                    for place, target in outputs:
+                        target.copy_(results[place])
+        poison(self._undefined_after)
+
+    def wait(self) -> None:
+        """Return at once: nothing is left to do after a capture."""
+
+    def reset(self) -> None:
+        """Drop the graph; harmless the second time."""
+        if self._calls is None:
+            return
+        self._calls = None
+        self._arena.segments -= 1
+        self._arena.retired.extend(self._created)
+        self._created, self._outside, self._constants = [], [], []
+        self._undefined_before = self._undefined_after = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):  # else it never came to life
+            self.reset()

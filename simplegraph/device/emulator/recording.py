@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
 
 from simplegraph.base.constants import SERVING
 from simplegraph.base.errors import EmulatorError
-from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order
+from simplegraph.base.modes import autocast_dtype
+from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
-from simplegraph.device.emulator.collectives import Launches
-from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, RecordedCall, poison_byte
-from simplegraph.device.emulator.segment import EmulatorSegment
+from simplegraph.device.emulator.memory import Arena, EmulatorSegment, Memory, MemoryView, RecordedCall
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -84,10 +83,10 @@ class _FunctionMode(overrides.TorchFunctionMode):
             recording.fail(f"{rules.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
             recording.fail("pinned memory was allocated, which a capture does not permit")
-        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not rules.tensors(args[:1])
+        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not rules.tensors(*args[:1])
         if from_host and not named and not SERVING.active:
             recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
-        if func in self.SPLITS and not all(map(recording.is_host, rules.tensors([args[1:], kwargs]))):
+        if func in self.SPLITS and not all(map(recording.is_host, rules.tensors(args[1:], kwargs))):
             recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
 
     def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -137,35 +136,32 @@ def _identity(generator: Any) -> int:
     return int(generator._cdata)
 
 
-@dataclasses.dataclass(eq=False)
 class EmulatedCapture:
     """A capture under way: the calls so far, the memory they touched and what must be put back.
 
-    Attributes:
+    Args:
         arena: the pool that is captured into.
         stream: the current stream.
         generators: those beside the default one that may be drawn from.
+
+    Attributes:
         broken: the first rule that was broken.
         named_hosts: devices that were made of the word "cpu" in the capture.
+        calls: what was recorded so far.
     """
 
-    arena: Arena
-    stream: int
-    generators: Sequence[torch.Generator]
-
-    def __post_init__(self) -> None:
+    def __init__(self, arena: Arena, stream: int, generators: Sequence[torch.Generator]) -> None:
+        self.arena, self.stream = arena, stream
         self.broken: EmulatorError | None = None
         self.named_hosts: list[torch.device] = []
-        self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
+        self.calls: list[RecordedCall] = []
+        self._random = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
         self._known_generators = {_identity(generator) for generator, _ in self._random}
-        self._calls: list[RecordedCall] = []
-        self._launches = Launches()
+        self._works: list[Any] = []  # owned: torch calls our `wait` only while the Python object lives
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
         # Every storage seen is held, so that its key means nothing else until the capture ends.
         self._held: list[torch.UntypedStorage] = []
-        self._reused: list[Memory] = []
-        self._continues = False
         self._mode: Any = None
 
     def start(self, *, continues: bool) -> None:
@@ -176,7 +172,7 @@ class EmulatedCapture:
         """
         self.arena.open(continues=continues)
         self._continues = continues
-        self._reused = self.arena.reusable()
+        self._reused = self.arena.of_group(reusable=True)
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
         with _modes_lifted():
@@ -203,7 +199,7 @@ class EmulatedCapture:
         """Refuse what a capture on CUDA refuses."""
         if self._reseeded():
             self.fail(_RESEEDED)
-        for leaf in rules.leaves([args, kwargs]):
+        for leaf in pytree.tree_leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
         if self._all_host(func, args, kwargs):
@@ -218,7 +214,7 @@ class EmulatedCapture:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        inputs = rules.tensors([args, kwargs])
+        inputs = rules.tensors(args, kwargs)
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
         if self._all_host(func, args, kwargs):
@@ -227,33 +223,32 @@ class EmulatedCapture:
             memory = self._memory_of(tensor, func)
             if rules.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
                 memory.freeze()
-        written = rules.written_tensors(func, args, kwargs)
+        written = rules.tensors(*written_args(func, args, kwargs))
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = rules.with_modes(rules.waiting(func))
+        call = _as_recorded(func)
         if is_collective(func):
-            result = self._launches.launch(func, args, kwargs)
+            with _Unsent(self._works):  # without a word to the other ranks: one may fail to get here at all
+                result = func(*args, **kwargs)
         else:
-            result = rules.run_for_shapes(call, args, kwargs, written)
-        results = rules.tensors(result)
-        if any(tensor.is_meta for tensor in results):
+            result = _run_for_shapes(call, args, kwargs, written)
+        results = [(place, leaf) for place, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for _, tensor in results):
             return result
-        self._frozen(func, [results[place] for place in rules.host_results(func, args, kwargs, self.is_host)])
+        of_host = rules.host_results(func, args, kwargs, self.is_host)
+        self._frozen(func, [tensor for place, tensor in results if place in of_host])
         created = self._create(func, results)
         if rules.does_work(func, written, created):
-            view = functools.partial(self._view, func)
-            outputs = tuple((place, view(results[place])) for place in created)
-            self._calls.append(
-                RecordedCall(call, rules.map_tree(Tensor, view, args), rules.map_tree(Tensor, view, kwargs), outputs)
-            )
+            tree = call, args, kwargs, created
+            self.calls.append(RecordedCall(*pytree.tree_map_only(Tensor, functools.partial(self.view, func), tree)))
         return result
 
     def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        inputs = rules.tensors([args, kwargs])
+        inputs = rules.tensors(args, kwargs)
         if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
             return False
-        return not rules.written_tensors(func, args, kwargs)
+        return not rules.tensors(*written_args(func, args, kwargs))
 
     def _frozen(self, func: Any, result: Any) -> Any:
         """Keep as constants what an operator of the host returned."""
@@ -272,19 +267,15 @@ class EmulatedCapture:
         self._check_end()
         self.undo()
         self._held.clear()
-        if self._continues and not self._calls and not self._created:
+        if self._continues and not self.calls and not self._created:
             return None
-        constants = {memory for memory in self._memories.values() if memory.value is not None}
-        for memory in constants:
-            memory.adopt_value()
+        constants = set()
+        for memory in self._memories.values():
+            if memory.value is not None:  # the graph's own number: Python may change the one it has
+                memory.storage = memory.value
+                constants.add(memory)
         outside = set(self._memories.values()) - self._created - constants
-        living = [memory.unowned() for memory in outside if memory.address]
-        return EmulatorSegment(self.arena, self._calls, self._created, constants, living, self._reused)
-
-    @property
-    def num_calls(self) -> int:
-        """Count what was recorded so far."""
-        return len(self._calls)
+        return EmulatorSegment(self.arena, self.calls, self._created, constants, outside, self._reused)
 
     def left_alive(self) -> set[int]:
         """List the addresses of memory that was made so far and that something owns; empty memory has none."""
@@ -310,9 +301,10 @@ class EmulatedCapture:
             raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
         if self._reseeded():
             raise EmulatorError(f"{_RESEEDED}.")
-        if self._launches.unwaited:
+        unwaited = [work.name for work in self._works if not work.waited]
+        if unwaited:  # on a GPU their stream is not joined
             raise EmulatorError(
-                f"work on another stream was not joined: nobody waited for {', '.join(self._launches.unwaited)}. "
+                f"work on another stream was not joined: nobody waited for {', '.join(unwaited)}. "
                 "Wait for a collective in the forward that launches it."
             )
         for memory in self._memories.values():
@@ -326,7 +318,7 @@ class EmulatedCapture:
         memory = self._memories.get(storage._cdata)
         if memory is None:
             seen_as = f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            memory = self.arena.find(storage.data_ptr()) or Memory(storage, seen_as)
+            memory = self.arena.memories.get(storage.data_ptr()) or Memory(storage, seen_as)
             self._memories[storage._cdata] = memory
             self._held.append(storage)
         return memory
@@ -335,18 +327,19 @@ class EmulatedCapture:
         """True if this is Python data that is more than a number, and that a GPU would have to fetch."""
         return tensor.dim() > 0 and tensor.numel() > 0 and storage_key(tensor) not in self._memories
 
-    def _view(self, func: Any, tensor: Tensor) -> MemoryView:
+    def view(self, func: Any, tensor: Tensor) -> MemoryView:
+        """Return a tensor as the graph sees it."""
         return MemoryView.of(tensor, self._memory_of(tensor, func))
 
-    def _create(self, func: Any, results: Sequence[Tensor]) -> list[int]:
-        """Take what an operator allocated into the pool; return the places of those among its results."""
-        keys = [storage_key(tensor) for tensor in results]
-        new = {key: tensor for key, tensor in zip(keys, results, strict=True) if key not in self._memories}
+    def _create(self, func: Any, results: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+        """Take what an operator allocated into the pool; return those results with their places."""
+        keyed = [(storage_key(result[1]), result) for result in results]
+        new = {key: tensor for key, (_, tensor) in keyed if key not in self._memories}
         for key, tensor in new.items():
-            poison = poison_byte(tensor.dtype)
+            poison = rules.poison_byte(tensor.dtype)
             self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, self.arena.group, poison)
             self._created.add(self._memories[key])
-        return [place for place, key in enumerate(keys) if key in new]
+        return [result for key, result in keyed if key in new]
 
     def _fills_by_mask(self, args: Sequence[Any]) -> bool:
         """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
@@ -360,3 +353,78 @@ class EmulatedCapture:
             return False
         memory = self._memories.get(storage_key(value))
         return memory is not None and memory.value is not None
+
+
+def _as_recorded(func: Any) -> Callable[..., Any]:
+    """Return an operator as a replay calls it: in the autocast and grad mode in force now, and over when it returns.
+
+    It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
+    """
+    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), is_collective(func)
+    if not (grad or dtype or waits):
+        return func  # type: ignore[no-any-return]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+        with torch.set_grad_enabled(grad), autocast:
+            result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result) if waits else ():
+            if isinstance(leaf, Tensor):
+                torch.ops._c10d_functional.wait_tensor(leaf)
+            elif hasattr(leaf, "wait"):
+                leaf.wait()
+        return result
+
+    return call
+
+
+def _run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+    """Run an operator for the shapes of its results; the values of its arguments may be undefined."""
+    try:
+        return func(*args, **kwargs)
+    except (IndexError, RuntimeError) as error:
+        # What an earlier segment left is poisoned, and a capture on a GPU looks at no value.
+        def harmless(tensor: Tensor) -> Tensor:
+            if any(tensor is other for other in written):
+                return tensor
+            is_index = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+            return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
+
+        with contextlib.suppress(Exception):
+            return func(*pytree.tree_map_only(Tensor, harmless, args), **pytree.tree_map_only(Tensor, harmless, kwargs))
+        raise error
+
+
+class _Unsent(OperatorMode):
+    """Takes the place of whatever sends; functional collectives end in the same operators.
+
+    Args:
+        works: where the handles go.
+    """
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._works = works
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        work = _work_type()(func._schema.name)
+        self._works.append(work)
+        # They return the handle, most of them behind the tensors that they write to, which come first.
+        return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
+
+
+@functools.cache
+def _work_type() -> Any:
+    class Work(torch.distributed.Work):  # not every build of torch has it
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+            self.waited = False
+
+        def wait(self, timeout: Any = None) -> bool:
+            self.waited = True
+            return True
+
+    return Work
