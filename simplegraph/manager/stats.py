@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import operator
+import string
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("simplegraph")
 # Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.SWITCHED_OFF, Reason.NESTED, Reason.PROOF}
 _EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
+_MOST_LOGGED = 100  # causes of one wrapper
+_NO_DIGITS = str.maketrans("", "", string.digits)
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
 
 
@@ -111,7 +114,7 @@ class GraphStats:
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_padding: int = 0
-    _logged: set[tuple[Reason, int]] = dataclasses.field(default_factory=set)
+    _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
 
     def __repr__(self) -> str:
@@ -163,7 +166,7 @@ class GraphStats:
         return sum(graph.seconds for graph in list(self.graphs.values()))
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
-        """Count an eager call; the first of each reason is logged, as a warning if it costs speed.
+        """Count an eager call; the first of each cause is logged, as a warning if it costs speed.
 
         Args:
             reason: why no graph served it.
@@ -179,7 +182,7 @@ class GraphStats:
         self._explain("runs eagerly", reason, detail, warn=not learning and reason not in _EXPECTED)
 
     def ran_slower(self, reason: Reason, detail: str) -> None:
-        """Count a call that graphs served in a slower way than asked for; the first of each reason is logged."""
+        """Count a call that graphs served in a slower way than asked for; the first of each cause is logged."""
         self.slower[reason] += 1
         self._explain("runs slower", reason, detail, warn=True)
 
@@ -187,8 +190,9 @@ class GraphStats:
         if detail:
             self.details[reason] = detail
         level = logging.WARNING if warn else logging.DEBUG
-        if (reason, level) not in self._logged:
-            self._logged.add((reason, level))
+        cause = reason, level, detail.translate(_NO_DIGITS)  # the same of another size is no news
+        if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(cause)
             text = self.explained(reason)
             logger.log(level, "simplegraph: %s %s: %s.\n  See %s", self.name, what, text, reason.link)
 

@@ -282,6 +282,16 @@ def test_each_reason_is_logged_once_and_costly_ones_as_warnings(device, caplog):
     assert all(record.name.startswith("simplegraph") for record in caplog.records)
 
 
+def test_each_cause_of_a_reason_is_logged_once_whatever_its_numbers(caplog):
+    stats = sg.GraphStats()
+    for detail in ("x is a Bag", "y is a Box", "x is a Bag", "9 rows, the largest is 8", "10 rows, the largest is 8"):
+        stats.ran_eagerly(sg.Reason.OPAQUE_ARGUMENT, detail)
+    assert [
+        record.message.count(f"({detail})")
+        for record, detail in zip(caplog.records, ("x is a Bag", "y is a Box", "9 rows, the largest is 8"), strict=True)
+    ] == [1, 1, 1]
+
+
 def test_a_call_that_shows_how_outputs_follow_the_batch_is_no_cause_for_a_warning(device, caplog):
     model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4], progress=False)
     with torch.no_grad():
