@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.manager.stats import GraphStats
 
 WIDTH = 6
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
@@ -283,7 +284,7 @@ def test_each_reason_is_logged_once_and_costly_ones_as_warnings(device, caplog):
 
 
 def test_each_cause_of_a_reason_is_logged_once_whatever_its_numbers(caplog):
-    stats = sg.GraphStats()
+    stats = GraphStats()
     for detail in ("x is a Bag", "y is a Box", "x is a Bag", "9 rows, the largest is 8", "10 rows, the largest is 8"):
         stats.ran_eagerly(sg.Reason.OPAQUE_ARGUMENT, detail)
     assert [
