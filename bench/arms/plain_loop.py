@@ -12,7 +12,7 @@ from bench.arms.static import fill, padded_size
 from bench.models.workload import Batch
 from bench.tools.lean_capture import LeanCapture
 from bench.tools.measure import Timeline
-from simplegraph.base.stopwatch import Stopwatch
+from simplegraph.distributed.ranks import Stopwatch
 
 
 class Captured(NamedTuple):

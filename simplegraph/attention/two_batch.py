@@ -26,9 +26,8 @@ from simplegraph.attention.metadata.reading import Ints, Pages, int64s
 from simplegraph.attention.recurrent.states import StateMetadata
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import CaptureError, ConfigError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor, MicroBatch, micro_batches
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.batch.micro_batches import MicroBatch, micro_batches
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, bind_forward, headline
 from simplegraph.manager.manager import CudaGraphManager

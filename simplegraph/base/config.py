@@ -266,22 +266,18 @@ def _require(name: str, value: Any, valid: bool, expected: str) -> Any:
     return value
 
 
+def _checked(valid: Callable[[Any], bool], expected: str) -> Callable[[str, Any], Any]:
+    """Make a check of a single value."""
+    return lambda name, value: _require(name, value, valid(value), expected)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_int(name: str, value: Any) -> int:
     least = _LEAST.get(name, 1)
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    return int(_require(name, value, valid, f"a whole number of at least {least}"))
-
-
-def _check_bool(name: str, value: Any) -> Any:
-    return _require(name, value, isinstance(value, bool), "True or False")
-
-
-def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
-    return _require(name, value, value in choices, " or ".join(map(repr, choices)))
-
-
-def _check_callable(name: str, value: Any) -> Any:
-    return _require(name, value, callable(value), "a function of the module")
+    return int(_require(name, value, _is_int(value) and value >= least, f"a whole number of at least {least}"))
 
 
 def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
@@ -298,20 +294,6 @@ def _check_mapping(check: Callable[[str, Any], Any], name: str, mapping: Any) ->
             raise ConfigError(f"{name} has the key {argument!r}; expected an argument name.")
         check(f"{name}[{argument!r}]", value)
     return _FrozenMapping(mapping)
-
-
-def _check_batch_dim(name: str, value: Any) -> Any:
-    valid = value is None or value == "reference" or (isinstance(value, int) and not isinstance(value, bool))
-    return _require(name, value, valid, "a dimension, None or 'reference'")
-
-
-def _check_length_dim(name: str, value: Any) -> Any:
-    return _require(name, value, isinstance(value, int) and not isinstance(value, bool), "a dimension")
-
-
-def _check_pad_rule(name: str, value: Any) -> Any:
-    valid = isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last")
-    return _require(name, value, valid, "'zero', 'keep', 'repeat-last' or a number")
 
 
 class _FrozenMapping(dict[str, Any]):
@@ -365,16 +347,23 @@ class _Kind(NamedTuple):
     expected: str = ""
 
 
+_BATCH_DIM = _checked(
+    lambda value: value is None or value == "reference" or _is_int(value), "a dimension, None or 'reference'"
+)
+_PAD_RULE = _checked(
+    lambda value: isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last"),
+    "'zero', 'keep', 'repeat-last' or a number",
+)
 _LEAST = {"verify": 0}  # for all other integers 1
 _KINDS: dict[Any, _Kind] = {
     CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
     int: _Kind(_check_int, int, "a whole number"),
-    bool: _Kind(_check_bool, _parse_bool, "1 or 0, true or false"),
+    bool: _Kind(_checked(lambda value: isinstance(value, bool), "True or False"), _parse_bool, "1 or 0, true or false"),
     Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
-    Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
-    Mapping[str, int]: _Kind(functools.partial(_check_mapping, _check_length_dim)),
-    Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),
-    Callable[[Any], Hashable]: _Kind(_check_callable),
+    Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _BATCH_DIM)),
+    Mapping[str, int]: _Kind(functools.partial(_check_mapping, _checked(_is_int, "a dimension"))),
+    Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _PAD_RULE)),
+    Callable[[Any], Hashable]: _Kind(_checked(callable, "a function of the module")),
 }
 
 
@@ -384,6 +373,7 @@ def _kinds() -> dict[str, tuple[bool, _Kind]]:
     kinds = {}
     for name, hint in typing.get_type_hints(CudaGraphConfig).items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        choice = functools.partial(_check_choice, typing.get_args(arms[0]))
+        choices = typing.get_args(arms[0])
+        choice = _checked(choices.__contains__, " or ".join(map(repr, choices)))
         kinds[name] = type(None) in arms, _KINDS.get(arms[0]) or _Kind(choice, str)
     return kinds

@@ -15,8 +15,8 @@ from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import HostError
 from simplegraph.base.nested import LEAF, TreeSpec, flatten
+from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.subclass import plain
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.args import Arg, HostArg, TensorArg, batch_dim_of, short_repr

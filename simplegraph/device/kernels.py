@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 
@@ -20,6 +20,8 @@ _OF_LIBRARIES = re.compile(
 )
 # Those of no language begin with what they were made for.
 _NAMED = re.compile(r"(cutlass|ampere|volta|turing|hopper|maxwell|sm\d+)_")
+# Private to torch; where it is absent, names are shown as they are.
+_demangle: Callable[[str], str] = getattr(torch._C, "_demangle", str)
 
 
 @functools.cache
@@ -35,8 +37,8 @@ def launched_by_torch(kernel: str) -> bool:
 @functools.cache
 def readable(kernel: str) -> str:
     """Return a kernel's name without what a template was made for, and without its arguments."""
-    text, depth, shown = _demangled(kernel), 0, ""
-    if text is None:
+    text, depth, shown = _demangle(kernel) if kernel.startswith("_Z") else kernel, 0, ""
+    if text == kernel:
         return kernel
     text = text.replace("(anonymous namespace)::", "")
     for at, letter in enumerate(text):
@@ -46,32 +48,6 @@ def readable(kernel: str) -> str:
         shown += letter if depth == 0 and letter != "<" and letter != ">" else ""
         depth += letter == "<"
     return shown.removeprefix("void ").strip()
-
-
-def _demangled(kernel: str) -> str | None:
-    """Return the signature that a name of C++ stands for; None if it is none, or nobody here can tell."""
-    demangle = _demangler() if kernel.startswith("_Z") else None
-    if demangle is None:
-        return None
-    status = ctypes.c_int()
-    found = demangle(kernel.encode(), None, None, ctypes.byref(status))
-    if not found:
-        return None
-    try:
-        return ctypes.string_at(found).decode(errors="replace")
-    finally:
-        ctypes.CDLL(None).free(ctypes.c_void_p(found))
-
-
-@functools.cache
-def _demangler() -> Any:
-    """Find the function of C++'s runtime that reads mangled names; torch has loaded it."""
-    try:
-        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):
-        return None
-    demangle.restype = ctypes.c_void_p
-    return demangle
 
 
 def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,23 @@ import torch
 import torch.distributed as dist
 
 from simplegraph.base.errors import ConfigError, RankError, ReplayError
-from simplegraph.base.stopwatch import Stopwatch
 from simplegraph.device.protocol import GraphDevice
 from simplegraph.distributed.rendezvous import Rendezvous, require_group
 
 _made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
+
+
+class Stopwatch(dict[str, float]):
+    """Seconds of wall time by part; parts may come again, but not within each other."""
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds that a block takes, whatever happens in it."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[part] = self.get(part, 0.0) + time.perf_counter() - started
 
 
 class SingleRank:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.subclass import plain
+from simplegraph.base.patches import plain
 from simplegraph.base.tensors import parts
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.places import ABSENT, by_class, put

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from simplegraph.base.config import CudaGraphConfig, check_settings
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.extras import runner_kinds
-from simplegraph.base.subclass import subclass
+from simplegraph.base.patches import subclass
 from simplegraph.call.call import Graphed, invoke
 from simplegraph.call.memory import named_memory
 from simplegraph.call.signature import check_names

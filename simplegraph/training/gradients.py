@@ -12,6 +12,7 @@ from torch import Tensor
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
+from simplegraph.device.protocol import GraphDevice
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -149,3 +150,12 @@ class Gradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+def set_up_backwards(device: GraphDevice) -> None:
+    """Let cuBLAS have its workspaces for the thread that will run the backward on the capture stream."""
+    with device.on_capture_stream(), torch.enable_grad():
+        scratch = torch.zeros(1, device=device.torch_device, requires_grad=True)
+        result = scratch.clone()
+        result.register_hook(lambda _: device.keep_workspaces())  # type: ignore[no-untyped-call]  # in that thread
+        torch.autograd.grad(result, scratch)

@@ -17,7 +17,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.args import PLAIN_TENSORS
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.training.hooks import calls_noted
+from simplegraph.training.notes import calls_noted
 
 requires_grad = operator.attrgetter("requires_grad")
 _REPLICA = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,3 +101,24 @@ class BackwardNotes:
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 # Tells the backward that runs now from others. Private to torch, too; where it is absent, they look like one.
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+@contextlib.contextmanager
+def calls_noted(register: Callable[[Callable[..., None]], Any], note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with each module or optimizer that this thread calls in here.
+
+    Args:
+        register: registers a hook, which is called with what is called first, and returns its handle.
+        note: called before each call.
+    """
+    thread = threading.get_ident()
+
+    def hook(called: Any, *_: Any) -> None:
+        if threading.get_ident() == thread:
+            note(called)
+
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.training.leaves import hooks_around, requires_grad
-from simplegraph.training.node import apply
 from simplegraph.training.notes import keeps_graph
 from simplegraph.training.recording import Recording
 
@@ -197,7 +196,7 @@ class PairPlan(Plan):
             attached = attached.copy()
             for place, index in self._passed:
                 attached[place] = leaves[index]
-        outputs = apply(replay, *attached)
+        outputs = _apply(replay, *attached)
         return outputs[0] if self._is_tensor else self._nested.nest(outputs, leaves)
 
     def path(self, grads: Sequence[Tensor | None]) -> GradientPath:
@@ -308,3 +307,43 @@ class PairReplay:
         self.done = True
         if not keeps_graph():
             self.released |= given
+
+
+# As torch says it of a node that saves tensors, which would cost more than to remember it.
+_RELEASED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
+    "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
+    "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access saved "
+    "tensors after calling backward."
+)
+
+
+class GraphedCall(torch.autograd.Function):
+    """The node of the caller's autograd graph: runs a `PairReplay`'s forward, and later its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Run a replay's forward; `leaves` are what its gradients flow to."""
+        outputs = replay.forward()
+        ctx.replay = replay
+        ctx.materialize_grads = False  # what `set_materialize_grads` sets
+        constant = replay.plan.constant
+        if constant:
+            ctx.mark_non_differentiable(*(outputs[number] for number in constant))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the replay's backward."""
+        replay = ctx.replay
+        if replay.released and any(grads[number] is not None for number in replay.released):
+            raise RuntimeError(_RELEASED)
+        if all(grad is None for grad in grads):  # what follows needs none of them, nor does eager make any then
+            return None, *(None for _ in replay.plan.leaves)
+        return None, *replay.backward(grads)
+
+
+# Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.
+_apply: Callable[..., Any] = super(torch.autograd.Function, GraphedCall).apply
+# Likewise past the Python that looks for the way in which a function of any kind is written.
+cast(Any, GraphedCall)._backward_cls.apply = GraphedCall.backward

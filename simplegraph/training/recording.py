@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -193,7 +191,6 @@ class Recording:
             call.binding.counted[call.padded].captured_run(call.module, self._state_key),
             self._leaves.replaced(arguments.held),
             autocast_cache(enabled=self._caches),
-            _random_state_unread(),
             bypassed(Reason.NESTED),
             torch.enable_grad(),
         ):
@@ -244,24 +241,3 @@ def _laid_as(leaf: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == torch.empty_like(leaf, device="meta").stride():
         return grad
     return torch.empty_like(leaf, dtype=grad.dtype).copy_(grad)
-
-
-@contextlib.contextmanager
-def _random_state_unread() -> Iterator[None]:
-    """Refuse the forward to read random states: activation checkpoints would put them back in the backward."""
-    thread = threading.get_ident()
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return known(*args, **kwargs)
-        raise HostError(
-            "the forward reads the state of a random generator (activation checkpointing does, to draw the same again)",
-            "Pass preserve_rng_state=False to torch.utils.checkpoint.checkpoint, and use_reentrant=False.",
-        )
-
-    known = torch.get_rng_state
-    torch.get_rng_state = refuse
-    try:
-        yield
-    finally:
-        torch.get_rng_state = known

@@ -20,7 +20,7 @@ from simplegraph.base.errors import CaptureError, ConfigError, InputError
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.writes import after_step, tell_written
+from simplegraph.base.tensors import after_step, tell_written
 from simplegraph.device.select import graph_device
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
 from simplegraph.guard.reach import CodePlace
@@ -29,13 +29,10 @@ from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.mixin import wrap
-from simplegraph.training.backwards import set_up_backwards
-from simplegraph.training.gradients import Gradients, gradient_hooks
+from simplegraph.training.gradients import Gradients, gradient_hooks, set_up_backwards
 from simplegraph.training.leaves import leaves_reached, replicas_refused
-from simplegraph.training.optimizers import StepOptimizers
-from simplegraph.training.plan import WithGradients
-from simplegraph.training.python_state import OptimizersPython
-from simplegraph.training.staging import Staging
+from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
+from simplegraph.training.plan import Staging, WithGradients
 
 _GLOBAL_HOOKS = (
     *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),

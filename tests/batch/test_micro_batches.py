@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.micro_batches import micro_batches
+from simplegraph.batch.descriptor import BatchDescriptor, micro_batches
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.base.tensors import storage_key
-from simplegraph.base.writes import watch_steps
+from simplegraph.base.tensors import storage_key, watch_steps
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
 from simplegraph.fused.layers.classes import is_depthwise

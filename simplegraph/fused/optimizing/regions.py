@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.subclass import subclass
+from simplegraph.base.patches import subclass
 from simplegraph.fused.layers.written import methods
 from simplegraph.fused.optimizing.folded import REGION, Fold, FoldedMemory, FoldUse, LeftOut, Region, observed
 

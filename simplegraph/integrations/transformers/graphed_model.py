@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.patches import subclass
 from simplegraph.base.reasons import Reason
-from simplegraph.base.subclass import subclass
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.report import GraphReport

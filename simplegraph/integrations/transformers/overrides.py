@@ -15,7 +15,7 @@ from typing import Any
 from transformers.modeling_utils import AttentionInterface
 
 from simplegraph.base import patches
-from simplegraph.base.subclass import subclass
+from simplegraph.base.patches import subclass
 
 Forward = Callable[..., Any]
 Method = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]

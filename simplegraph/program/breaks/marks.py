@@ -17,7 +17,7 @@ from torch import nn
 
 from simplegraph.base.break_operators import name_of, recorder_of
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.subclass import subclass
+from simplegraph.base.patches import subclass
 
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])
 
