@@ -229,3 +229,16 @@ def test_a_container_whose_items_are_made_when_they_are_read_recaptures_nothing(
     close(model(x), module(x))
     assert model.graph_stats.recaptures == 0
     assert model.graph_stats.replays == replays + 1
+
+
+def test_what_takes_the_place_of_a_freed_parameter_never_gets_its_address_while_graphs_read_it(device):
+    if device.type != "cpu":
+        pytest.skip("on a GPU a graph reads what is at the address, whoever's it is")
+    model, module = captured(device)
+    address = module.linear.weight.data_ptr()
+    del module.linear.weight
+    others = [torch.empty(WIDTH, WIDTH, device=device) for _ in range(1000)]
+    assert address not in [other.data_ptr() for other in others]
+    module.linear.register_parameter("weight", parameter(others[0]))
+    x = rows(4, device)
+    close(model(x), module(x))

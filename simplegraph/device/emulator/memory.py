@@ -300,7 +300,12 @@ class EmulatorSegment:
         self._calls: list[RecordedCall] | None = bound
         self._created = list(created)
         self._constants = [(memory, memory.bytes.clone()) for memory in constants]
-        self._outside = [(_weak_reference(it.storage), it.address, it.seen_as) for it in outside if it.address]
+        # What no pool owns is kept, lest other tensors get the address of freed ones; it counts as freed all the same.
+        self._outside = [
+            (_weak_reference(it.storage), it if it.pool is None else None, it.address, it.seen_as)
+            for it in outside
+            if it.address
+        ]
         # From here on in the Program this segment may have written to it.
         self._undefined_before = reused
         self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
@@ -323,8 +328,9 @@ class EmulatorSegment:
         if self._calls is None:
             raise ReplayError("this graph was dropped; capture it again.")
         owned = []  # until the end of the replay
-        for weak, address, seen_as in self._outside:
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        for weak, kept, address, seen_as in self._outside:
+            freed = kept is not None and kept.reusable()
+            storage = None if freed else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
             if storage is None or storage.data_ptr() != address:
                 raise EmulatorError(
                     f"replay reads memory that was freed: {seen_as}. "
