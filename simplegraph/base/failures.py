@@ -99,13 +99,13 @@ _FIX = f"Fix it, or {BREAK}."
 def capture_error(error: Exception, label: str) -> CaptureError:
     """Make the error a user sees: what failed, at which of their lines, why, and what to do."""
     chain = list(_chain(error))
-    known = next((index for index in reversed(range(len(chain))) if _is_known(chain[index])), None)
-    lines = called_lines(*chain[: len(chain) if known is None else known + 1])
-    if known is None:
-        cause = _said(error) if len(chain) == 1 else f"{_said(error)} (caused by {_said(chain[-1])})"
-        remedy = _FIX
-    else:
-        cause, remedy = _explained(chain[known], lines)
+    cause = _said(error) if len(chain) == 1 else f"{_said(error)} (caused by {_said(chain[-1])})"
+    lines, remedy = called_lines(*chain), _FIX
+    for end in range(len(chain), 0, -1):
+        explained = _explained(chain[end - 1], called_lines(*chain[:end]))
+        if explained is not None:
+            lines, (cause, remedy) = called_lines(*chain[:end]), explained
+            break
     location = users_line(lines)
     where = f" at {location}" if location else ""
     return CaptureError(f"capturing {label} failed{where}\n  {cause}\n  {remedy}", location=location, cause=cause)
@@ -141,30 +141,19 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _is_known(error: BaseException) -> bool:
-    return isinstance(error, (BreakError, HostError)) or _entry(error) is not None or _is_read(error)
-
-
-def _entry(error: BaseException) -> tuple[Sequence[str], str, str] | None:
-    """Find the known cause that an error of torch or of the emulator tells."""
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return next((entry for entry in _CAUSES if any(word in text for word in entry[0])), None)
-
-
-def _is_read(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _READS)
-
-
-def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str]:
-    """Return a known error's cause and remedy."""
+def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str] | None:
+    """Return an error's cause and remedy; None if it is not known."""
     if isinstance(error, BreakError):
         return str(error), _FIX
     if isinstance(error, HostError):
         return f"{error}.", _remedy_in_reach(error.remedy, lines)
-    entry = _entry(error)
-    if entry is not None:
-        return str(error) if isinstance(error, EmulatorError) else f"{entry[1]} ({_said(error)})", entry[2]
-    if "previous error" in str(error).lower():  # whatever line it shows at is not the one
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    for words, cause, remedy in _CAUSES:
+        if any(word in text for word in words):
+            return str(error) if isinstance(error, EmulatorError) else f"{cause} ({_said(error)})", remedy
+    if not any(word in text for word in _READS):
+        return None
+    if "previous error" in text:  # whatever line it shows at is not the one
         cause = (
             "something before it was refused, and the error swallowed: a tensor read back, or the device synchronised"
         )

@@ -91,6 +91,14 @@ def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     return TreeSpec(kind, tuple(keys), tuple(_flatten_into(item, leaves) for item in values), context)
 
 
+def map_leaves(value: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """Change the wanted leaves of a nested value; without any it is returned itself, the very containers."""
+    leaves, spec = flatten(value)
+    if not any(map(wanted, leaves)):
+        return value
+    return spec.unflatten(change(leaf) if wanted(leaf) else leaf for leaf in leaves)
+
+
 def containers(value: Any) -> list[Any]:
     """List the containers of a nested value that can be changed, itself included."""
     opened = None if type(value) in _PLAIN_LEAVES else opened_once(value)

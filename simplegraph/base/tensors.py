@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from simplegraph.base.nested import flatten
+from simplegraph.base.nested import map_leaves
 from simplegraph.base.operators import wrapper_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -49,10 +50,7 @@ def wait_collectives(value: Any) -> Any:
     kind: Any = getattr(collectives, "AsyncCollectiveTensor", None)
     if kind is None:  # not imported, or by another thread right now: then there is none
         return value
-    leaves, spec = flatten(value)
-    if not any(isinstance(leaf, kind) for leaf in leaves):
-        return value  # the very containers, which somebody may write to
-    return spec.unflatten(leaf.wait() if isinstance(leaf, kind) else leaf for leaf in leaves)
+    return map_leaves(value, lambda leaf: isinstance(leaf, kind), operator.methodcaller("wait"))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

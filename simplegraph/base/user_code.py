@@ -23,6 +23,8 @@ _DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_selec
 # Functions of torch.linalg that look if they succeeded, and have a form, named with _ex, that does not.
 _CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
+_OF_MASKS = (ast.Compare, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
+_MASKS = (torch.bool, torch.uint8)
 _TEXT = {"__repr__", "__str__", "__format__"}  # of a tensor, called by print, str and f-strings
 
 
@@ -91,7 +93,11 @@ def described_line(filename: str, number: int) -> str:
 
 def is_printing(lines: Sequence[CalledLine]) -> bool:
     """True if what failed was to make text of a tensor."""
-    inside = (line.summary for line in lines[_innermost_users(lines) + 1 :] if _is_torchs(line.summary.filename))
+    inside = (
+        line.summary
+        for line in lines[_innermost_users(lines) + 1 :]
+        if os.path.abspath(line.summary.filename).startswith(_TORCH)
+    )
     return any(line.name in _TEXT or line.filename.endswith("_tensor_str.py") for line in inside)
 
 
@@ -202,20 +208,16 @@ def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
 
 
 def _is_mask(index: ast.expr, frame: FrameType) -> bool:
-    """True if an index is a boolean mask, as its text or its present value says."""
-    if isinstance(index, ast.Tuple):
-        return any(_is_mask(item, frame) for item in index.elts)
-    if isinstance(index, ast.BinOp):
-        return isinstance(index.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
-    if isinstance(index, ast.UnaryOp):
-        return isinstance(index.op, ast.Invert)
-    if isinstance(index, ast.Call):
-        return _name(index.func) in _COMPARISONS
-    value = _value(index, frame)
-    return isinstance(index, ast.Compare) or (isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8))
+    """True if an index is made of boolean masks, as its text or present values say."""
+    for node in ast.walk(index):
+        value = _value(node, frame)
+        compares = isinstance(node, ast.Call) and _name(node.func) in _COMPARISONS
+        if compares or isinstance(node, _OF_MASKS) or (isinstance(value, Tensor) and value.dtype in _MASKS):
+            return True
+    return False
 
 
-def _value(node: ast.expr, frame: FrameType) -> Any:
+def _value(node: ast.AST, frame: FrameType) -> Any:
     """Look up a name, or an attribute that needs no code to run."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
@@ -240,10 +242,6 @@ def _described(line: traceback.FrameSummary) -> str:
     typed_in = line.filename.startswith("<")
     path = _package_path(line.filename) or (line.filename if typed_in else os.path.relpath(line.filename))
     return f"{path}:{line.lineno} `{source}`"
-
-
-def _is_torchs(filename: str) -> bool:
-    return os.path.abspath(filename).startswith(_TORCH)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -121,7 +121,7 @@ class SizePlan:
         return f"{waste:,.0f} tokens ({waste / self.tokens:.1%})"
 
 
-def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Sequence[int] = ()) -> SizePlan:
+def plan_sizes(histogram: Mapping[int, float], num_graphs: int) -> SizePlan:
     """Choose the capture sizes with the fewest padding tokens; an exact optimum, not a heuristic.
 
     >>> plan_sizes({3: 100, 7: 10, 8: 1}, num_graphs=2).sizes
@@ -130,25 +130,23 @@ def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Seque
     Args:
         histogram: batch size (rows or tokens) -> how often it was seen; counts may be weights.
         num_graphs: the most sizes to choose. Fewer are chosen if more would save nothing.
-        always: sizes to capture regardless of the histogram; they count towards `num_graphs`.
 
     Returns:
         The plan. The largest batch seen is always covered.
 
     Raises:
-        ConfigError: the histogram is empty, a size, a count or `num_graphs` is invalid, or `num_graphs` is too
-            few for `always` and the largest batch.
+        ConfigError: the histogram is empty, or a size, a count or `num_graphs` is invalid.
 
     Source: shortest path with a concave cost, solved one graph at a time by divide and conquer:
         O(num_graphs * sizes * log(sizes)).
     """
     counts = _check_histogram(histogram)
-    forced = {_plan_int("always entry", size) for size in always}
-    _check_budget(_plan_int("num_graphs", num_graphs), forced, max(counts))
-    points = sorted(counts.keys() | forced)
-    weights, scale = _whole_weights([counts.get(point, Fraction(0)) for point in points])
-    sizes = _choose_sizes(points, weights, forced, num_graphs)
-    default = default_sizes(max(counts))
+    points = sorted(counts)
+    # Whole numbers, so that sums and ties are exact.
+    scale = math.lcm(*(count.denominator for count in counts.values()))
+    weights = [int(counts[point] * scale) for point in points]
+    sizes = _choose_sizes(points, weights, _plan_int("num_graphs", num_graphs))
+    default = default_sizes(points[-1])
     return SizePlan(
         sizes=sizes,
         waste_before=_unscale(_waste(points, weights, default), scale),
@@ -189,34 +187,17 @@ def _count(size: int, count: Any) -> Fraction:
     return Fraction(number)
 
 
-def _check_budget(num_graphs: int, forced: set[int], largest: int) -> None:
-    needed = len(forced) + (max(forced, default=0) < largest)
-    if num_graphs < needed:
-        raise ConfigError(
-            f"num_graphs is {num_graphs}, but {len(forced)} always sizes and the largest batch, {largest}, "
-            f"need {needed}. Raise num_graphs, or shorten always."
-        )
-
-
-def _whole_weights(counts: Sequence[Fraction]) -> tuple[list[int], int]:
-    """Scale counts to whole numbers, so that sums and ties are exact; return them and the factor."""
-    scale = math.lcm(*(count.denominator for count in counts))
-    return [int(count * scale) for count in counts], scale
-
-
 def _unscale(total: int, scale: int) -> float:
     return total // scale if total % scale == 0 else total / scale
 
 
 def _waste(points: Sequence[int], weights: Sequence[int], sizes: Sequence[int]) -> int:
-    # A forced size above the largest batch has no weight, so it may lie beyond the default sizes.
-    padded = (padded_size(sizes, point) or point for point in points)
-    return sum(weight * (size - point) for size, point, weight in zip(padded, points, weights, strict=True))
+    return sum(weight * ((padded_size(sizes, at) or at) - at) for at, weight in zip(points, weights, strict=True))
 
 
-def _choose_sizes(points: Sequence[int], weights: Sequence[int], forced: set[int], num_graphs: int) -> tuple[int, ...]:
+def _choose_sizes(points: Sequence[int], weights: Sequence[int], num_graphs: int) -> tuple[int, ...]:
     """Choose at most `num_graphs` points that hold all weight with the least padding."""
-    costs = _Costs(points, weights, forced)
+    costs = _Costs(points, weights)
     layer = [0] + [costs.impossible] * len(points)
     parents: list[list[int]] = []
     least = []
@@ -233,27 +214,23 @@ def _choose_sizes(points: Sequence[int], weights: Sequence[int], forced: set[int
 
 
 class _Costs:
-    """The cost of padding runs of points, each to its last one: the padding, and far more for each forced one skipped.
+    """The cost of padding runs of points, each to its last one.
 
     Args:
         points: ascending.
         weights: of each.
-        forced: points that no run may skip.
     """
 
-    def __init__(self, points: Sequence[int], weights: Sequence[int], forced: set[int]) -> None:
+    def __init__(self, points: Sequence[int], weights: Sequence[int]) -> None:
         self._points = points
         self._counts = list(itertools.accumulate(weights, initial=0))
         self._tokens: list[int] = list(itertools.accumulate(map(operator.mul, points, weights), initial=0))
-        self._forced = list(itertools.accumulate((point in forced for point in points), initial=0))
-        self._forbidden = points[-1] * self._counts[-1] + 1  # above all padding together
-        self.impossible = self._forbidden * (len(points) + 1)
+        self.impossible = points[-1] * self._counts[-1] + 1  # above all padding together
 
     def cost(self, start: int, end: int) -> int:
         """Return the cost of ``points[start:end]``."""
         size, count = self._points[end - 1], self._counts[end] - self._counts[start]
-        skipped = self._forced[end - 1] - self._forced[start]
-        return size * count - (self._tokens[end] - self._tokens[start]) + skipped * self._forbidden
+        return size * count - (self._tokens[end] - self._tokens[start])
 
     def one_more_size(self, layer: Sequence[int]) -> tuple[list[int], list[int]]:
         """Compute the least costs of one more size, and for each the index in `layer` that it comes from.

@@ -70,11 +70,6 @@ class Gradients:
             self.entry, self._wanting = entry, wanting
         return self._key
 
-    @property
-    def any_present(self) -> bool:
-        """True if a parameter has a gradient."""
-        return any(gradient is not None for gradient in map(_grad, self.parameters))
-
     def passed(self) -> dict[int, list[int]]:
         """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
         found: dict[int, list[int]] = {}
@@ -83,15 +78,11 @@ class Gradients:
                 found.setdefault(storage_key(gradient), []).append(index)
         return found
 
-    @property
-    def fixed_keys(self) -> set[int]:
-        """The storage keys of the tensors at fixed addresses, which graphs read."""
-        return {storage_key(tensor) for _, tensor in self._fixed.values()}
-
-    def fix(self, used: Iterable[int]) -> None:
-        """Make the tensors at fixed addresses for the gradients that graphs read; a capture would make its own."""
-        for index in used:
+    def fix(self, used: Iterable[int]) -> set[int]:
+        """Make the tensors at fixed addresses for the gradients that graphs read; return the storage keys of all."""
+        for index in used:  # a capture would make its own
             self._fixed_of(index)
+        return {storage_key(tensor) for _, tensor in self._fixed.values()}
 
     def _fixed_of(self, index: int, *, makes: bool = True) -> Tensor:
         """Return the tensor at a fixed address for the gradient of one parameter."""

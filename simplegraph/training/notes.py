@@ -42,6 +42,13 @@ class OutputLook(NamedTuple):
             return torch.zeros_like(dense)
 
 
+class Needs(NamedTuple):
+    """The needs of a backward: to keep what it reads for another, and the dtype of autocast around it."""
+
+    retained: bool = False
+    autocast: torch.dtype | None = None
+
+
 class BackwardNotes:
     """Keeps the facts that eager calls of one signature, and their backwards, showed.
 
@@ -50,8 +57,7 @@ class BackwardNotes:
         outputs: how the outputs of the last call looked.
         seen: the outputs that they gave gradients to, by their number; None before the first.
         twice: True if one shall be differentiated itself.
-        needs: (True if one has to keep what it reads, the dtype of autocast around the last one): graphs of backwards
-            differ by these.
+        needs: of the last one, and of any to keep what it reads: graphs of backwards differ by these.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -59,17 +65,7 @@ class BackwardNotes:
         self.outputs: list[OutputLook] = []
         self.seen: set[int] | None = None
         self.twice = False
-        self.needs: tuple[bool, torch.dtype | None] = False, None
-
-    @property
-    def retained(self) -> bool:
-        """True if a backward has to keep what it reads for another."""
-        return self.needs[0]
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast around the last backward."""
-        return self.needs[1]
+        self.needs = Needs()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Look at the outputs of an eager call, and later at its backward."""
@@ -91,8 +87,8 @@ class BackwardNotes:
         """Note, from inside of a backward, that it was given gradients of these outputs; `again` if one ran before."""
         if self.seen is None or not self.seen.issuperset(outputs):
             self.seen = (self.seen or set()).union(outputs)
-        retained = again or self.needs[0] or keeps_graph()
-        needs = retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None
+        retained = again or self.needs.retained or keeps_graph()
+        needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
         if needs != self.needs:
             self.needs = needs
 

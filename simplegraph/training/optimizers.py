@@ -43,6 +43,7 @@ class StepOptimizers:
 
     Attributes:
         refusal: why no graph can hold a step with them; empty if one can.
+        stepped: True once one stepped in a step.
 
     Raises:
         ConfigError: something is no optimizer, or only wraps one.
@@ -63,6 +64,7 @@ class StepOptimizers:
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []
         self.refusal = self.scheduled = ""
+        self.stepped = False
         for each in self.all:
             _prepare(each)
 
@@ -94,6 +96,7 @@ class StepOptimizers:
         """Refuse graphs if an optimizer that is none of these steps in here: its numbers would stay as captured."""
 
         def note(found: optim.Optimizer) -> None:
+            self.stepped = True
             if not any(found is each for each in self.all):
                 self.refusal = self.scheduled = (
                     f"the step calls {type(found).__name__}, which optimizers= does not name"

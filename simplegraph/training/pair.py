@@ -33,10 +33,6 @@ _DOUBLE = (
 )
 
 
-def _no_replay() -> None:
-    """Stands for the weak reference to a replay before there is one."""
-
-
 class LastForward:
     """The forward that last left in the graphs' memory what its backward reads.
 
@@ -46,7 +42,7 @@ class LastForward:
 
     def __init__(self) -> None:
         self.serial = 0
-        self._replay: Callable[[], PairReplay | None] = _no_replay
+        self._replay: Callable[[], PairReplay | None] = lambda: None
 
     @property
     def pending(self) -> bool:

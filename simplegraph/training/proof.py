@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from simplegraph.base.context import bypassed
 from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call, invoke
 from simplegraph.call.plan import NOTHING
 from simplegraph.device.generators import put_random_states, random_states
@@ -24,10 +22,9 @@ from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.table import CapturedGraph
 from simplegraph.serve.proof import learn_writes
 from simplegraph.training.builder import PairBuilder
-from simplegraph.training.leaves import StandIns
 from simplegraph.training.notes import keeps_graph
 from simplegraph.training.pair import PairPlan, PairReplay
-from simplegraph.training.recording import written_outputs
+from simplegraph.training.recording import Arguments
 
 logger = logging.getLogger("simplegraph")
 
@@ -112,15 +109,10 @@ class PairProof(PairReplay):
     # The eager runs.
 
     def _run(self) -> list[Tensor]:
-        call, leaves = self._call, self._builder.leaves_of(self._call.module)
-        held = StandIns(leaves, leaves.wanting())
-        wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        passed = [leaf.detach().requires_grad_() if at in wanting else leaf for at, leaf in enumerate(call.leaves)]
-        args, kwargs = call.spec.unflatten(passed)
-        with leaves.replaced(held), bypassed(Reason.NESTED), torch.enable_grad():
-            result = wait_collectives(invoke(call.module, args, kwargs))
-        outputs = written_outputs(flatten(result)[0], [*passed, *held.tensors])
-        targets = [*(passed[at] for at in wanting), *held.tensors]
+        call = self._call
+        arguments = Arguments(call, call.leaves, self._builder.leaves_of(call.module))
+        outputs = arguments.written(flatten(arguments.run(functools.partial(invoke, call.module)))[0])
+        targets = arguments.targets
         self._eager = outputs, [targets[number] for number in self.plan.leaves]
         return outputs
 

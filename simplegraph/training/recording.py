@@ -24,24 +24,33 @@ from simplegraph.training.notes import BackwardNotes, OutputLook
 
 
 class Arguments:
-    """Holds what a captured forward is passed, whose leaves stand in for the caller's.
+    """Holds what a forward is passed, whose leaves stand in for the caller's.
 
     Args:
-        call: the call that is captured; inputs: the static inputs of its graph.
-        leaves: tensors of the module.
+        call: the call.
+        passed: what the forward gets for the call's leaves.
+        module_leaves: tensors of the module.
     """
 
-    def __init__(self, call: Call, inputs: InputSet, leaves: Leaves) -> None:
-        passed = inputs.leaves(call.layout.args, call.padded)
+    def __init__(self, call: Call, passed: Sequence[Any], module_leaves: Leaves) -> None:
         self.wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self.passed = [
-            static.detach().requires_grad_() if at in self.wanting else static for at, static in enumerate(passed)
-        ]
-        self.held = StandIns(leaves, leaves.wanting())
+        self.passed = [leaf.detach().requires_grad_() if at in self.wanting else leaf for at, leaf in enumerate(passed)]
+        self.held = StandIns(module_leaves, module_leaves.wanting())
+        self._spec, self._module_leaves = call.spec, module_leaves
+
+    def run(self, invoke: Callable[..., Any]) -> Any:
+        """Run the forward by `invoke(args, kwargs)`."""
+        args, kwargs = self._spec.unflatten(self.passed)
+        with self._module_leaves.replaced(self.held), bypassed(Reason.NESTED), torch.enable_grad():
+            return wait_collectives(invoke(args, kwargs))
+
+    def written(self, values: Sequence[Any]) -> list[Tensor]:
+        """List the tensors among what the forward returned, but for those that it was given."""
+        return written_outputs(values, [*self.passed, *self.held.tensors])
 
     @property
     def targets(self) -> list[Tensor]:
-        """List what the captured backward makes gradients of, in the order of `leaves`."""
+        """List what the backward makes gradients of, in the order of `leaves`."""
         return [*(self.passed[at] for at in self.wanting), *self.held.tensors]
 
     @property
@@ -75,7 +84,7 @@ class Tape:
         """Take what a forward returned; return what its graph writes."""
         values, self.spec = flatten(result)
         places = {id(leaf): at for at, leaf in enumerate(arguments.passed) if isinstance(leaf, Tensor)}
-        self.outputs += written_outputs(values, [*arguments.passed, *arguments.held.tensors])
+        self.outputs += arguments.written(values)
         numbers = {id(output): number for number, output in enumerate(self.outputs)}
         self.leaves = [arguments.held.original(value) for value in values]
         for place, value in enumerate(values):
@@ -143,8 +152,9 @@ class Recording:
     ) -> None:
         self._call, self._invoke, self._leaves, self.notes = call, invoke, leaves, notes
         self._state_key = state_key
-        self.arguments, self.tape, self.held = Arguments(call, inputs, leaves), Tape(), leaves.tensors
-        self.retains = notes.retained
+        self.arguments = Arguments(call, inputs.leaves(call.layout.args, call.padded), leaves)
+        self.tape, self.held = Tape(), leaves.tensors
+        self.retains = notes.needs.retained
         # Not in the pool: they are filled between the two graphs.
         self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
         self.patterns: list[frozenset[int]] = []
@@ -185,20 +195,14 @@ class Recording:
 
     def forward(self) -> list[Tensor]:
         """Run the forward on static inputs, with stand-ins for its leaves."""
-        call, arguments = self._call, self.arguments
-        args, kwargs = call.spec.unflatten(arguments.passed)
-        with (
-            call.binding.counted[call.padded].captured_run(call.module, self._state_key),
-            self._leaves.replaced(arguments.held),
-            autocast_cache(enabled=self._caches),
-            bypassed(Reason.NESTED),
-            torch.enable_grad(),
-        ):
-            result = wait_collectives(self._invoke(args, kwargs))
+        call = self._call
+        captured_run = call.binding.counted[call.padded].captured_run(call.module, self._state_key)
+        with captured_run, autocast_cache(enabled=self._caches):
+            result = self.arguments.run(self._invoke)
         unsupported = call.binding.unsupported
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
-        outputs = self.tape.take(result, arguments, self._leaves)
+        outputs = self.tape.take(result, self.arguments, self._leaves)
         looks, known = list(map(OutputLook.of, outputs)), self.notes.outputs
         if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
@@ -208,7 +212,7 @@ class Recording:
         """Run the backward for some outputs; `last` if no other is captured after it."""
         tape, targets = self.tape, self.arguments.targets
         numbers = sorted(pattern)
-        dtype = self.notes.autocast
+        dtype = self.notes.needs.autocast
         around = torch.autocast(self.notes.device_type, dtype, enabled=dtype is not None)
         try:
             with around, autocast_cache(enabled=self._caches), bypassed(Reason.NESTED):

@@ -18,7 +18,7 @@ from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, InputError
 from simplegraph.base.modes import autocast_cache
-from simplegraph.base.nested import ATOMS, flatten
+from simplegraph.base.nested import ATOMS, flatten, map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import after_step, tell_written
 from simplegraph.device.select import graph_device
@@ -106,8 +106,7 @@ class StepEffects:
             if not observer.captures:
                 read = (indices for key, indices in self._passed.items() if key in observer.external)
                 self.used.update(itertools.chain.from_iterable(read))
-        self.gradients.fix(self.used)
-        return self._passed.keys() - self.gradients.fixed_keys
+        return self._passed.keys() - self.gradients.fix(self.used)
 
     def note_leaves(self, result: Any, *, captured: bool) -> None:
         """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
@@ -124,8 +123,9 @@ class StepEffects:
 
     def check_trained(self, result: Any) -> None:
         """Refuse a step that leaves its backward to the caller, who gets no graph of autograd for it."""
-        self._trained = self._trained or self.gradients.any_present
-        if not self._trained and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(result)[0]):
+        gradients = (parameter.grad for parameter in self.gradients.parameters)
+        self._trained = self._trained or self.optimizers.stepped or any(each is not None for each in gradients)
+        if not self._trained and any(map(_wants_grad, flatten(result)[0])):
             raise InputError(
                 "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
                 "Call loss.backward() and optimizer.step() inside of the step; what it returns is detached."
@@ -135,18 +135,10 @@ class StepEffects:
     def around_eager(self, *, observed: bool) -> Iterator[None]:
         """Surround a run that computes; `observed` if `note_read` will tell what it read."""
         self._passed = self.gradients.passed() if observed else {}
-        hooks = [] if self._trained else [each.register_step_post_hook(self._note_step) for each in self.optimizers.all]
         serving = self._serving() if observed else None
         replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
-        try:
-            with self.optimizers.watched(), self.optimizers.mirrored(), replicas:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _note_step(self, *_: Any) -> None:
-        self._trained = True
+        with self.optimizers.watched(), self.optimizers.mirrored(), replicas:
+            yield
 
     @contextlib.contextmanager
     def around_capture(self) -> Iterator[None]:
@@ -372,7 +364,8 @@ def train_step(
 
 def _detached(result: Any) -> Any:
     """Return a result without its autograd graph, whose memory the backward has freed."""
-    leaves, spec = flatten(result)
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        return result
-    return spec.unflatten(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return map_leaves(result, _wants_grad, Tensor.detach)
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad

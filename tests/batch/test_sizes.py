@@ -133,15 +133,14 @@ def wasted(histogram, sizes):
     return sum(count * (min(s for s in sizes if s >= size) - size) for size, count in histogram.items() if count)
 
 
-def brute_force(histogram, num_graphs, always):
+def brute_force(histogram, num_graphs):
     """The least waste of any choice, and the fewest graphs that reach it."""
-    points = sorted({size for size, count in histogram.items() if count} | set(always))
-    largest = max(size for size, count in histogram.items() if count)
+    points = sorted(size for size, count in histogram.items() if count)
     options = [
         (wasted(histogram, chosen), len(chosen))
         for k in range(1, num_graphs + 1)
         for chosen in itertools.combinations(points, k)
-        if set(always) <= set(chosen) and chosen[-1] >= largest
+        if chosen[-1] == points[-1]
     ]
     return min(options)
 
@@ -164,11 +163,6 @@ class TestPlanSizes:
 
     def test_sizes_never_seen_are_not_captured(self):
         assert plan_sizes({3: 1, 5: 0, 9: 1, 700: 0}, 64).sizes == (3, 9)
-
-    def test_always(self):
-        assert plan_sizes({3: 10, 9: 1}, 3, always=[1, 16]).sizes == (1, 3, 16)
-        assert plan_sizes({3: 10, 9: 1}, 2, always=[1, 16]).sizes == (1, 16)
-        assert plan_sizes({3: 10, 9: 1}, 4, always=[9, 9]).sizes == (3, 9)
 
     def test_numpy_histograms(self):
         numpy = pytest.importorskip("numpy")
@@ -194,28 +188,21 @@ class TestPlanSizes:
     @given(
         st.dictionaries(st.integers(1, 60), st.integers(0, 50), min_size=1, max_size=9),
         st.integers(1, 6),
-        st.sets(st.integers(1, 80), max_size=2),
     )
-    def test_no_choice_wastes_less(self, histogram, num_graphs, always):
+    def test_no_choice_wastes_less(self, histogram, num_graphs):
         seen = {size: count for size, count in histogram.items() if count}
         if not seen:
             return
-        needed = len(always) + (max(always, default=0) < max(seen))
-        if num_graphs < needed:
-            with pytest.raises(ConfigError, match=f"need {needed}"):
-                plan_sizes(histogram, num_graphs, always=sorted(always))
-            return
-        plan = plan_sizes(histogram, num_graphs, always=sorted(always))
-        assert always <= set(plan.sizes)
+        plan = plan_sizes(histogram, num_graphs)
         assert list(plan.sizes) == sorted(set(plan.sizes))
         assert plan.waste_after == wasted(histogram, plan.sizes)
-        assert (plan.waste_after, len(plan.sizes)) == brute_force(histogram, num_graphs, always)
+        assert (plan.waste_after, len(plan.sizes)) == brute_force(histogram, num_graphs)
         assert plan.waste_before == wasted(histogram, default_sizes(max(seen)))
 
     @given(st.dictionaries(st.integers(1, 60), st.floats(1e-6, 1e6), min_size=1, max_size=8), st.integers(1, 5))
     def test_weights_may_be_fractions(self, histogram, num_graphs):
         plan = plan_sizes(histogram, num_graphs)
-        least, _ = brute_force(histogram, num_graphs, ())
+        least, _ = brute_force(histogram, num_graphs)
         assert math.isclose(plan.waste_after, least, rel_tol=1e-9, abs_tol=1e-9)
 
     def test_never_worse_than_the_defaults_with_as_many_graphs(self):
@@ -230,29 +217,27 @@ class TestPlanSizes:
         assert plan.sizes[-1] == 2000
 
     @pytest.mark.parametrize(
-        ("histogram", "num_graphs", "always", "message"),
+        ("histogram", "num_graphs", "message"),
         [
-            ({}, 4, (), "no batches"),
-            ({3: 0}, 4, (), "no batches"),
-            ([3, 4], 4, (), "expected a mapping"),
-            ({3: -1}, 4, (), "count of size 3 is -1"),
-            ({3: float("nan")}, 4, (), "count of size 3 is nan"),
-            ({3: float("inf")}, 4, (), "count of size 3 is inf"),
-            ({3: "many"}, 4, (), "count of size 3 is 'many'"),
-            ({3: None}, 4, (), "count of size 3 is None"),
-            ({0: 1}, 4, (), "histogram size is 0"),
-            ({-2: 1}, 4, (), "histogram size is -2"),
-            ({2.5: 1}, 4, (), r"histogram size is 2\.5"),
-            ({"2": 1}, 4, (), "histogram size is '2'"),
-            ({True: 1}, 4, (), "histogram size is True"),
-            ({3: 1}, 0, (), "num_graphs is 0"),
-            ({3: 1}, -1, (), "num_graphs is -1"),
-            ({3: 1}, 1.5, (), r"num_graphs is 1\.5"),
-            ({3: 1}, 4, (0,), "always entry is 0"),
-            ({3: 1}, 1, (1,), "need 2"),
+            ({}, 4, "no batches"),
+            ({3: 0}, 4, "no batches"),
+            ([3, 4], 4, "expected a mapping"),
+            ({3: -1}, 4, "count of size 3 is -1"),
+            ({3: float("nan")}, 4, "count of size 3 is nan"),
+            ({3: float("inf")}, 4, "count of size 3 is inf"),
+            ({3: "many"}, 4, "count of size 3 is 'many'"),
+            ({3: None}, 4, "count of size 3 is None"),
+            ({0: 1}, 4, "histogram size is 0"),
+            ({-2: 1}, 4, "histogram size is -2"),
+            ({2.5: 1}, 4, r"histogram size is 2\.5"),
+            ({"2": 1}, 4, "histogram size is '2'"),
+            ({True: 1}, 4, "histogram size is True"),
+            ({3: 1}, 0, "num_graphs is 0"),
+            ({3: 1}, -1, "num_graphs is -1"),
+            ({3: 1}, 1.5, r"num_graphs is 1\.5"),
         ],
     )
-    def test_refuses(self, histogram, num_graphs, always, message):
+    def test_refuses(self, histogram, num_graphs, message):
         with pytest.raises(ConfigError, match=message) as caught:
-            plan_sizes(histogram, num_graphs, always=always)
+            plan_sizes(histogram, num_graphs)
         assert isinstance(caught.value, (SimpleGraphError, ValueError))
