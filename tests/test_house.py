@@ -23,10 +23,10 @@ CORE = {
     "base": 1_240,
     "batch": 340,
     "device": 1_980,
-    "program": 1_580,
+    "program": 1_750,
     "distributed": 220,
     "manager": 1_370,
-    "guard": 1_160,
+    "guard": 960,
     "call": 1_450,
     "serve": 1_460,
 }

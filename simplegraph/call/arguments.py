@@ -14,7 +14,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.args import PLAIN_TENSORS, TensorArg
 from simplegraph.call.call import Call, invoke
 from simplegraph.call.signature import CallReader
-from simplegraph.guard.snapshot import has_address, place
+from simplegraph.program.held import has_address, lies_at
 
 
 def invoke_watched(
@@ -121,4 +121,4 @@ def _look(leaf: Any) -> Any:
     """Describe everything about a tensor that Python can change, but for its values."""
     if not isinstance(leaf, Tensor) or not has_address(leaf):
         return None
-    return place(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}
+    return lies_at(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}

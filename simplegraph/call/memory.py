@@ -15,9 +15,9 @@ from simplegraph.device.generators import default_generator
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.memory import SavedMemory, copy_limit
 from simplegraph.guard.functions import computes_gradients
-from simplegraph.guard.snapshot import has_address
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.table import ProgramTable
+from simplegraph.program.held import has_address
 
 
 class ModuleMemory:

@@ -11,8 +11,8 @@ from simplegraph.call.args import TensorArg
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import Spans
 from simplegraph.guard.guards import MemoryRead
-from simplegraph.guard.snapshot import has_address
 from simplegraph.guard.survey import Survey
+from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver
 
 

@@ -19,9 +19,9 @@ from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
 from simplegraph.call.sharing import SharedOutputs
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.snapshot import holds_graph_memory
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.program.held import holds_graph_memory
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])

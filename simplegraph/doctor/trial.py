@@ -24,13 +24,14 @@ from simplegraph.call.signature import CallReader
 from simplegraph.call.torch_modules import known_arguments
 from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
-from simplegraph.guard.snapshot import Snapshot, has_address
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.program.breaks.trace import BreakTracer
+from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import Snapshot
 
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3, 100)

@@ -1,4 +1,4 @@
-"""Remembers everything about a module that captures may change in Python, and puts it back."""
+"""Find what one run of a module changes in Python, and put back what captures changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,92 +18,64 @@ from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
-from simplegraph.guard.snapshot import Snapshot, holds_graph_memory
 from simplegraph.program.escapes import PythonState
-from simplegraph.program.places import MODULES_OWN, Surroundings, by_class, held_by
+from simplegraph.program.held import by_class, holds_graph_memory
+from simplegraph.program.snapshot import Snapshot
 
 _NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
 
 
 class ModuleState(PythonState):
-    """Remembers a module before captures: snapshots, which tell also what holds graph memory.
+    """Remembers a module before captures, and what holds graph memory after them.
 
     Args:
-        roots: the module, and other objects that its forward may change.
+        module: what its forward may change.
         device, pool: where it is captured.
         counted: what every run changes, of the module.
     """
 
-    def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
-        super().__init__(roots)
+    def __init__(self, module: nn.Module, device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
+        super().__init__([module])
         self._device, self._pool, self._counted = device, pool, counted
-        self._before: list[Snapshot] = []
+        self._function = module if isinstance(module, FunctionModule) else None
         self._values: list[CodePlace] = []
 
     def remember(self) -> None:
         super().remember()
-        self._before = [Snapshot(root) for root in self._roots]
-        function = self._roots[0]
-        self._values = function.values.now() if isinstance(function, FunctionModule) else []
+        self._values = self._function.values.now() if self._function else []
 
     def put_back(self) -> list[str]:
-        changes = [change for before in self._before for change in before.changes()]
+        changes = self.snapshot.changes()
         kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
-        if self._values:
-            changed = self._roots[0].values.put_back(self._values)
+        if self._function and self._values:
+            changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
-        for index, before in enumerate(self._before):
-            before.put_back(() if index else self._counted.names or ())
-        of_function = isinstance(self._roots[0], FunctionModule)
-        return [name.removeprefix("reached.") for name in kept] if of_function else kept
-
-    def forget(self) -> None:
-        super().forget()
-        self._before, self._values = [], []
+        self.snapshot.put_back(self._counted.names or ())
+        return [name.removeprefix("reached.") for name in kept] if self._function else kept
 
 
-class HostState(Surroundings):
-    """Remembers what code can advance outside of modules and containers, and no capture could put back as it was.
+class RunEffects:
+    """Remembers what a run may change: a module, random generators, and what code advances, if `code` asks for that.
 
-    That are the positions of generators, iterators and files, bytes and arrays of the host, where a function that was
-    looked into names them, or an object or a class holds them.
-
-    Args:
-        module: leads to them.
-        snapshot: of the module; what that tells of is left out.
+    No capture could put that back: positions of generators, iterators and files, bytes and arrays of the host, where a
+    function that was looked into names them, or an object or a class holds them.
     """
 
-    def __init__(self, module: Any, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._positions: list[tuple[Any, Any]] = []
-        super().__init__([module, *type(module).__mro__], _NEAR)
+    def __init__(self, module: Any, *, code: bool = True) -> None:
+        roots = module, *(type(module).__mro__ if code else ())
+        self._snapshot = Snapshot(*roots, tensors=False, code=_NEAR if code else 0, breaks=False)
+        self._random = HostRandom()
+        things = self._snapshot.things if code else ()
+        self._positions = [(thing, at) for thing in things if (at := _position(thing)) is not None]
 
-    def _remember(self, value: Any) -> Iterable[Any]:
-        position = _position(value)
-        if position is not None:
-            self._positions.append((value, position))
-        if _breaks(value):
-            return ()
-        if not self._snapshot.holds(value):
-            return super()._remember(value)
-        held, unused = (vars(value), MODULES_OWN) if isinstance(value, nn.Module) else (held_by(value) or {}, ())
-        return type(value), *(item for name, item in held.items() if name not in unused or item)
+    def changed(self) -> set[str]:
+        """Name what was changed."""
+        return self._snapshot.changed_names() | self._random.drawn() | self.advanced()
 
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
-        return {self._name_of(thing) for thing, before in self._positions if _position(thing) != before}
-
-    def _name_of(self, thing: Any) -> str:
-        place, _ = self._ways[self._ways[id(thing)][1]]
-        key = next((key for key, held in (held_by(place) or {}).items() if held is thing), "?")
-        return self._name(key, thing, place)
-
-
-def _breaks(value: Any) -> bool:
-    """True for an eager break, or a class of modules that are: it runs at every replay."""
-    own = vars(value) if isinstance(value, (type, types.FunctionType)) else ()
-    return "_simplegraph_break" in own or "_simplegraph_unbroken" in own
+        return {self._snapshot.name_of(thing) for thing, before in self._positions if _position(thing) != before}
 
 
 def _position(value: Any) -> Any:
@@ -175,13 +147,12 @@ class CountedState:
         if self._changed is not None and not self.advanced:
             yield
             return
-        snapshot, host = Snapshot(module, tensors=False), HostRandom()
-        state = HostState(module, snapshot)
+        run = RunEffects(module)
         yield
-        before, self.advanced = self.advanced, state.advanced()
+        before, self.advanced = self.advanced, run.advanced()
         self._always = before & self.advanced
         if self._changed is None:
-            self._changed = snapshot.changed_names() | host.drawn() | self.advanced
+            self._changed = run.changed()
 
     @contextlib.contextmanager
     def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
@@ -194,18 +165,14 @@ class CountedState:
         if not self._changed or self.names is not None:
             yield
             return
-        before, key = Snapshot(module, tensors=False), state_key and state_key(module)
-        host, state = HostRandom(), HostState(module, before) if self.advanced else None
+        run, key = RunEffects(module, code=bool(self.advanced)), state_key and state_key(module)
         complete = False
         try:
             yield
             complete = True
         finally:
             in_key = state_key is not None and state_key(module) != key
-            changed = before.changed_names() | host.drawn()
-            if state is not None:
-                changed |= state.advanced()
-            names = [] if in_key else sorted(self._changed & changed)
+            names = [] if in_key else sorted(self._changed & run.changed())
             if complete or names:  # a capture that failed may not have come to what changes
                 self.names = sorted({*(self.names or ()), *names})
 

@@ -16,7 +16,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.reach import CodePlace, Reach
-from simplegraph.program.places import ABSENT, is_library
+from simplegraph.program.held import ABSENT, is_library
 
 P = ParamSpec("P")
 R = TypeVar("R")

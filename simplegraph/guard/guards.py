@@ -16,8 +16,8 @@ from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
-from simplegraph.guard.snapshot import has_address, place
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Survey, code_of
+from simplegraph.program.held import has_address, lies_at
 from simplegraph.program.observe import MemoryObserver
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -230,4 +230,4 @@ class CapturedValue:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(place(part) if has_address(part) else id(part) for part in parts(tensor))
+    return tuple(lies_at(part) if has_address(part) else id(part) for part in parts(tensor))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.program.places import is_library
+from simplegraph.program.held import is_library
 
 _MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.tensors import is_wrapper, parts
-from simplegraph.guard.snapshot import has_address
+from simplegraph.program.held import has_address
 
 Link = tuple[Any, Any, Any]
 

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.snapshot import has_address
-from simplegraph.program.places import by_class, is_library
+from simplegraph.program.held import by_class, has_address, is_library
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from simplegraph.base.errors import EscapeError
 from simplegraph.base.tensors import is_wrapper, parts
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.program.places import Surroundings
+from simplegraph.program.snapshot import Snapshot
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
+_DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
 _MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
 _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
 
@@ -35,12 +36,12 @@ class PythonState:
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
-        self.surroundings = Surroundings()
+        self.snapshot = Snapshot()
         self.collected = False  # all garbage there was
 
     def remember(self) -> None:
         """Remember it as it is: what real runs changed stays."""
-        self.surroundings = Surroundings(self._roots)
+        self.snapshot = Snapshot(*self._roots, code=_DEPTH)
 
     def put_back(self) -> list[str]:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
@@ -48,12 +49,12 @@ class PythonState:
 
     def forget(self) -> None:
         """Remember nothing any more, so that nothing lives for that alone."""
-        self.surroundings = Surroundings()
+        self.snapshot = Snapshot()
 
     def go_back_to(self, earlier: PythonState) -> None:
         """Put back, and remember from now on, what a copy of this remembered earlier."""
         earlier.put_back()
-        self.surroundings.put_back_as(earlier.surroundings)
+        self.snapshot.put_back_as(earlier.snapshot)
         vars(self).update(vars(earlier))
 
 
@@ -124,7 +125,7 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
     found = _living(kept)
     if not found:
         return names, []
-    names += [name for name in state.surroundings.release(found) if name not in names]
+    names += [name for name in state.snapshot.release(found) if name not in names]
     found.clear()
     still = _living(kept)
     for tensor in still:

@@ -269,7 +269,7 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
-        state = ModuleState((call.module,), manager.device, manager.pool, counted)
+        state = ModuleState(call.module, manager.device, manager.pool, counted)
         memory, rehearsed = self.memory(call), contextlib.ExitStack()
         # Called before runs beside the calls, once: what they write and draw is put back.
         rehearse = functools.cache(lambda: rehearsed.enter_context(remember(memory.save(), memory.generators())))

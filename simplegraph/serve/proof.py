@@ -22,11 +22,11 @@ from simplegraph.call.padding import learn_numbers, refuse_padding
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.guard.snapshot import Snapshot
 from simplegraph.manager.differences import OTHER_OPERATORS, by_least_precise, first_difference
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import Snapshot
 from simplegraph.serve.rehearsal import WriteSaver
 
 logger = logging.getLogger("simplegraph")

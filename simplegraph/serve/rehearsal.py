@@ -20,10 +20,11 @@ from simplegraph.device.generators import default_generator, random_states
 from simplegraph.device.memory import SavedMemory, copy_limit, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
-from simplegraph.guard.snapshot import Snapshot, has_address, tensors_in
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
+from simplegraph.program.held import has_address, tensors_in
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import Snapshot
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.select import graph_device
-from simplegraph.guard.snapshot import Snapshot
+from simplegraph.program.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

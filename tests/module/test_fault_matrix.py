@@ -19,7 +19,6 @@ from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.snapshot import Snapshot
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import ReplayProof
 from simplegraph.manager.table import ProgramTable
@@ -27,6 +26,7 @@ from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession
+from simplegraph.program.snapshot import Snapshot
 from tests.module.faults import SIZE, WIDTH, Bomb, Breaks, Fault, Hooks, Keeps, Subject, Trial, planted
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

@@ -13,10 +13,10 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.snapshot import Snapshot
 from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TOKEN_TYPES
+from simplegraph.program.snapshot import Snapshot
 
 # Arguments that a step replaces by the store's.
 _REPLACED = frozenset(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from simplegraph.program import places
-from simplegraph.program.places import Surroundings
+from simplegraph.program import held, snapshot
+from simplegraph.program.snapshot import Snapshot
 
 
 class Hostile(tuple[Any, ...]):
@@ -40,16 +40,16 @@ def classes(kind: type = object) -> Iterator[type]:
 
 def test_classes_of_every_kind_can_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Static classes of C have no dict that the garbage collector shows, as those of scikit-learn and of this table."""
-    monkeypatch.setattr(places, "_LIBRARIES", frozenset())
-    monkeypatch.setattr(places, "_MAX_PLACES", 10**6)
+    monkeypatch.setattr(held, "_LIBRARIES", frozenset())
+    monkeypatch.setattr(snapshot, "_MAX_PLACES", 10**6)
     kinds = list(classes())
     assert len(kinds) > 1000
-    Surroundings(kinds).release([Graph()])
+    Snapshot(*kinds, code=4).release([Graph()])
 
 
 def test_objects_whose_own_methods_raise_are_looked_through_and_put_back() -> None:
     graph, inside, guarded = Graph(), [1], Guarded()
-    before = Surroundings([Hostile([inside]), guarded])
+    before = Snapshot(Hostile([inside]), guarded)
     inside.append(graph)  # type: ignore[arg-type]
     object.__setattr__(guarded, "seen", graph)
     before.release([graph])
@@ -59,7 +59,7 @@ def test_objects_whose_own_methods_raise_are_looked_through_and_put_back() -> No
 
 def test_what_others_put_into_a_list_meanwhile_stays_where_only_additions_go() -> None:
     graph, items, changed = Graph(), [1, 2], collections.deque([1, 2], maxlen=2)
-    before = Surroundings([items, changed])
+    before = Snapshot(items, changed)
     items.insert(0, graph)  # type: ignore[arg-type]
     items.append(3)
     changed.append(graph)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_what_others_put_into_a_list_meanwhile_stays_where_only_additions_go() -
 
 def test_a_container_of_something_kept_leaves_with_it_and_other_changes_stay() -> None:
     graph, table = Graph(), {"old": 1}
-    before = Surroundings([table])
+    before = Snapshot(table)
     table["new"] = {"deep": (graph,)}  # type: ignore[assignment]
     table["old"] = 2
     before.release([graph])
@@ -88,7 +88,7 @@ def test_of_a_file_that_is_imported_what_code_names_is_looked_into(kept: str, na
     exec("items = []\ndef keep(): pass\nkeep.items = []\nclass Kept:\n    items = []", vars(other))
     file: dict[str, Any] = {"other": other}
     exec(f"def forward(): return [lambda: {named} for _ in range(2)]", file)
-    items, before = eval(kept, file), Surroundings([file["forward"]])
+    items, before = eval(kept, file), Snapshot(file["forward"], code=4)
     items.append(graph)
     names = before.release([graph])
     reached = named == kept or (kept == "other.items" and named != "None")  # which has the same name

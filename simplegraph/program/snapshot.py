@@ -1,0 +1,344 @@
+"""Remembers what objects and code lead to, finds what changed of it, names that, and puts it back.
+
+A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
+tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
+say that a replay cannot stand for a call. Other values in containers and objects stay: another thread may have put them
+there.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import sys
+import threading
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.nested import ATOMS
+from simplegraph.base.patches import plain
+from simplegraph.base.tensors import parts
+from simplegraph.program.held import (
+    ABSENT,
+    MAX_OBJECTS,
+    OPAQUE,
+    has_address,
+    held_by,
+    is_library,
+    is_untouched,
+    is_users,
+    items_of,
+    kind_of,
+    lies_at,
+    restore,
+    tensors_in,
+)
+
+_MAX_PLACES = 20_000  # that code leads to
+_MAX_REACHED = 10_000
+_LRU: Any = type(functools.lru_cache(bool))
+_EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
+_CODE = (type, types.ModuleType, types.FunctionType)
+_FAR = (type, types.ModuleType)  # lead to everything there is
+
+
+class Change(NamedTuple):
+    """A place that holds something else than it did: its name, and what it holds now."""
+
+    name: str
+    value: Any
+
+
+class Snapshot:
+    """Remembers what objects hold, and containers and users' objects below them, and where each tensor lies.
+
+    Functions, classes, files, optimizers and objects of libraries (`nn.Module` excepted) are not looked into, unless
+    `code` says so. Values of tensors are not copied: a capture writes none. A file of code leads to what functions that
+    are looked into name there: what else it holds may be a notebook's whole state.
+
+    Args:
+        *roots: modules, functions and other objects.
+        tensors: False leaves out where tensors lie, and dispatches no operator.
+        code: how many classes, functions and files of code a place may be away.
+        breaks: False leaves out the code of eager breaks.
+    """
+
+    def __init__(self, *roots: Any, tensors: bool = True, code: int = 0, breaks: bool = True) -> None:
+        # By id: the place, what it held, and True if no code lies on the way to it.
+        self._places: dict[int, tuple[Any, Any, bool]] = {}
+        # Most are empty dicts, a module's ten for hooks: those are asked together, and are places once one is filled.
+        self._empty: list[dict[Any, Any]] = []
+        self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
+        self._changed: list[tuple[Any, Any]] = []  # places that held what they shall not, and the keys
+        # What to look into, the id of what led there, and how much code lies on the way.
+        near = collections.deque((plain(root), 0, 0) for root in roots)
+        far: collections.deque[tuple[Any, int, int]] = collections.deque()
+        while (near or (code and far)) and len(self._places) < (MAX_OBJECTS if near else _MAX_PLACES):
+            own = bool(near)
+            value, above, away = (near or far).popleft()
+            at, kind = id(value), kind_of(type(value))
+            if own and kind is OPAQUE:
+                far.append((value, above, away))
+            elif at not in self._ways:
+                self._ways[at] = value, above
+                away += issubclass(type(value), _CODE)
+                if kind is Tensor or away > code or _is_closed(value, breaks):
+                    continue
+                before = held_by(value)
+                if before is not None and (own or kind is not tuple):
+                    self._places[at] = value, before, own
+                for _, item in () if _is_globals(value) else items_of(before):
+                    if type(item) in _EXACT and not item:
+                        self._empty += [] if id(item) in self._ways else [item]
+                        self._ways.setdefault(id(item), (item, at))
+                    elif kind_of(type(item)) not in (None, None if own else Tensor):
+                        (near if own else far).append((item, at, away))
+                things = _beyond(value, before) if code else ()
+                far.extend((thing, at, away) for thing in things if kind_of(type(thing)) not in (None, Tensor))
+        kept = [value for value, _, own in self._places.values() if own and issubclass(type(value), nn.Module)]
+        self._modules = [(module, type(module)) for module in kept]
+        found = [thing for thing in self.things if kind_of(type(thing)) is Tensor] if tensors else []
+        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)]
+        self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
+
+    @property
+    def things(self) -> list[Any]:
+        """Everything that was looked into."""
+        return [thing for thing, _ in self._ways.values()]
+
+    def changes(self) -> list[Change]:
+        """Find every place without code on the way that holds something else, and every tensor that was moved.
+
+        A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal numbers,
+        texts and tuples of them are the same.
+        """
+        found: list[Change] = []
+        for holder, before in self._touched():
+            now = held_by(holder)
+            if isinstance(now, dict):
+                keys = [key for key in now | before if not _same(now.get(key, ABSENT), before.get(key, ABSENT))]
+                found += [Change(self._name(key, holder), now.get(key)) for key in keys]
+            elif not _same(now, before):
+                found.append(Change(self.name_of(holder), now))
+        return found + [Change(self.name_of(tensor), part) for part, _, _, tensor in self._moved()]
+
+    def changed_names(self) -> set[str]:
+        """Name the places that `changes` finds."""
+        return {change.name for change in self.changes()}
+
+    def put_back(self, names: Collection[str] = ()) -> None:
+        """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
+
+        Args:
+            names: of places, as `changes` gives them, that shall hold again whatever they held.
+        """
+        for module, kind in self._modules:
+            if type(module) is not kind:
+                module.__class__ = kind
+        for holder, before in self._touched():
+            above, key = self._ways_up(holder)
+            of_module = issubclass(type(holder), nn.Module) or (
+                issubclass(type(above), nn.Module) and key in _REGISTERED
+            )
+            listed = bool(names) and isinstance(before, tuple) and self.name_of(holder) in names
+            if of_module or listed or _tensors_differ(holder, before):
+                restore(holder, before)
+            elif names and isinstance(before, dict):
+                keys = before.keys() | held_by(holder).keys()
+                restore(holder, before, [key for key in keys if self._name(key, holder) in names])
+        for tensor, memory, *_ in self._moved():
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = memory
+
+    def _touched(self) -> list[tuple[Any, Any]]:
+        """List the places without code on the way that do not hold the very same objects, and what they held."""
+        self._fill()
+        entries = self._places.values()
+        return [(holder, before) for holder, before, own in entries if own and not is_untouched(holder, before)]
+
+    def _fill(self) -> None:
+        """Make places of the dicts that were empty, and are not any more."""
+        if any(self._empty):
+            filled = [(held, self._is_own(self._ways[id(held)][1])) for held in self._empty if held]
+            self._places |= {id(held): (held, {}, own) for held, own in filled}
+            self._empty = [held for held in self._empty if not held]
+
+    def _is_own(self, at: int) -> bool:
+        """True if no code lies on the way to the place of this id."""
+        return at in self._places and self._places[at][2]
+
+    def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], Tensor]]:
+        return [entry for entry in self._tensors if lies_at(entry[0]) != entry[2]]
+
+    def release(self, things: Collection[Any]) -> list[str]:
+        """Let every place hold what it held where it came to hold one of these things, or what leads to one.
+
+        Args:
+            things: what no place shall hold.
+
+        Returns:
+            The names of those places.
+        """
+        self._fill()
+        wanted, names = set(map(id, things)), []
+        for holder, held, _ in list(self._places.values()):
+            before = dict(items_of(held))
+            new = ((key, value) for key, value in items_of(held_by(holder)) if value is not before.get(key, ABSENT))
+            keys = [key for key, value in new if self._leads_to(value, wanted)]
+            if type(holder) is _LRU and any(self._leads_to(item, wanted) for item in gc.get_referents(holder)):
+                names.append(f"the cache of {holder.__qualname__}")
+                holder.cache_clear()
+            elif keys:
+                names.append(self._name(keys[0], holder))
+                self._changed += [(holder, key) for key in keys]
+                restore(holder, held, keys)
+        return list(dict.fromkeys(names))
+
+    def put_back_as(self, earlier: Snapshot) -> None:
+        """Let the places where `release` put something back hold what they held even earlier."""
+        for holder, key in self._changed:
+            if id(holder) in earlier._places:
+                before = earlier._places[id(holder)][1]
+                restore(holder, before, [key] if isinstance(before, dict) else None)
+
+    def _leads_to(self, value: Any, wanted: set[int]) -> bool:
+        """True if a value is one of the things, or holds one; what is a place itself is asked by itself."""
+        level, seen = [value], {id(value)}
+        while level and len(seen) < _MAX_REACHED:
+            if any(id(thing) in wanted for thing in level):
+                return True
+            below = [thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _FAR)]
+            level = [thing for thing in gc.get_referents(*below) if id(thing) not in seen]
+            seen.update(map(id, level))
+        return False
+
+    def _ways_up(self, thing: Any) -> tuple[Any, Any]:
+        """Return what led to a thing, and by which key it held that."""
+        above = self._ways[id(thing)][1]
+        if not above:
+            return None, ""
+        holder = self._ways[above][0]
+        held = self._places[above][1] if above in self._places else held_by(holder)
+        return holder, next((key for key, item in items_of(held) if item is thing), "?")
+
+    def name_of(self, thing: Any) -> str:
+        """Name the place that holds a thing."""
+        holder, key = self._ways_up(thing)
+        return "" if holder is None else self._name(key, thing, holder)
+
+    def _name(self, key: Any, *from_holder: Any) -> str:
+        """Name what a holder, the last of these, holds by a key.
+
+        It is dotted from the module, or after the first thing on the way of code to it that has a name.
+        """
+        way = [*from_holder]
+        if self._is_own(id(way[-1])):
+            keys = [key]
+            while (above := self._ways_up(way[-1]))[0] is not None:
+                way.append(above[0])
+                keys += [] if above[1] in _REGISTERED else [above[1]]
+            return ".".join(map(str, reversed(keys)))
+        held = ""
+        while True:
+            thing, kind = way[-1], type(way[-1])
+            if kind is types.FunctionType:
+                return _name_in_function(thing, way, key)
+            if _is_globals(thing):
+                return f"the global {key} of {thing.get('__name__')}"
+            if issubclass(kind, type):
+                held = held or f"the attribute {key} of class {thing.__qualname__}"
+            elif kind_of(kind) is object and not is_library(kind.__module__):
+                held = held or f"the attribute {key} of a {kind.__qualname__}"
+            above, key = self._ways_up(thing)
+            if above is None or issubclass(kind, (type, nn.Module)):
+                return held or f"a {kind.__name__}"
+            way.append(above)
+
+
+def _is_closed(value: Any, breaks: bool) -> bool:
+    """True for code of libraries, and of eager breaks unless these count."""
+    kind = type(value)
+    if not issubclass(kind, _CODE):
+        return False
+    own = vars(value)
+    is_break = "_simplegraph_break" in own or "_simplegraph_unbroken" in own
+    return (is_break and not breaks) or is_library(value.__name__ if kind is types.ModuleType else value.__module__)
+
+
+def _is_globals(value: Any) -> bool:
+    return type(value) is dict and "__builtins__" in value
+
+
+def _beyond(value: Any, held: Any) -> Iterable[Any]:
+    """Return what code, and objects that are not looked into, lead to beside what they hold."""
+    kind = type(value)
+    if issubclass(kind, (types.ModuleType, threading.local)):  # what is this thread's
+        return (vars(value),)
+    if _is_globals(value) or issubclass(kind, _LRU):
+        return ()  # functions lead to what they name there
+    if kind is types.FunctionType:
+        return value.__globals__, *_named_by(value), value.__closure__, value.__defaults__, value.__kwdefaults__
+    if issubclass(kind, type):
+        return *value.__bases__, getattr(sys.modules.get(value.__module__), "__dict__", None)
+    if issubclass(kind, nn.Module):
+        return (kind,)
+    if held is None:
+        return gc.get_referents(value) if is_users(kind) else ()
+    # An object's own dict is no place beside it; items of a tuple's subclass and such are no attributes.
+    return [thing for thing in gc.get_referents(value) if type(thing) is not dict]
+
+
+def _named_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function names in its file, and in files that it names there or has in its closure."""
+    names, cells = sorted(_names_in(function.__code__)), map(held_by, function.__closure__ or ())
+    files = [function.__globals__, *_files_in(item for held in cells for item in (held or {}).values())]
+    for file in files:  # which grows meanwhile
+        things = [file[name] for name in names if name in file]
+        files += [one for one in _files_in(things) if not any(one is other for other in files)]
+        yield from things
+
+
+def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
+    return [vars(thing) for thing in things if type(thing) is types.ModuleType and not is_library(thing.__name__)]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes that code has, and the functions in it."""
+    inner = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:
+    """Name a place that a function leads to; `way` ends with the function."""
+    below, closure = way[-2] if len(way) > 1 else way, function.__closure__ or ()
+    name = next((name for name, item in function.__globals__.items() if item is below), None)
+    if name is not None:
+        return f"the global {name} of {function.__globals__.get('__name__')}"
+    if below is closure:
+        variable = function.__code__.co_freevars[next(at for at, cell in enumerate(closure) if cell is way[-3])]
+        return f"the variable {variable} in the closure of {function.__qualname__}"
+    if below is function.__defaults__ or below is function.__kwdefaults__:
+        return f"a default argument of {function.__qualname__}"
+    return f"the attribute {key} of {function.__qualname__}"
+
+
+def _same(now: Any, before: Any) -> bool:
+    """True for the same object, and for equal values that nothing can change inside."""
+    if now is before:
+        return True
+    if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
+        return all(map(_same, now, before))
+    return type(now) is type(before) and isinstance(now, ATOMS) and now == before
+
+
+def _tensors_differ(container: Any, before: Any) -> bool:
+    """True if a container gained or lost something that holds tensors."""
+    now, then = ({id(item): item for _, item in items_of(held)} for held in (held_by(container), before))
+    changed = [(now | then)[key] for key in now.keys() ^ then.keys()]
+    return next(tensors_in(changed), None) is not None
