@@ -23,7 +23,7 @@ CORE = {
     "base": 1_240,
     "batch": 340,
     "device": 1_980,
-    "program": 1_750,
+    "program": 1_690,
     "distributed": 220,
     "manager": 1_370,
     "guard": 960,

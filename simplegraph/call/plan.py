@@ -21,7 +21,7 @@ from simplegraph.call.sharing import SharedOutputs
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.held import holds_graph_memory
+from simplegraph.program.session import holds_graph_memory
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])

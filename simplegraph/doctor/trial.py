@@ -28,7 +28,7 @@ from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.program.breaks.trace import BreakTracer
+from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot

@@ -18,8 +18,8 @@ from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
-from simplegraph.program.escapes import PythonState
-from simplegraph.program.held import by_class, holds_graph_memory
+from simplegraph.program.held import by_class
+from simplegraph.program.session import PythonState, holds_graph_memory
 from simplegraph.program.snapshot import Snapshot
 
 _NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
@@ -55,7 +55,7 @@ class ModuleState(PythonState):
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 
 
-class RunEffects:
+class PythonEffects:
     """Remembers what a run may change: a module, random generators, and what code advances, if `code` asks for that.
 
     No capture could put that back: positions of generators, iterators and files, bytes and arrays of the host, where a
@@ -147,7 +147,7 @@ class CountedState:
         if self._changed is not None and not self.advanced:
             yield
             return
-        run = RunEffects(module)
+        run = PythonEffects(module)
         yield
         before, self.advanced = self.advanced, run.advanced()
         self._always = before & self.advanced
@@ -165,7 +165,7 @@ class CountedState:
         if not self._changed or self.names is not None:
             yield
             return
-        run, key = RunEffects(module, code=bool(self.advanced)), state_key and state_key(module)
+        run, key = PythonEffects(module, code=bool(self.advanced)), state_key and state_key(module)
         complete = False
         try:
             yield

@@ -26,14 +26,12 @@ from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
+from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.step import BreakTrace
-from simplegraph.program.breaks.trace import BreakTracer
-from simplegraph.program.escapes import PythonState, take_back
-from simplegraph.program.host.capture import HostCapture
-from simplegraph.program.host.warmup import HostWarmup
+from simplegraph.program.host_modes import HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.program import Program
-from simplegraph.program.session import CaptureSession
+from simplegraph.program.session import CaptureSession, PythonState, take_back
 
 logger = logging.getLogger("simplegraph")
 

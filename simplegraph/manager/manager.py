@@ -35,8 +35,8 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.escapes import PythonState
 from simplegraph.program.program import Program
+from simplegraph.program.session import PythonState
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,7 +24,7 @@ from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise,
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.breaks.playback import BreakTape, played
+from simplegraph.program.breaks.eager import BreakTape, played
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.tensors import parts
-from simplegraph.device.protocol import GraphDevice, GraphPool
 
 _Answer = TypeVar("_Answer")
 ABSENT = object()
@@ -186,12 +185,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif kind not in (None, OPAQUE) and id(value) not in seen:
             seen.add(id(value))
             left += (item for _, item in items_of(held_by(value)))
-
-
-def holds_graph_memory(value: Any, device: GraphDevice, pool: GraphPool) -> bool:
-    """True if a value is, or holds, a tensor that a capture into the pool made: it means nothing outside a replay."""
-    found = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
-    return any(device.in_pool(pool, part) for part in found)
 
 
 def has_address(tensor: Tensor) -> bool:

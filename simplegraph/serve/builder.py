@@ -38,8 +38,8 @@ from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.program.breaks.step import BreakTrace
-from simplegraph.program.escapes import KEPT_REMEDY, kept_by
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.session import KEPT_REMEDY, kept_by
 
 logger = logging.getLogger("simplegraph")
 

@@ -20,7 +20,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.reach import Attributes, CodePlace
-from simplegraph.program.places import ABSENT
+from simplegraph.program.held import ABSENT
 from simplegraph.training.notes import calls_noted
 
 logger = logging.getLogger("simplegraph")

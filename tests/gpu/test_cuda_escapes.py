@@ -18,8 +18,7 @@ import simplegraph as sg
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.protocol import GraphPool
-from simplegraph.program.escapes import PythonState
-from simplegraph.program.session import CaptureSession
+from simplegraph.program.session import CaptureSession, PythonState
 from tests.gpu.captures import MIB, capture
 from tests.gpu.modules import captured, mlp
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.select import graph_device
-from simplegraph.program.escapes import PythonState
 from simplegraph.program.program import Program
-from simplegraph.program.session import CaptureSession
+from simplegraph.program.session import CaptureSession, PythonState
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -16,7 +16,7 @@ from simplegraph.base.reasons import Reason
 from simplegraph.call.signature import CallReader
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.guards import CapturedState
-from simplegraph.program.host.modes import HostMode
+from simplegraph.program.host_modes import HostMode
 from simplegraph.program.observe import MemoryObserver
 from tests.module.functions import graphed, rows
 

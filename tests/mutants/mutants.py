@@ -351,14 +351,14 @@ MUTANTS = [
     ),
     Mutant(
         "what replays pass to breaks is not compared",
-        "program/breaks/playback.py",
+        "program/breaks/eager.py",
         "if found is not None:",
         "if False:",
         PROOFS,
     ),
     Mutant(
         "torch's switch for lifting is left on",
-        "program/host/modes.py",
+        "program/host_modes.py",
         "        _set_lifting(before)\n",
         "        pass\n",
         HOST,
@@ -379,7 +379,7 @@ MUTANTS = [
     ),
     Mutant(
         "random numbers on the CPU are captured",
-        "program/host/capture.py",
+        "program/host_modes.py",
         "if on_host and _draws_on_cpu(func, kwargs):",
         "if False and _draws_on_cpu(func, kwargs):",
         HOST,
@@ -456,7 +456,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel of Triton that may be passed an address is taken to read its tensors alone",
-        "program/launches.py",
+        "program/observe.py",
         "return strided_tensors(args) if own or all(map(_holds_no_address, args)) else None",
         "return strided_tensors(args)",
         UNSEEN,

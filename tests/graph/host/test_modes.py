@@ -16,9 +16,7 @@ from torch import Tensor
 from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
-from simplegraph.program.host.capture import HostCapture
-from simplegraph.program.host.modes import HostMode
-from simplegraph.program.host.warmup import HostWarmup
+from simplegraph.program.host_modes import HostCapture, HostMode, HostWarmup
 from simplegraph.program.observe import MemoryObserver
 
 META = torch.device("meta")

@@ -1,1 +1,0 @@
-"""CPU tensors inside a forward on a GPU: constants served from device copies, and values that must be watched."""
