@@ -25,10 +25,10 @@ CORE = {
     "device": 1_980,
     "program": 1_690,
     "distributed": 220,
-    "manager": 1_370,
+    "manager": 1_330,
     "guard": 960,
-    "call": 1_450,
-    "serve": 1_460,
+    "call": 1_400,
+    "serve": 1_450,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

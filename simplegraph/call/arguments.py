@@ -11,8 +11,8 @@ from torch import Tensor
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import containers, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.args import PLAIN_TENSORS, TensorArg
-from simplegraph.call.call import Call, invoke
+from simplegraph.call.args import PLAIN_TENSORS
+from simplegraph.call.call import Call, invoke, is_copied
 from simplegraph.call.signature import CallReader
 from simplegraph.program.held import has_address, lies_at
 
@@ -44,7 +44,7 @@ class _Values:
         self._binding, self._copies = call.binding, []
         if not limit:
             return
-        copied = {arg.name for arg in call.layout.args if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
+        copied = {arg.name for arg in call.layout.args if is_copied(arg)}
         left = copied - self._binding.written
         leaves = arguments.named_leaves()
         tensors = [(name, leaf) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]

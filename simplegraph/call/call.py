@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,10 +26,12 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.torch_state import TorchSettings
+from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.scalars import NumbersBySize
+from simplegraph.program.scalars import NumbersBySize, NumbersSeen
 
+logger = logging.getLogger("simplegraph")
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
 
 
@@ -94,12 +97,30 @@ class Binding:
         self.inputs.append(made)
         return made
 
-    def refuse_padding(self, why: CannotBind) -> None:
-        """Let padded calls run eagerly from now on."""
-        self.unsliceable = why
+    def refuse_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
+        """Let padded calls run eagerly from now on, and `warn` of it.
+
+        Args:
+            table: of their graphs.
+            text: what padding does.
+            said: how that was found.
+            remedy: what to do.
+            warn: False if the caller raises.
+        """
+        self.unsliceable = CannotBind(Reason.PADDING_SHOWS, said)
+        texts = table.stats.name, text, said, "Padded batches of such calls now run eagerly.", remedy
+        if warn:
+            logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See %s", *texts, Reason.PADDING_SHOWS.link)
         for layout in self.layouts.values():
             layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
             layout.refusals.clear()
+
+    def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
+        """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
+        found = self.numbers.learn(seen)
+        if found is not None and self.unsliceable is None and table.config.padding:
+            self.refuse_padding(table, "padding changes the answer", found.said, found.remedy)
+        return None if found is None else found.said
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
         """Remember what the breaks of an eager call of so many rows returned."""
@@ -252,7 +273,7 @@ class Call(NamedTuple):
     def never_compared(self) -> list[str]:
         """Name the inputs, too large to be compared, that a kernel which torch does not dispatch may write unseen."""
         known = self.binding.written | self.binding.compared
-        return [arg.name for arg in self.layout.args if _copied(arg) and arg.name not in known]
+        return [arg.name for arg in self.layout.args if is_copied(arg) and arg.name not in known]
 
     def confirmed(self, reader: CallReader) -> bool:
         """True if no batch dimension of the call is a guess from one batch size."""
@@ -262,7 +283,7 @@ class Call(NamedTuple):
     def aliased(self) -> bool:
         """True if inputs share memory that their static buffers would not share."""
         pairs = zip(self.leaves, self.layout.args, strict=True)
-        copied = {arg.name: leaf for leaf, arg in pairs if _copied(arg)}
+        copied = {arg.name: leaf for leaf, arg in pairs if is_copied(arg)}
         written = (copied[name] for name in copied.keys() & self.binding.written)
         return overlap(copied.values()) or any(map(overlaps_itself, written))
 
@@ -287,7 +308,7 @@ class Call(NamedTuple):
     def copied(self) -> set[int]:
         """The storage keys of the tensors that graphs read in static inputs of their own."""
         pairs = zip(self.leaves, self.layout.args, strict=True)
-        return {storage_key(leaf) for leaf, arg in pairs if _copied(arg)}
+        return {storage_key(leaf) for leaf, arg in pairs if is_copied(arg)}
 
     @property
     def host_copies(self) -> set[int]:
@@ -295,6 +316,6 @@ class Call(NamedTuple):
         return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}
 
 
-def _copied(arg: Arg) -> bool:
+def is_copied(arg: Arg) -> bool:
     """True if a call's tensor is copied into a static input, rather than read where it is."""
     return isinstance(arg, TensorArg) and arg.batch_dim != "reference"

@@ -14,10 +14,9 @@ from simplegraph.base.errors import InputError
 from simplegraph.base.extras import StateKey, state_key_of
 from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.nested import TreeSpec
-from simplegraph.call.args import TensorArg
+from simplegraph.call.args import TensorArg, known_arguments
 from simplegraph.call.call import Binding, CallLayout
 from simplegraph.call.signature import CallReader
-from simplegraph.call.torch_modules import known_arguments
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 

@@ -1,73 +1,106 @@
-"""The memory that a wrapped module's forward may write: what a run that must have no effect puts back."""
+"""The memory beside its arguments that a forward uses: put back by runs without effect, closed to its arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.call.args import ConstantArg
-from simplegraph.call.call import Call
-from simplegraph.call.inputs import overlaps_itself
+from simplegraph.call.call import Call, is_copied
+from simplegraph.call.inputs import Spans, overlaps_itself
 from simplegraph.device.generators import default_generator
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.memory import SavedMemory, copy_limit
 from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.held import has_address
+from simplegraph.program.observe import MemoryObserver
 
 
-class ModuleMemory:
-    """Finds the memory that a call's forward may write.
+@dataclasses.dataclass(eq=False)
+class MemoryInUse:
+    """The memory that a module's forward was seen to use beside its arguments.
 
-    Args:
-        table: of the graphs, for the device and its free memory.
-        call: the call.
-        seen: tensors that the forward was seen to use, by storage key; written: the keys of those that it wrote.
-        launched: the keys of those that Triton's launches were passed, and may write to.
+    Attributes:
+        read: what it reads or writes; written: storage keys of what it writes to.
+        launched: those of what Triton's launches were passed, and may write to.
     """
 
-    def __init__(
-        self, table: ProgramTable, call: Call, seen: dict[int, Tensor], written: set[int], launched: set[int]
-    ) -> None:
-        self._table = table
-        self._call = call
-        self._seen = seen
-        self._written = written
-        self._launched = launched
+    read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
+    written: set[int] = dataclasses.field(default_factory=set)
+    launched: set[int] = dataclasses.field(default_factory=set)
 
-    def save(self) -> SavedMemory | None:
-        """Prepare to copy all of it, the caller's inputs included; None if that is too much.
+    def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Take in what runs were seen to use; `inputs` are the keys of their inputs, `survey` is of their module."""
+        self.read.add(survey, observers, inputs)
+        held = {key for each in survey.tensors.values() for key in each.memory}
+        for observer in observers:  # an argument may be the module's own memory
+            self.launched |= observer.launched
+            self.written |= {key for key in observer.written if key in held or key not in inputs}
+
+    def check(self, call: Call) -> None:
+        """Refuse arguments that lie in memory which the forward writes to, or through which it writes to what it reads.
+
+        Raises:
+            CannotBind: there are such.
+        """
+        written, names = call.binding.written, []
+        copied = {arg.name for arg in call.layout.args if is_copied(arg)}
+        for name, key in call.memory.items():
+            if name in copied and (key in self.written or (name in written and key in self.read.keys)):
+                names.append(name)
+        if names:
+            raise CannotBind(Reason.ALIASED, f"{', '.join(names)} and memory of the module")
+
+    def guards(self, call: Call) -> list[tuple[int, Spans]]:
+        """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""
+        known = dict(self.read.elsewhere)
+        held = (part for each in Survey(call.module).tensors.values() for part in parts(each.tensor))
+        known |= {storage_key(part): part for part in held if has_address(part)}
+        everything = Spans(known[key] for key in self.read.keys | self.written if key in known)
+        written = Spans(known[key] for key in self.written if key in known)
+        guards = []
+        for index, arg in enumerate(call.layout.args):
+            spans = everything if arg.name in call.binding.written else written
+            if is_copied(arg) and spans:
+                guards.append((index, spans))
+        return guards
+
+    def save(self, table: ProgramTable, call: Call) -> SavedMemory | None:
+        """Prepare to copy all that a call's forward may write, its inputs included; None if that is too much.
 
         Memory that the forward was seen to write is a must. The module's other buffers and the other inputs are added
         if they fit, since kernels that torch does not dispatch write unseen.
         """
-        call, written = self._call, self._written
+        written = self.written
         inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel()]
         own = {storage_key(leaf) for _, leaf in inputs}
-        known = [entry for entry in self._held() if storage_key(entry[1]) not in own]
+        known = [entry for entry in self._held(call, table.device.torch_device) if storage_key(entry[1]) not in own]
         must = [entry for entry in known if storage_key(entry[1]) in written]
         unseen = [entry for entry in known if storage_key(entry[1]) not in written]
         others = [entry for entry in unseen if not isinstance(entry[1], nn.Parameter)]
         everything = SavedMemory(must, others, inputs)
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
-        free = self._table.device.free_memory()
+        free = table.device.free_memory()
         limit = copy_limit(free)
         if computes_gradients(call.module):
             # An eager run needs about as much memory as its graph, which keeps that.
-            left = free - max((graph.bytes for graph in self._table.stats.graphs.values()), default=0)
+            left = free - max((graph.bytes for graph in table.stats.graphs.values()), default=0)
             any_size: bool = call.module.proves_any_size
             limit = max(0, left) if any_size else min(limit, max(0, left))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
-    def _held(self) -> list[tuple[str, Tensor]]:
+    def _held(self, call: Call, device: torch.device) -> list[tuple[str, Tensor]]:
         """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
-        device = self._table.device.torch_device
-        named = [(entry.name, part) for entry in held_tensors(self._call.module) for part in parts(entry.tensor)]
-        other = [tensor for key, tensor in self._seen.items() if key in self._written | self._launched]
+        named = [(entry.name, part) for entry in held_tensors(call.module) for part in parts(entry.tensor)]
+        other = [tensor for key, tensor in self.read.elsewhere.items() if key in self.written | self.launched]
         named += [("memory from elsewhere", _whole(tensor)) for tensor in other]
         found: dict[Hashable, tuple[str, Tensor]] = {}
         for name, tensor in named:
@@ -76,12 +109,6 @@ class ModuleMemory:
                 place = storage_key(part), part.storage_offset(), part.shape, part.stride(), part.dtype
                 found.setdefault(place, (name, part))
         return list(found.values())
-
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """Find the generators that the forward may draw from, the CPU's among them."""
-        own = default_generator(self._table.device.torch_device)
-        found = (own, torch.default_generator, *held_generators(self._call))
-        return tuple(dict.fromkeys(found))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -94,6 +121,12 @@ def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     drawn = [*Survey(call.module).generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
     return tuple(dict.fromkeys(drawn))
+
+
+def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator, ...]:
+    """Find the generators that the forward may draw from on a device, the CPU's among them."""
+    found = (default_generator(device), torch.default_generator, *held_generators(call))
+    return tuple(dict.fromkeys(found))
 
 
 def named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:

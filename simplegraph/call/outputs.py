@@ -1,17 +1,21 @@
-"""Outputs: how they follow the batch size, and which a replay can return."""
+"""Outputs: how they follow the batch size, which a replay can return, and those that share memory."""
 
 from __future__ import annotations
 
+import collections
+import itertools
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.base.nested import TreeSpec, Withheld
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import is_wrapper
+from simplegraph.base.tensors import is_wrapper, storage_key
+from simplegraph.call.args import HostArg, TensorArg
+from simplegraph.call.inputs import Slot, overlap, overlaps_itself
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -119,3 +123,159 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
             cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
             return f"a {type(leaf).__name__}{cache}"
     return None
+
+
+class _View(NamedTuple):
+    """An output as a view: its index, the index of the input it lies in, and where it begins there."""
+
+    output: int
+    source: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SharedOutputs:
+    """Hands out the outputs of a graph, where some share memory.
+
+    Args:
+        whole: the outputs as the forward returned them.
+        passed: the leaves that the forward was passed.
+        outputs: the real rows of the outputs.
+        slots: the inputs of the real rows.
+        cloned: the outputs that are graph memory and must not be handed out.
+
+    Attributes:
+        sources: the inputs that outputs are, or lie in.
+
+    Raises:
+        CannotBind: a replay cannot hand out such outputs.
+    """
+
+    def __init__(
+        self,
+        whole: Sequence[Any],
+        passed: Sequence[Any],
+        outputs: Sequence[Any],
+        slots: Sequence[Slot],
+        cloned: Collection[int],
+    ) -> None:
+        self._outputs = list(outputs)
+        tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
+        first = {id(leaf): index for index, leaf in reversed(tensors.items())}
+        self._repeated = [(index, first[id(leaf)]) for index, leaf in tensors.items() if first[id(leaf)] != index]
+        places = {id(leaf): index for index, leaf in enumerate(passed) if isinstance(leaf, Tensor)}
+        self._given = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
+        left = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
+        memory = {storage_key(leaf): index for index, leaf in enumerate(passed) if isinstance(leaf, Tensor)}
+        inside = {index: memory[key] for index in sorted(left) if (key := storage_key(tensors[index])) in memory}
+        self._views = [_view_of_input(outputs[index], index, source, slots[source]) for index, source in inside.items()]
+        groups = _groups([index for index in sorted(left) if index in cloned], outputs)
+        self._groups = [_group(members, outputs) for members in groups]
+        self._cloned = sorted(left & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
+        self.sources = sorted({source for _, source in self._given} | set(inside.values()))
+        self._strides = [(source, *_dense(slots[source])) for source in self.sources]
+
+    def __bool__(self) -> bool:
+        return bool(self._repeated or self._given or self._views or self._groups)
+
+    def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
+        """Return why this call's outputs cannot lie in its inputs as the captured ones did, if so.
+
+        An input with gaps is copied into memory without, where ``contiguous`` is the input itself.
+        """
+        for source, shape, dense, name in self._strides:
+            if not _same_strides(shape, leaves[source].stride(), dense):
+                return CannotBind(Reason.ALIASED, f"an output may lie in {name}, which is not contiguous")
+        return None
+
+    def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the outputs of the replay of a call that was passed `leaves`."""
+        outputs = self._outputs.copy()
+        for index in self._cloned:
+            outputs[index] = outputs[index].clone()
+        for memory, views in self._groups:
+            own = memory.clone()
+            for index, _, shape, stride, offset in views:
+                outputs[index] = own.as_strided(shape, stride, offset)
+        for index, source in self._given:
+            outputs[index] = leaves[source]
+        for index, source, shape, stride, offset in self._views:
+            leaf = leaves[source]
+            outputs[index] = leaf.as_strided(shape, stride, leaf.storage_offset() + offset)
+        for index, before in self._repeated:
+            outputs[index] = outputs[before]
+        return outputs
+
+
+def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View:
+    part: Tensor = slot.arg.leaf if isinstance(slot.arg, HostArg) else slot.view
+    shape, dense, name = _dense(slot)
+    if not _same_strides(shape, part.stride(), dense):
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {name}, padded in an inner dimension")
+    if output.dtype is not part.dtype or _is_lazy(output):
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {name} as another dtype")
+    offset = int(output.storage_offset() - part.storage_offset())
+    return _View(index, source, tuple(output.shape), tuple(output.stride()), offset)
+
+
+def _dense(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """Return an input's shape, its strides where it has no gaps, and its name; those of a copy on the CPU."""
+    arg = slot.arg
+    if isinstance(arg, HostArg):
+        return tuple(arg.leaf.shape), tuple(arg.leaf.stride()), arg.name
+    shape, stride = tuple(slot.view.shape), 1
+    strides = [0] * len(shape)
+    for dim in reversed(arg.order if isinstance(arg, TensorArg) else ()):
+        strides[dim] = stride
+        stride *= shape[dim]
+    return shape, tuple(strides), arg.name
+
+
+def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """True if strides mean the same places; that of a dimension of one row has no meaning."""
+    return one == other or all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
+
+
+def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
+    """Group outputs whose elements are, or lie between, each other's in one memory, or that repeat an element.
+
+    Columns of a matrix share no element, but one copy of the matrix costs less than a copy of each.
+    """
+    found: dict[int, list[int]] = collections.defaultdict(list)
+    for index in indices:
+        if outputs[index].numel():
+            found[outputs[index].untyped_storage().data_ptr()].append(index)
+    return [members for members in found.values() if _entwined([outputs[index] for index in members])]
+
+
+def _entwined(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) > 1:
+        return overlap(tensors)
+    return overlaps_itself(tensors[0]) and not _is_lazy(tensors[0])
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """True if the tensor is the conjugate or the negative of what its memory holds."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _group(members: Sequence[int], outputs: Sequence[Any]) -> tuple[Tensor, list[_View]]:
+    """View the memory that several outputs lie in, and say where they begin in a copy of it."""
+    tensors: list[Tensor] = [outputs[index] for index in members]
+    if len({tensor.dtype for tensor in tensors}) > 1 or any(map(_is_lazy, tensors)):
+        raise CannotBind(Reason.ALIASED, "outputs are views of one memory as different dtypes")
+    start = min(int(tensor.storage_offset()) for tensor in tensors)
+    end = max(int(tensor.storage_offset()) + _end(tensor) for tensor in tensors)
+    with torch.inference_mode(False), torch.no_grad():
+        memory = tensors[0].as_strided((end - start,), (1,), start)
+    views = [
+        _View(index, -1, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()) - start)
+        for index, tensor in zip(members, tensors, strict=True)
+    ]
+    return memory, views

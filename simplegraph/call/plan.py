@@ -17,7 +17,7 @@ from simplegraph.base.tensors import memory_order
 from simplegraph.call.args import PLAIN_TENSORS
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
-from simplegraph.call.sharing import SharedOutputs
+from simplegraph.call.outputs import SharedOutputs
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -65,7 +65,7 @@ class Plan:
         self.graph, self.program = graph, graph.program
         self.device, self.pool = table.device, table.pool
         self.device_type = table.device.torch_device.type
-        self.is_capturing = table.device.is_capturing
+        self.is_capturing, self._current_stream = table.device.is_capturing, table.device.current_stream
         self.inputs = inputs
         self._guards = guards
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
@@ -240,9 +240,12 @@ class Plan:
         """
         if self.debug:
             self.check_places()
-        load = self.load if copies is not NOTHING or self.padding else None
+        if self._current_stream() != self.pool.stream:
+            self.table.order_streams()
         try:
-            self.table.replay(self.graph, self.padding, load, copies)
+            if copies is not NOTHING or self.padding:
+                self.load(copies)
+            self.table.replay(self.graph, self.padding)
         except BaseException:
             self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.call.call import Call
+from simplegraph.call.known import KnownCalls
+from simplegraph.call.signature import CallReader
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
 # They stay while nothing more is learnt of the module: no reason that is about the memory of one call.
@@ -32,55 +34,40 @@ _BY_FORM = frozenset(
 _MOST_FORMS = 64
 
 
-class Learner(Protocol):
-    """Owns the graphs of a module, and learns of it what they need.
-
-    Attributes:
-        lessons: how often there was something to learn of it.
-    """
-
-    lessons: int
-
-
 class Refusal:
     """Holds the reason for which no graph serves calls like one, for as long as nothing more is learnt.
 
     Args:
         call: one of these calls; why: why they run eagerly.
-        owner: of the graphs of other sizes.
+        reader: counts what is learnt of the module.
 
     Attributes:
         why: reason, detail and size.
     """
 
-    def __init__(self, call: Call, why: CannotBind, owner: Learner) -> None:
+    def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
         self.why = why.reason, why.detail, call.batch
-        self._owner, self._lessons = owner, owner.lessons
-        self._parameter = _first_parameter(call.module) if _grad_enabled() else None
+        self._reader, self._lessons = reader, reader.lessons
         self._read_with_grad = _grad_enabled()
+        self._parameter = _first_parameter(call.module) if self._read_with_grad else None
         pairs = zip(call.leaves, call.layout.args, strict=True)
-        self._expected: list[tuple[Any, ...]] = [
-            (arg, None, None, 0, (), None)
-            if isinstance(arg, ConstantArg)
-            else (arg, leaf.shape, leaf.dtype, leaf.get_device(), leaf.stride(), arg.address)
+        self._expected: list[tuple[Any, Any, Any]] = [
+            (arg, None, None) if isinstance(arg, ConstantArg) else (arg, _form_of(leaf), leaf.stride())
             for leaf, arg in pairs
         ]
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """True if a call with these leaves is such a call."""
-        if self._owner.lessons != self._lessons or (_grad_enabled() and not self._wants_no_grad(leaves)):
+        if self._reader.lessons != self._lessons or (_grad_enabled() and not self._wants_no_grad(leaves)):
             return False
-        for leaf, (arg, shape, dtype, index, stride, address) in zip(leaves, self._expected, strict=True):
-            if shape is None:
+        for leaf, (arg, form, stride) in zip(leaves, self._expected, strict=True):
+            if form is None:
                 if not arg.holds(leaf):
                     return False
             elif (
-                leaf.__class__ not in PLAIN_TENSORS
-                or leaf.dtype is not dtype
-                or leaf.shape != shape
-                or leaf.get_device() != index
+                _form_of(leaf) != form
+                or arg.address not in (None, leaf.data_ptr())
                 or (leaf.stride() != stride and memory_order(leaf) != arg.order)
-                or (address is not None and leaf.data_ptr() != address)
             ):
                 return False
         return True
@@ -96,21 +83,21 @@ class RefusedForms:
     """Remembers why calls of a form were refused before they were read, by classes and shapes of their arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[Any, ...], int]] = {}
+        self._known: dict[Hashable, tuple[tuple[Any, ...], CallReader, int]] = {}
         self._wanting: tuple[Mapping[str, Any], str] | None = None
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lessons: int) -> None:
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of a known form. Raises CannotBind."""
         if _grad_enabled():
             if self._wanting is not None and wants_grad(*self._wanting):
                 raise CannotBind(Reason.GRAD, "")
-        elif self._known:
-            why, known = self._known.get(_form(args, kwargs), ((), -1))
-            if known == lessons:
+        elif self._known and (known := self._known.get(_form(args, kwargs))) is not None:
+            why, reader, lessons = known
+            if reader.lessons == lessons:
                 raise CannotBind(*why)
 
     def learn(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind, lessons: int
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind, known: KnownCalls
     ) -> None:
         """Remember why a call was refused, if such calls always are."""
         if why.reason is Reason.GRAD and not why.detail:
@@ -119,7 +106,8 @@ class RefusedForms:
         elif why.reason in _BY_FORM and not _grad_enabled():
             if len(self._known) >= _MOST_FORMS:
                 self._known.clear()
-            self._known[_form(args, kwargs)] = (why.reason, why.detail, why.size), lessons
+            reader = known.reader(module)
+            self._known[_form(args, kwargs)] = (why.reason, why.detail, why.size), reader, reader.lessons
 
 
 def wants_grad(held: Mapping[str, Any], name: str) -> bool:
@@ -135,10 +123,10 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Describe arguments by their classes, and tensors among them by dtype, shape and device."""
-    return tuple(map(_kind, (*args, *kwargs.values()))), tuple(kwargs)
+    return tuple(map(_form_of, (*args, *kwargs.values()))), tuple(kwargs)
 
 
-def _kind(leaf: Any) -> Any:
+def _form_of(leaf: Any) -> Any:
     """Describe an argument; containers are told apart by what they are, since anything may be inside."""
     if leaf.__class__ in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested

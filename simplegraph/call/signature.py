@@ -17,8 +17,16 @@ from simplegraph.base.errors import ConfigError, InputError, did_you_mean
 from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
-from simplegraph.call.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
-from simplegraph.call.torch_modules import NOTHING_KNOWN, KnownArguments
+from simplegraph.call.args import (
+    NOTHING_KNOWN,
+    PLAIN_TENSORS,
+    Arg,
+    ConstantArg,
+    KnownArguments,
+    SameArg,
+    TensorArg,
+    host_arg,
+)
 from simplegraph.guard.torch_state import TorchSettings
 
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
@@ -69,6 +77,9 @@ class CallReader:
         config: declared batch dimensions and pad rules.
         known: what need not be declared.
         exact: find no batch dimensions, as with `exact_shapes`.
+
+    Attributes:
+        lessons: how often there was something to learn: an eager run that was observed, or a capture.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class CallReader:
     ) -> None:
         self._config, self._known = config, known
         self._exact = exact or config.exact_shapes
+        self.lessons = 0
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         check_names(forward, config)

@@ -18,16 +18,14 @@ from simplegraph.base.failures import user_location
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import parts, storage_key, wait_collectives
-from simplegraph.call.args import batch_dim_of
+from simplegraph.call.args import batch_dim_of, known_arguments
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader
-from simplegraph.call.torch_modules import known_arguments
 from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.manager.estimate import MemoryEstimate
-from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.jobs import CaptureSummary, MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from simplegraph.base.errors import ConfigError, install_command
-from simplegraph.manager.registry import wrappers
+from simplegraph.manager.report import wrappers
 from simplegraph.manager.stats import GraphStats
 
 try:

@@ -7,12 +7,14 @@ import copy
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from simplegraph.base.break_operators import breaking_operators, recording_breaks
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
@@ -22,8 +24,8 @@ from simplegraph.base.failures import capture_error, release_locals
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import WithheldError
 from simplegraph.base.tensors import wait_collectives
+from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
-from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.eager import BreakTracer
@@ -197,17 +199,17 @@ class GraphCapture:
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
         compared = 0 if first else len(self.observers)
         observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
-        with capture_bar(len(jobs), show) as bar:
+        with capture_bar(len(jobs), table.device, show=show) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
             if self._ranks.any("what graphs read", _read_differently(seen)):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
-                with capture_bar(len(again), show=False) as hidden:
+                with capture_bar(len(again), table.device, show=False) as hidden:
                     self._capture_or_fail(session, again, {job.label for job in again}, hidden)
 
     def _capture_or_fail(
-        self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: CaptureBar
+        self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: Any
     ) -> None:
         """Capture jobs, those that failed on any rank a second time after a warmup of their own; note what failed.
 
@@ -215,15 +217,17 @@ class GraphCapture:
         """
         errors: dict[str, CaptureError] = {}
         for job in jobs:
-            bar.next(job.descriptor.num_tokens, self.table.device)
+            if not bar.disable:
+                bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= _labelled(job, self._capture_one(session, job, observed=job.label in observed))
+            bar.update(job.label not in errors)
         errors = on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
             if job.label in errors:
                 error = errors[job.label]
                 self._failed |= _labelled(job, self._try_again(session, job, error) if self.retry else error)
-                if job.label in self._failed:
-                    bar.fail()
+                bar.update(job.label not in self._failed)
+                bar.set_postfix(failed=len(self._failed))
 
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> CaptureError | None:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
@@ -344,6 +348,13 @@ class GraphCapture:
             if error is not None:
                 raise error
         return self.table.trace(job.key)
+
+
+def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
+    """Make the progress bar of so many captures; it is hidden on all ranks but the first."""
+    hidden = not show or os.environ.get("RANK", "") not in ("", "0")
+    kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
+    return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
 
 
 def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:

@@ -26,12 +26,10 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks, settings_of
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, bind_forward
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
 from simplegraph.manager.proof import prove_batch
-from simplegraph.manager.registry import register
-from simplegraph.manager.report import GraphReport
+from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -274,6 +272,7 @@ class CudaGraphManager:
 
     def _replay(self, graph: CapturedGraph, padding: int) -> Any:
         with self.pool.lock:
+            self.table.order_streams()
             self.table.replay(graph, padding)
         return graph.program.result()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -111,8 +110,8 @@ class ReplayProof:
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
         return CapturedGraph(graph.mode, graph.descriptor, program, counters)
 
-    def wrong_write(self, load: Callable[[Any], None] | None) -> str | None:
-        """Name memory that a replay writes where eager does not, if there is any.
+    def wrong_write(self) -> str | None:
+        """Name memory that a replay writes where eager does not, if there is any; call after `rewind`.
 
         Such a write may leave the value as it was, as zeros in a cache's empty slot: so other values are put there
         before, and what is computed from them is ignored.
@@ -122,7 +121,6 @@ class ReplayProof:
         if not tensors:
             return None
         before, after = (memory.seen_in(copies, tensors) for copies in (self._before, self._after))
-        memory.put(self._before)
         unwritten = []
         for (_, tensor), was, now in zip(tensors, before, after, strict=True):
             unwritten.append((was == now) | (was.isnan() & now.isnan()))
@@ -130,7 +128,7 @@ class ReplayProof:
         start = [tensor.detach().clone() for _, tensor in tensors]  # at last: views of other dtypes may share memory
         self._scrambled = True
         try:
-            self._run_again(load)
+            self._run_again()
         finally:
             self._scrambled = False
         for (name, tensor), kept, other in zip(tensors, unwritten, start, strict=True):
@@ -139,22 +137,19 @@ class ReplayProof:
                 return f"{name} is written where eager does not write"
         return None
 
-    def replay(
-        self, outputs: Sequence[Any], inputs: Sequence[Tensor] = (), load: Callable[[Any], None] | None = None
-    ) -> Effects:
-        """Replay from where eager started.
+    def replay(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
+        """Replay, and return the effects; call after `rewind`, and when the static inputs are filled.
 
         Args:
             outputs: views of what the graph writes.
             inputs: views of the static inputs, in the order of the caller's in `SavedMemory`.
-            load: fills the static inputs.
         """
-        self.rewind()
-        self._run_again(load)
+        self._run_again()
         return self.effects(outputs, inputs)
 
     def rewind(self) -> None:
-        """Let memory and random generators be as eager found them."""
+        """Let memory and random generators be as eager found them, and the stream use the pool."""
+        self._table.order_streams()
         self._memory.put(self._before)
         if self.draws:
             put_random_states(self._generators, self._random)
@@ -164,12 +159,12 @@ class ReplayProof:
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
 
-    def _run_again(self, load: Callable[[Any], None] | None) -> None:
+    def _run_again(self) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
         self._table.device.synchronize()
         started = time.perf_counter()
-        self._table.replay(self._played, 0, load)
+        self._table.replay(self._played)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
 
@@ -256,7 +251,11 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                     f"the forward of {job.label} writes to tensors that state does not name: {', '.join(shapes)}. Pass "
                     "every tensor that it writes and does not make in state, so that a replay starts where it did."
                 )
-            replay = functools.partial(proof.replay, graph.program.outputs)
+
+            def replay() -> Effects:
+                proof.rewind()
+                return proof.replay(graph.program.outputs)
+
             found = proof.beyond_noise(replay(), proof.expected, replay)
         finally:
             proof.close()

@@ -1,16 +1,17 @@
-"""The counters of `stats` as text and JSON."""
+"""The counters of `stats` as text and JSON, and the list of all that have such reports."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from simplegraph.base.extras import report_pages
-from simplegraph.base.reasons import DOCUMENTATION
+from simplegraph.base.extras import eager_listeners, report_pages
+from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.kernels import report_lines
 from simplegraph.manager.jobs import headline, merged_failures
@@ -164,3 +165,51 @@ def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [f"  {line}  {text}".rstrip() for line, text in zip(lines, last, strict=True)]
+
+
+class GraphHolder(Protocol):
+    """What holds graphs: a manager of an engine, or the part of a wrapped module that serves its calls.
+
+    Attributes:
+        stats: its counters.
+    """
+
+    stats: GraphStats
+
+    def report(self) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons."""
+
+
+# Weakly, by the number of their counters: a wrapper ends with its last reference.
+_holders: weakref.WeakValueDictionary[int, GraphHolder] = weakref.WeakValueDictionary()
+
+
+def register(holder: GraphHolder) -> None:
+    """List a holder of graphs among `wrappers` for as long as it lives."""
+    _holders[holder.stats.number] = holder
+
+
+def wrappers() -> list[GraphHolder]:
+    """List everything in this process that holds graphs, oldest first: wrapped modules, functions, steps, managers.
+
+        for wrapper in sg.wrappers():
+            print(wrapper.report())
+
+    Each has counters, `stats`, and a `report`. None is kept alive by this list.
+    """
+    found = [reference() for reference in _holders.valuerefs()]
+    return sorted((holder for holder in found if holder is not None), key=lambda holder: holder.stats.number)
+
+
+def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], None]:
+    """Call a function at every eager call of every wrapper, before the forward runs; for metrics of your own.
+
+    Args:
+        callback: gets the wrapper's name, the reason and its detail, "" if there is none. It should return quickly, and
+            what it raises ends the call.
+
+    Returns:
+        A function that ends it.
+    """
+    eager_listeners.append(callback)
+    return lambda: eager_listeners.remove(callback)

@@ -136,25 +136,8 @@ class ProgramTable:
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
     _trying: bool = False
 
-    def __post_init__(self) -> None:
-        self._current_stream = self.device.current_stream  # on the path of every replay, so looked up once
-
-    def replay(
-        self, graph: CapturedGraph, padding: int = 0, load: Callable[[Any], None] | None = None, inputs: Any = None
-    ) -> None:
-        """Replay a graph on the current stream. Call with the pool's lock held.
-
-        Args:
-            graph: one of `graphs`.
-            padding: its rows that are padding.
-            load: fills the static inputs, once the stream may touch the pool; None if there is nothing to fill.
-            inputs: what `load` is called with.
-        """
-        current_stream = self._current_stream
-        if current_stream() != self.pool.stream:
-            self.order_streams()
-        if load is not None:
-            load(inputs)
+    def replay(self, graph: CapturedGraph, padding: int = 0) -> None:
+        """Replay a graph, of which so many rows are padding. Call after `order_streams`, with the pool's lock held."""
         for hooks in self.hooks:
             hooks.before_replay(graph.mode, graph.descriptor)
         program = graph.program
@@ -180,7 +163,7 @@ class ProgramTable:
 
     def order_streams(self) -> None:
         """Let the current stream wait for the one that used the pool last. Call with the pool's lock held."""
-        stream = self._current_stream()
+        stream = self.device.current_stream()
         if stream != self.pool.stream:
             self.device.wait_for(self.pool.stream)
             self.pool.stream = stream

@@ -22,9 +22,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.call.arguments import invoke_watched
 from simplegraph.call.call import Call, CallLayout
 from simplegraph.call.inputs import InputSet
-from simplegraph.call.memory import ModuleMemory, held_generators
-from simplegraph.call.outside import MemoryInUse
-from simplegraph.call.padding import learn_numbers
+from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.generators import drew, random_states
@@ -66,7 +64,6 @@ class GraphBuilder:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
-        lessons: how often there was something to learn: an eager run that was observed, or a capture.
         unsettled: settings that each of the latest eager runs changed.
     """
 
@@ -75,7 +72,6 @@ class GraphBuilder:
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
-    lessons: int = 0
     unsettled: list[str] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
@@ -95,7 +91,7 @@ class GraphBuilder:
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
-        self.lessons += 1
+        self.reader.lessons += 1
         self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
@@ -112,7 +108,7 @@ class GraphBuilder:
         call.binding.refused = observer.refused
         self.keep_external(call.module, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
-        learn_numbers(call.binding, self.manager.table, observer.numbers)
+        call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
@@ -155,7 +151,7 @@ class GraphBuilder:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
         counted = call.binding.counted[call.padded].eager_run(call.module)
         limit = copy_limit(self.manager.device.free_memory())
-        generators = self.memory(call).generators()
+        generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
@@ -173,11 +169,6 @@ class GraphBuilder:
         self.seen.add(survey, observers, inputs | note_read(module, observers))
         if self.state is not None:
             self.state.accept(survey)
-
-    def memory(self, call: Call) -> ModuleMemory:
-        """Find the memory that a call's forward may write."""
-        seen = self.seen
-        return ModuleMemory(self.manager.table, call, seen.read.elsewhere, seen.written, seen.launched)
 
     def _inputs(self, call: Call) -> InputSet:
         known = self.inputs_of.get(call.key)
@@ -252,7 +243,7 @@ class GraphBuilder:
 
     def build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
         """Capture, and take note of everything that the programs read; where that is not known, there are none."""
-        self.lessons += 1
+        self.reader.lessons += 1
         try:
             summary = self._capture(call, inputs, jobs, lazy=lazy)
             if len(summary.failed) < len(jobs) or not jobs:
@@ -270,9 +261,11 @@ class GraphBuilder:
         """
         manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted)
-        memory, rehearsed = self.memory(call), contextlib.ExitStack()
+        generators, rehearsed = drawn_generators(call, manager.device.torch_device), contextlib.ExitStack()
         # Called before runs beside the calls, once: what they write and draw is put back.
-        rehearse = functools.cache(lambda: rehearsed.enter_context(remember(memory.save(), memory.generators())))
+        rehearse = functools.cache(
+            lambda: rehearsed.enter_context(remember(self.seen.save(manager.table, call), generators))
+        )
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearse, state=state)
@@ -308,7 +301,7 @@ class GraphBuilder:
         """Take note of what runs were seen to read and write, beside these buffers of their own."""
         for observer in capture.observers:
             call.binding.note_written(observer, inputs.memory)
-            learn_numbers(call.binding, self.manager.table, observer.numbers)
+            call.binding.learn_numbers(self.manager.table, observer.numbers)
         own = inputs.storages | call.host_copies | set(map(storage_key, buffers))
         self.keep_external(call.module, capture.observers, own)
         self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
@@ -351,7 +344,7 @@ class GraphBuilder:
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
             binding.learn_outputs(other, *flatten(result))
-            learn_numbers(binding, self.manager.table, observer.numbers)
+            binding.learn_numbers(self.manager.table, observer.numbers)
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)

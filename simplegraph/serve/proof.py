@@ -17,8 +17,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call, invoke
-from simplegraph.call.memory import ModuleMemory
-from simplegraph.call.padding import learn_numbers, refuse_padding
+from simplegraph.call.memory import MemoryInUse, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -42,10 +41,13 @@ _COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
 class Owner(Protocol):
-    """Owns the graphs that are proven."""
+    """Owns the graphs that are proven.
 
-    def memory(self, call: Call) -> ModuleMemory:
-        """Find the memory that a call's forward may write."""
+    Attributes:
+        seen: memory that the forward was seen to use beside its arguments.
+    """
+
+    seen: MemoryInUse
 
     def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
@@ -91,8 +93,8 @@ class _CallProof:
         self._table = plan.table
         self._ranks = self._table.ranks
         self._label = plan.graph.counters.label
-        self._where = owner.memory(call)
-        self._memory = self._where.save()
+        self._memory = owner.seen.save(self._table, call)
+        self._generators = drawn_generators(call, self._table.device.torch_device)
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
@@ -102,11 +104,11 @@ class _CallProof:
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
-        proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
+        proof = ReplayProof(self._table, plan.graph, memory, self._generators)
         found, freed = None, False
         try:
             _, observer = proof.run_eager(self._run, self._call.batch)
-            number = learn_numbers(self._call.binding, self._table, observer.numbers)
+            number = self._call.binding.learn_numbers(self._table, observer.numbers)
             unknown = self._ranks.any(
                 f"unknown memory that {self._label} writes",
                 learn_writes(self._owner, self._call, proof, observer, memory),
@@ -156,7 +158,9 @@ class _CallProof:
             found = proof.beyond_noise(first, other, again, memory=memory)
             if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
-            found = found or (proof.wrong_write(self._load) if memory else None)
+            if found is None and memory:
+                self._load(proof)
+                found = proof.wrong_write()
             if proof.draws:
                 found = found or "it draws random numbers, and other ones for padding rows, too"
             found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
@@ -204,33 +208,31 @@ class _CallProof:
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
         plan, call = self._plan, self._call
-        proof.rewind()
-        self._load(None)
+        self._load(proof)
         leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
         args, kwargs = call.spec.unflatten(leaves)
-        with remember(None, self._where.generators()) as undo, bypassed(Reason.NESTED):
+        with remember(None, self._generators) as undo, bypassed(Reason.NESTED):
             with WriteSaver(self._memory or (), undo, rows) as observer:
                 leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:
             plan.graph.operators = observer.operators
-        return effects, learn_numbers(call.binding, self._table, observer.numbers)
+        return effects, call.binding.learn_numbers(self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
         """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""
         plan = self._plan
         names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
-
-        def load(_: Any) -> None:
-            self._load(_)
-            for static in plan.inputs.inputs.values() if repeat_rows else ():
-                if not static.arg.pad_declared:
-                    static.repeat(plan.rows, plan.padded)
-
+        self._load(proof)
+        for static in plan.inputs.inputs.values() if repeat_rows else ():
+            if not static.arg.pad_declared:
+                static.repeat(plan.rows, plan.padded)
         statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
-        return proof.replay(plan.compared, statics, load)
+        return proof.replay(plan.compared, statics)
 
-    def _load(self, _: Any) -> None:
+    def _load(self, proof: ReplayProof) -> None:
+        """Begin again where eager did, with the caller's rows in the static inputs."""
+        proof.rewind()
         self._plan.inputs.dirty = self._plan.inputs.rows
         self._plan.load(self._plan.copies(self._call.leaves))
 
@@ -265,7 +267,7 @@ class _CallProof:
             text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
             if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"
-                refuse_padding(call.binding, table, text, said, _REMEDY, warn=warn)
+                call.binding.refuse_padding(table, text, said, _REMEDY, warn=warn)
         else:
             text = f"a replay of {self._label} does not equal eager{where}"
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)

@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError
+from simplegraph.base.extras import StateKey
+from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, invoke
+from simplegraph.call.call import Call, CallLayout, invoke
 from simplegraph.call.known import KnownCalls
+from simplegraph.call.plan import Plan
 from simplegraph.call.refusal import LASTING, Refusal, RefusedForms
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
@@ -26,18 +31,25 @@ from simplegraph.distributed.ranks import RankGroup
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state
-from simplegraph.guard.torch_state import hindrance
+from simplegraph.guard.torch_state import (
+    GLOBAL_HOOKS,
+    GLOBAL_PRE_HOOKS,
+    function_modes,
+    hindrance,
+    num_function_modes,
+    num_operator_modes,
+)
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.registry import register
-from simplegraph.manager.report import GraphReport
+from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.builder import GraphBuilder, SettingsChanged
 from simplegraph.serve.lengths import LengthBuckets
 from simplegraph.serve.proof import prove
-from simplegraph.serve.replay import MISS, try_replay
 
 logger = logging.getLogger("simplegraph")
+MISS = object()  # no replay, and nothing done
+_grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
@@ -132,13 +144,13 @@ class GraphRunner:
                     known.last = layout
                     return result
         if context is None:
-            self._refused.check(args, kwargs, self._lessons)
+            self._refused.check(args, kwargs)
         with self._lock:
             try:
                 builder, call = self._read(module, args, kwargs)
             except CannotBind as error:
                 if context is None:
-                    self._refused.learn(module, args, kwargs, error, self._lessons)
+                    self._refused.learn(module, args, kwargs, error, known)
                 raise
             with builder.manager.pool.lock:
                 try:
@@ -146,12 +158,8 @@ class GraphRunner:
                 except CannotBind as error:
                     error.size = call.batch
                     if error.reason in LASTING:
-                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder)
+                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder.reader)
                     raise
-
-    @property
-    def _lessons(self) -> int:
-        return self.builder.lessons if self.builder is not None else 0
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -335,6 +343,62 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
+
+
+def try_replay(
+    module: Any,
+    layout: CallLayout,
+    state_key: StateKey | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: CallContext | None,
+) -> Any:
+    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
+
+    Raises:
+        CannotBind: such calls are known to run eagerly.
+    """
+    leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+    try:
+        anchor = layout.anchor
+        size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
+    except (TypeError, AttributeError, IndexError):
+        return MISS
+    key = size if context is None else (size, context.batch)
+    plan: Plan | None = layout.plans.get(key)
+    refusal = layout.refusals.get(key) if plan is None else None
+    if plan is None and (refusal is None or not refusal.holds(leaves)):
+        return MISS
+    # Autocast, settings, modes, hooks on all modules and Python state are those of the layout's calls.
+    if module.training is not layout.training:
+        return MISS
+    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
+    if autocast is not layout.autocast:
+        return MISS
+    if forward_ad._current_level >= 0 or num_operator_modes():
+        return MISS
+    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+        return MISS
+    if not layout.settings.hold():
+        return MISS
+    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
+        return MISS
+    if plan is None:
+        if refusal is not None and (state_key is None or state_key(module) == layout.state):
+            raise CannotBind(*refusal.why)
+        return MISS
+    copies = plan.bind(leaves)
+    if copies is None:
+        return MISS
+    state = plan.state
+    if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):
+        return MISS
+    if state_key is not None and state_key(module) != layout.state:
+        return MISS
+    with plan.pool.lock:
+        if state.moved() or not plan.graph.left or plan.is_capturing():
+            return MISS
+        return plan.replay(leaves, copies)
 
 
 def _lets_larger_go_first(known: KnownCalls, table: Any, call: Call) -> bool:

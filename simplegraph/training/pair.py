@@ -250,7 +250,10 @@ class PairReplay:
             plan.device.release_cached_memory()
         plan.last.take(self)
         copies, self._copies = self._copies, NOTHING
-        plan.table.replay(plan.graph, 0, None if copies is NOTHING else plan.load, copies)
+        plan.table.order_streams()
+        if copies is not NOTHING:
+            plan.load(copies)
+        plan.table.replay(plan.graph)
         self._versions = list(map(_version, plan.read))
         return [output.clone() for output in plan.program.outputs]
 
@@ -268,7 +271,9 @@ class PairReplay:
                     "a second backward of a forward that ran as a graph, after another forward wrote over what it "
                     "reads. Run both before the next forward, or call that module inside simplegraph.eager()."
                 )
-            plan.table.replay(path.graph, 0, path.load, grads)
+            plan.table.order_streams()
+            path.load(grads)
+            plan.table.replay(path.graph)
             found: list[Tensor | None] = [None] * len(plan.leaves)
             # In new memory, by one call: what the caller keeps, no replay may write to.
             if path.places:

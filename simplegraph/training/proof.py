@@ -14,6 +14,7 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Call, invoke
+from simplegraph.call.memory import drawn_generators
 from simplegraph.call.plan import NOTHING
 from simplegraph.device.generators import put_random_states, random_states
 from simplegraph.device.memory import SavedMemory
@@ -45,14 +46,15 @@ class PairProof(PairReplay):
         super().__init__(plan, NOTHING)
         self._builder, self._call = builder, call
         self._table = plan.table
-        self._memory, self._key = builder.memory(call), builder.key(call)
+        self._seen = builder.seen
+        self._generators, self._key = drawn_generators(call, plan.table.device.torch_device), builder.key(call)
         self._eager: tuple[list[Tensor], list[Tensor]] = [], []
         self._forward: ReplayProof | None = None
 
     def forward(self) -> list[Tensor]:
         """Run the forward eagerly, and compare a replay. Call with the pool's lock held."""
         plan, call = self.plan, self._call
-        saved = self._memory.save()
+        saved = self._seen.save(self._table, self._call)
         if saved is None:
             self._leave_unverified("it writes more memory than a proof copies")
             self._copies = plan.copies(call.leaves)
@@ -62,7 +64,7 @@ class PairProof(PairReplay):
         self._keeps = True  # if torch does
         self._table.stats.ran_eagerly(Reason.PROOF, size=call.batch)
         with CAPTURE_LOCK:
-            proof = ReplayProof(self._table, plan.graph, saved, self._memory.generators())
+            proof = ReplayProof(self._table, plan.graph, saved, self._generators)
             try:
                 outputs, observer = proof.run_eager(self._run, call.batch)
                 if learn_writes(self._builder, call, proof, observer, saved):
@@ -85,7 +87,7 @@ class PairProof(PairReplay):
             return super().backward(grads)
         plan = self.plan
         self.check()
-        first, saved = self._forward, self._memory.save()
+        first, saved = self._forward, self._seen.save(self._table, self._call)
         run = functools.partial(self._run_backward, grads)
         proves = self._key not in self._builder.refused and not self.done and self.serial == plan.last.serial
         if first is None or saved is None or not proves:
@@ -94,7 +96,7 @@ class PairProof(PairReplay):
             started, graph = time.perf_counter(), plan.path(grads).graph
             with plan.pool.lock, CAPTURE_LOCK:
                 kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
-                proof = ReplayProof(self._table, graph, kept, self._memory.generators())
+                proof = ReplayProof(self._table, graph, kept, self._generators)
                 try:
                     found, _ = proof.run_eager(run, self._call.batch)
                     self._prove_backward(proof, first, grads, found)
@@ -134,7 +136,9 @@ class PairProof(PairReplay):
         plan = self.plan
         statics = [plan.inputs.inputs[name].view(plan.padded) for name, _ in saved.inputs]
         copies = plan.copies(self._call.leaves)
-        return proof.replay(plan.program.outputs, statics, lambda _: plan.load(copies))
+        proof.rewind()
+        plan.load(copies)
+        return proof.replay(plan.program.outputs, statics)
 
     def _prove_backward(
         self,
@@ -155,13 +159,15 @@ class PairProof(PairReplay):
         def replay() -> Effects:
             nonlocal again
             if again:  # the first one may have written over what the forward left
-                states = random_states(self._memory.generators())
-                saved = self._memory.save()
+                states = random_states(self._generators)
+                saved = self._seen.save(self._table, self._call)
                 if saved is not None:
                     self._replay_forward(first, saved)
-                put_random_states(self._memory.generators(), states)
+                put_random_states(self._generators, states)
             again = True
-            return proof.replay(outputs, (), lambda _: path.load(grads))
+            proof.rewind()
+            path.load(grads)
+            return proof.replay(outputs)
 
         buffers = zip(plan.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)

@@ -19,7 +19,7 @@ from simplegraph.base.failures import user_location
 from simplegraph.device.emulator import CAPTURE_STREAM, DEFAULT_STREAM, emulator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.manager.progress import capture_bar
+from simplegraph.manager.capture import capture_bar
 from simplegraph.program.session import CaptureSession
 
 SIZES = [1, 2, 4, 8]
@@ -341,12 +341,12 @@ def test_progress_can_be_switched_off_and_lazy_captures_have_none(
 def test_the_bar_is_closed_when_a_capture_is_interrupted(
     graphs: GraphDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), capture_bar(3, show=True):
+    with pytest.raises(KeyboardInterrupt), capture_bar(3, graphs, show=True):
         raise KeyboardInterrupt
     assert capsys.readouterr().err.endswith("\n")
-    with capture_bar(2, show=True) as bar:
-        bar.next(8, graphs)
-        bar.next(4, graphs)
+    with capture_bar(2, graphs, show=True) as bar:
+        bar.update()
+        bar.update()
     assert "2/2" in capsys.readouterr().err
 
 

@@ -99,15 +99,15 @@ MUTANTS = [
     ),
     Mutant(
         "autocast is not looked at before a replay",
-        "serve/replay.py",
+        "serve/runner.py",
         "if autocast is not layout.autocast:",
         "if False:",
         ("tests/module/test_grad_modes.py", "tests/module/test_signature.py", "tests/fuzz"),
     ),
     Mutant(
         "gradients are not asked for before a replay",
-        "serve/replay.py",
-        "if not plan.differentiable and _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):",
+        "serve/runner.py",
+        "if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):",
         "if False:",
         ("tests/module/test_grad_modes.py",),
     ),
@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         "settings of torch are not compared before a replay",
-        "serve/replay.py",
-        "    if not layout.settings.hold():\n        return False\n",
+        "serve/runner.py",
+        "    if not layout.settings.hold():\n        return MISS\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
@@ -394,7 +394,7 @@ MUTANTS = [
     Mutant(
         "calls run eagerly for a reason that is gone",
         "call/refusal.py",
-        "self._owner.lessons != self._lessons or ",
+        "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
@@ -520,8 +520,8 @@ MUTANTS = [
     Mutant(
         "what launches write is not taken back",
         "call/memory.py",
-        "key in self._written | self._launched",
-        "key in self._written",
+        "key in self.written | self.launched",
+        "key in self.written",
         UNSEEN,
     ),
 ]
