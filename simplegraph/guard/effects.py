@@ -7,7 +7,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,7 @@ class ModuleState(PythonState):
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
-        self.snapshot.put_back(self._counted.names or ())
+        self.snapshot.put_back(self._counted.undone)
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 
 
@@ -175,6 +175,11 @@ class CountedState:
             names = [] if in_key else sorted(self._changed & run.changed())
             if complete or names:  # a capture that failed may not have come to what changes
                 self.names = sorted({*(self.names or ()), *names})
+
+    @property
+    def undone(self) -> Collection[str]:
+        """Name what a capture puts back: nothing if a graph serves, else all that an eager run changed, too."""
+        return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}
 
     @property
     def refusal(self) -> tuple[str, str]:

@@ -62,6 +62,21 @@ PLAIN = {
     "noisy break": Piece(
         "h = self.broken$(h)", "self.broken$ = sg.eager_break(lambda h: h + torch.rand(W, device=h.device))"
     ),
+    "break into a buffer": Piece("o$ = torch.empty_like(h)\nattend(h, o$)\nh = o$"),
+    "breaks into one buffer": Piece(
+        "o$ = torch.zeros_like(h)\nattend(h, o$)\nattend(o$ + h, out=o$)\nh = o$ * 0.5 + h"
+    ),
+    "break into columns": Piece("o$ = h.new_empty(len(h), 2 * W)\nattend(h, o$[:, :W])\nh = o$[:, :W] * 0.5"),
+    "break into listed buffers": Piece(
+        "o$ = [torch.empty_like(h) for _ in range(2)]\nattend(h, *o$)\nh = o$[0] + o$[1]"
+    ),
+    "break into a held buffer": Piece(
+        "attend(h[:1], self.o$)\nh = h + self.o$", "self.register_buffer('o$', torch.zeros(1, W))"
+    ),
+    "folded": Piece(
+        "h = self.f$(h)",
+        "self.f$ = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)); self.f$[1].running_var.uniform_(0.5, 2)",
+    ),
 }
 
 # Python-visible effects: refused, or as eager's.
@@ -197,6 +212,11 @@ TROUBLE = {
     "branch": Piece("if (h > 100).any():\n    h = h * 0", "", "rows"),
     "boolean index": Piece("h = h + h[h > 0].sum() * 0.01", "", "rows"),
     "nonzero": Piece("h = h + len(torch.nonzero(h > 0)) * 0.01", "", "rows"),
+    "refuses captures": Piece("refuse_captures(h, self.tail, 100)"),
+    "refuses one capture": Piece("refuse_captures(h, self.tail, 1)"),
+    "item in a try": Piece(
+        "try:\n    h = h * (2 if h.sum().item() > 0 else 1)\nexcept RuntimeError:\n    h = h * 3", "", "rows"
+    ),
     "from the host": Piece("h = h + torch.tensor([0.5] * W, device=h.device)"),
     "reseeded": Piece("torch.manual_seed(7)\nh = h + torch.rand(W, device=h.device)"),
     "raises when small": Piece("if len(h) == 2:\n    raise LookupError('two rows')", "", "rows"),
@@ -213,6 +233,7 @@ ARGUMENTS = {
     "x's column written": Piece("x[:, 1] = h[:, 0]"),
     "y written": Piece("if y is not None:\n    y.add_(1)"),
     "x written after": Piece("h = h + x\nx.zero_()"),
+    "x written by a break": Piece("attend(h, x)"),
     "x out": Piece("torch.mul(h, 0.5, out=x)"),
     "x unsqueezed": Piece("x.unsqueeze_(0).squeeze_(0)"),
     "x transposed": Piece("x.t_()", "", "arguments"),
@@ -297,6 +318,7 @@ CALLS = {
     "integers": "(x * 3).long().float()",
     "half": "x.half().float()",
     "requires grad": "x.requires_grad_()",
+    "raises at the end": "x, box='raise'",
 }
 
 CHANGES = {
@@ -309,6 +331,11 @@ CHANGES = {
     "weight set_": "m.first.weight.data.set_(torch.randn_like(m.first.weight).untyped_storage(), 0, (W, W), (W, 1))",
     "bias None": "m.first.bias = None",
     "bias again": "m.first.bias = nn.Parameter(torch.randn(W, device=device), requires_grad=m.first.weight.requires_grad)",
+    "optimizer, loop": "descend(m, torch.optim.SGD, foreach=False)",
+    "optimizer, foreach": "descend(m, torch.optim.Adam, foreach=True)",
+    "optimizer, fused": "descend(m, torch.optim.AdamW, fused=True)",
+    "optimizer, fused SGD": "descend(m, torch.optim.SGD, fused=True)",
+    "training steps": "train(m)",
     "load": "m.load_state_dict({k: v + 0.1 if v.is_floating_point() else v for k, v in m.state_dict().items()})",
     "load, assign": "m.load_state_dict({k: (v + 0.1 if v.is_floating_point() else v).clone() for k, v in m.state_dict().items()}, assign=True); m.requires_grad_(m.grads)",
     "swap": "torch.utils.swap_tensors(m.first.weight, nn.Parameter(torch.randn_like(m.first.weight), requires_grad=m.first.weight.requires_grad))",

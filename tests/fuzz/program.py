@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.grammar import CALL_PROMISES, CALLS, CHANGE_PROMISES, CHANGES, GRAPHS, OUTPUTS, PIECES, PLAIN, Piece
+from tests.fuzz.grammar import (
+    CALL_PROMISES,
+    CALLS,
+    CHANGE_PROMISES,
+    CHANGES,
+    GRAPHS,
+    OUTPUTS,
+    PIECES,
+    PLAIN,
+    TROUBLE,
+    Piece,
+)
 from tests.fuzz.twins import Different
 
 HEADER = """\
@@ -27,7 +38,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.fuzz.twins import Bare, Box, Scaling, Twins, W
+from tests.fuzz.twins import Bare, Box, Scaling, Twins, W, attend, refuse_captures
 
 DEVICE = torch.device("{device}")
 ESCAPED = {{}}
@@ -54,7 +65,11 @@ for tensor in (*self.late.values(), self.more.get("a"), *self.listed[0], vars(se
     h = h if tensor is None else h + tensor * 0.1
 h = self.scaling(h)
 """
-AFTER = "h = self.tail(self.drop(self.param(h)))\n"
+AFTER = """\
+h = self.tail(self.drop(self.param(h)))
+if isinstance(box, str):
+    raise LookupError(box)
+"""
 MODES = ["no_grad", "no_grad", "inference_mode", "inference_mode", "grad", "no_grad autocast", "no_grad eager"]
 MODES += ["inference_mode autocast", "no_grad flops"]
 # Pieces that a deep copy does not go on with: they hold a generator, or something outside.
@@ -145,6 +160,8 @@ def random_program(seed: int, without: Collection[str] = ()) -> Program:
     rng = random.Random(seed)
     names, plain = allowed(PIECES, without), sorted(PLAIN)
     pieces = tuple(rng.choice(names if rng.random() < 0.5 else plain) for _ in range(rng.randint(1, 4)))
+    if rng.random() < 0.15:  # a construct before a failure, and again after it
+        pieces = pieces[0], rng.choice(allowed(TROUBLE, without)), pieces[0]
     outputs = allowed(OUTPUTS, without)
     settings: dict[str, Any] = {"capture_sizes": rng.choice(SIZES)}
     if rng.random() < 0.2:
@@ -153,6 +170,8 @@ def random_program(seed: int, without: Collection[str] = ()) -> Program:
         settings["outputs"] = "static"
     if any("break" in name for name in pieces) or rng.random() < 0.1:
         settings["mode"] = "PIECEWISE"
+    if "folded" in pieces and rng.random() < 0.7:
+        settings["optimized"] = True
     return Program(
         seed, pieces, rng.choice(outputs) if rng.random() < 0.6 else "h", settings, rng.random() < 0.2,
         tuple(_random_events(rng, settings, pieces, without)),

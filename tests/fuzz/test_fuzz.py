@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
 
-from tests.fuzz.grammar import PENDING, PIECES, Piece
+from tests.fuzz.grammar import CHANGES, PENDING, PIECES, Piece
 from tests.fuzz.program import Program, report, shrunk
 
 pytestmark = pytest.mark.proofs  # as users have them
@@ -30,3 +34,57 @@ def test_a_difference_is_found_and_made_small(device: torch.device, monkeypatch:
     assert small.pieces == ("wrong",)
     assert small.events == calls[:1]
     assert "twins.call(4, 'no_grad', 'x')" in small.text()
+
+
+@contextlib.contextmanager
+def reseeded(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    for generator in generators:
+        generator.manual_seed(1)
+    yield
+
+
+CALLED = tuple(("call", 4, "no_grad", "x") for _ in range(5))
+# Constructs, and a mistake of the library that only they show: pieces, settings, events, where, and what stands there.
+MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str, Any]] = {
+    **{
+        f"folded weights stay: {change}": (
+            *(("folded",), {"optimized": True}, (*CALLED, ("change", change), *CALLED[:1])),
+            *("simplegraph.fused.optimizing.folded.Fold.is_stale", lambda fold: fold.weights is None),
+        )
+        for change in CHANGES
+        if "optimizer" in change or change == "training steps"
+    },
+    "no one is told of replayed steps": (
+        *(("folded",), {"optimized": True}, (*CALLED, ("change", "training steps"), *CALLED[:1])),
+        *("simplegraph.training.step.tell_written", lambda tensors: None),
+    ),
+    **{
+        f"replays leave it out: {piece}": (
+            *((piece,), {"mode": "PIECEWISE", "verify": 0}, CALLED),
+            *("simplegraph.program.breaks.step.Break.replay", lambda step: None),
+        )
+        for piece in PIECES
+        if "break" in piece
+    },
+    **{
+        f"a seed of a capture stays: {trouble}": (
+            *(("noise", trouble, "noise"), {}, CALLED),
+            *("simplegraph.program.session._reseeding_shows", reseeded),
+        )
+        for trouble in PIECES
+        if trouble.startswith("refuses")
+    },
+    "a raising call is replayed": (
+        *(("linear",), {}, (*CALLED, ("call", 4, "no_grad", "raises at the end"), *CALLED[:1])),
+        *("simplegraph.call.args.ConstantArg.holds", lambda arg, leaf: True),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_library_is_found(device: torch.device, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, settings, events, where, instead = MISTAKES[mistake]
+    program = Program(0, pieces, "h", {"capture_sizes": [4]} | settings, False, events)
+    assert program.difference(str(device)) is None
+    monkeypatch.setattr(where, instead)
+    assert program.difference(str(device)) is not None

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import simplegraph as sg
+from simplegraph.device.select import graph_device
 
 W = 6  # features of every row
 KEPT = 4  # outputs of earlier calls that must stay as they were
@@ -39,6 +41,64 @@ class Scaling(Box):
 
     def __call__(self, h: Tensor) -> Tensor:
         return h * self.value
+
+
+@sg.eager_break
+def attend(h: Tensor, out: Tensor, *more: Tensor) -> None:
+    """Write to buffers of the caller, as a kernel of attention does."""
+    for buffer in (out, *more):
+        buffer.copy_(torch.tanh(h) * 0.5)
+
+
+_REFUSED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def refuse_captures(h: Tensor, owner: nn.Module, times: int) -> None:
+    """Fail in the first captures of an owner, as what only a capture cannot do."""
+    if graph_device(h.device).is_capturing() and _REFUSED.setdefault(owner, 0) < times:
+        _REFUSED[owner] += 1
+        raise LookupError("not in a capture")
+
+
+def descend(module: nn.Module, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+    """Take a step of an optimizer of this kind on all parameters, in place, with gradients that are drawn."""
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    kind(parameters, lr=0.05, **settings).step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def train(module: Any) -> None:
+    """Train the layers named f... for a few steps in place; beside the module with graphs, most are replays."""
+    layers = [child for name, child in module.named_children() if name[0] == "f"]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    wanted = [parameter.requires_grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def step(x: Tensor) -> None:
+        forward(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if isinstance(module, sg.CudaGraphWrapper):
+        step = sg.train_step(step, optimizers=optimizer, modules=layers, progress=False)
+    x = torch.randn(4, W, device=parameters[0].device)
+    for turn in range(5):
+        with torch.enable_grad():
+            step(x)
+        if turn == 3:  # what is folded is up to date here, and the last step is a replay
+            forward(x)
+    for parameter, grads in zip(parameters, wanted, strict=True):
+        parameter.requires_grad_(grads)
 
 
 def in_place(module: Any, x: Tensor) -> Tensor:
@@ -67,14 +127,22 @@ class Twins:
         device: where.
         seed: of weights and of everything drawn later.
         frozen: True for parameters that do not require gradients.
-        settings: of the one with graphs.
+        optimized: True if `sg.optimize` rewrites the one with graphs first; settings: of its graphs.
     """
 
     def __init__(
-        self, kind: type[nn.Module], device: torch.device | str, seed: int = 0, frozen: bool = True, **settings: Any
+        self,
+        kind: type[nn.Module],
+        device: torch.device | str,
+        seed: int = 0,
+        frozen: bool = True,
+        optimized: bool = False,
+        **settings: Any,
     ) -> None:
         self.device, self.seed, self.turn = torch.device(device), seed, 0
         self.eager, self.module = (self._made(kind, frozen) for _ in range(2))
+        if optimized:
+            sg.optimize(self.module)
         self.model: Any = sg.wrap(self.module, progress=False, **settings)
         self.spaces = {id(m): _namespace(m, self.device) for m in (self.eager, self.model)}
         self.kept: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=KEPT)
@@ -207,6 +275,8 @@ def _namespace(module: Any, device: torch.device) -> dict[str, Any]:
         "collect": collect,
         "m": module,
         "in_place": in_place,
+        "descend": descend,
+        "train": train,
     }
     return names | {"kept": torch.zeros(1, W, device=device), "device": device, "copy": copy}
 
@@ -237,15 +307,17 @@ def _state(module: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
-            if name in ("_modules", "_simplegraph"):
-                found[f"{prefix}.{name}"] = list(value) if name == "_modules" else None
+            if name.startswith("_simplegraph"):
+                continue
+            if name == "_modules":
+                found[f"{prefix}.{name}"] = list(value)
             elif name.endswith("_hooks"):
                 found[f"{prefix}.{name}"] = len(value)
             elif name.startswith("seen"):
                 found[f"{prefix}.{name}"] = _plain(value())  # what left the module by another way
             else:
                 found[f"{prefix}.{name}"] = _plain(value)
-    return {name: value for name, value in found.items() if not name.endswith("_simplegraph")}
+    return found
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

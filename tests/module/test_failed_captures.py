@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import queue
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -177,3 +179,39 @@ def test_each_call_takes_one_item_from_a_queue_and_the_reason_names_it(kind: typ
     ys = [float(model(torch.ones(2, 4, device=device))[0, 0]) for _ in range(8)]
     assert sorted(ys) == [float(item) for item in range(8)]
     assert "items" in next(iter(model.graph_stats.failures.values()))
+
+
+@pytest.mark.parametrize("fails", ["before", "after", "between"])
+@pytest.mark.parametrize("holder", ["object", "dict", "list"])
+def test_a_count_is_eagers_when_a_padded_size_cannot_be_captured(holder: str, fails: str, device: torch.device) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+            self.first = [0]
+            self.seen: Any = {"object": types.SimpleNamespace(n=0), "dict": {"n": 0}, "list": [0]}[holder]
+
+        def count(self) -> None:
+            if isinstance(self.seen, types.SimpleNamespace):
+                self.seen.n += 1
+            else:
+                self.seen[0 if holder == "list" else "n"] += 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            if fails == "after":
+                self.count()
+            if fails == "between":
+                self.first[0] += 1
+            if graph_device(device).is_capturing():
+                raise LookupError("not in a capture")
+            if fails != "after":
+                self.count()
+            return self.l(x)
+
+    net = Counts().to(device).eval()
+    model = sg.wrap(net, capture_sizes=[4], progress=False)
+    for calls, rows in enumerate((1, 3, 1, 4, 2), start=1):
+        model(torch.ones(rows, 4, device=device))
+        seen = net.seen
+        assert (seen.n if holder == "object" else seen[0 if holder == "list" else "n"]) == calls
+    assert "not in a capture" in next(iter(model.graph_stats.failures.values()))

@@ -69,6 +69,12 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         transformers.Qwen3MoeConfig(**LLAMA, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     ),
 }
+# Sparse attention: layers of the cache hold keys of an indexer beside keys and values.
+DEEPSEEK_V32 = LLAMA | {
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+    **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+}
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
     "whisper": lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)),

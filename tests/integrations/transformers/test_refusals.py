@@ -89,6 +89,23 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
         assert graphs.stats.replays == 0
 
 
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="needs a newer transformers")
+def test_layers_with_keys_of_an_indexer(device: torch.device) -> None:
+    def make() -> Any:
+        return transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**tiny.DEEPSEEK_V32))
+
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    batch = tiny.prompts([6, 4], device)
+    check_refused(Reason.GENERATION, "a DynamicIndexedLayer in the cache", model, plain, batch)
+    encoder = graph_encoder(model, capture_sizes=[2])
+    with torch.inference_mode():
+        for _ in range(3):
+            found, expected = (one(**batch, use_cache=False).logits for one in (model, plain))
+            torch.testing.assert_close(found, expected)
+    assert encoder.stats.replays
+    encoder.remove()
+
+
 @pytest.mark.parametrize("name", ["Rwkv", "MiniMax"])
 def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(tiny_states.ELSEWHERE[name], device) for _ in range(2))
