@@ -146,6 +146,7 @@ class Twins:
         self.model: Any = sg.wrap(self.module, progress=False, **settings)
         self.spaces = {id(m): _namespace(m, self.device) for m in (self.eager, self.model)}
         self.kept: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=KEPT)
+        self._coarse, self._optimized = False, optimized
         self._static = settings.get("outputs") == "static"
         self._churn = random.Random(seed)
         self._garbage: collections.deque[Tensor] = collections.deque(maxlen=12)
@@ -182,7 +183,9 @@ class Twins:
                 space["kept"] = _first_tensor(result, torch.zeros(1, W, device=self.device))
         self._churn_memory()
         lent = self._static and "kept" in arguments  # the replay itself may overwrite that
-        self._compare_call(*results, coarse="autocast" in mode, lent=lent, keep="in_place" not in arguments)
+        # Folded weights are rounded otherwise under autocast, and state may hold what comes of that.
+        self._coarse = "autocast" in mode or (self._coarse and self._optimized)
+        self._compare_call(*results, lent=lent, keep="in_place" not in arguments)
 
     def change(self, statement: str) -> None:
         """Change both modules, `m`, the same way; a change that is refused must be refused for both."""
@@ -220,10 +223,10 @@ class Twins:
 
     # What must be the same.
 
-    def _compare_call(self, mine: Any, other: Any, *, coarse: bool, lent: bool, keep: bool) -> None:
+    def _compare_call(self, mine: Any, other: Any, *, lent: bool, keep: bool) -> None:
         (actual, given, state), (expected, twin, other_state) = mine, other
         where = f"call {self.turn}"
-        coarsest = torch.bfloat16 if coarse else None
+        coarsest = torch.bfloat16 if self._coarse else None
         if lent:  # so do outputs that lie in it
             actual, expected = _without_lent((actual, given), (expected, twin))
         self._raise(difference(_unboxed(actual), _unboxed(expected), coarsest=coarsest), where)
@@ -235,18 +238,18 @@ class Twins:
                 wanted = related(expected, (*twin, _holders(self.eager)))
                 self._raise(None if found == wanted else f"{found}, eager's {wanted}", f"{where}: {name}")
         self._raise(None if torch.equal(state, other_state) else "differs", f"{where}: state of the generator")
-        self._compare_state(f"after {where}", coarsest)
+        self._compare_state(f"after {where}")
         for result, wanted in self.kept:
             self._raise(difference(result, wanted, coarsest=torch.bfloat16), f"after {where}: an earlier output")
         if keep and not (isinstance(actual, Raised) or self._static):
             self.kept.append((_unboxed(actual), _unboxed(expected)))
 
-    def _compare_state(self, where: str, coarsest: torch.dtype | None = None) -> None:
+    def _compare_state(self, where: str) -> None:
         state, wanted = _state(self.model), _state(self.eager)
         for name in state.keys() & wanted.keys():
             if ".cache" in name:  # sizes that calls are padded to have entries, too, and early: graphs read them
                 state[name] = {size: state[name][size] for size in wanted[name] if size in state[name]}
-        found = difference(state, wanted, coarsest=coarsest)
+        found = difference(state, wanted, coarsest=torch.bfloat16 if self._coarse else None)
         self._raise(found, f"{where}: state of the module")
 
     def _raise(self, found: str | None, where: str) -> None:
