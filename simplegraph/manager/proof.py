@@ -51,6 +51,7 @@ class ReplayProof:
         nested_otherwise: True if what it returned is not nested as the graph's outputs are.
         draws: True if it drew random numbers.
         written_inputs: names of the inputs that it changed.
+        repeats: True while replays are padded by the real rows; so is what breaks returned.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ReplayProof:
         self._closing = contextlib.ExitStack()
         self.draws = self.nested_otherwise = False
         self.replay_seconds = float("inf")
-        self._scrambled = False  # memory holds other values on purpose
+        self._scrambled = self.repeats = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
 
     def run_eager(self, run: Callable[[], Any], rows: int = 0) -> tuple[Any, MemoryObserver]:
@@ -81,7 +82,7 @@ class ReplayProof:
         observer, program = MemoryObserver(rows=rows), self._graph.program
         tape = None
         if program.breaks:
-            tape = BreakTape(breaking_operators(), observer, self._memory)
+            tape = BreakTape(breaking_operators(), observer, self._memory.copied)
         # The observer is asked first, as in a warmup: it sees reads that are served.
         with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
             result = wait_collectives(run())
@@ -99,7 +100,9 @@ class ReplayProof:
         )
         then = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
         self.written_inputs = {name for (name, _), before, now in then if difference(now, before, tolerance=EXACT)}
-        self._played = self._uncounted(program if tape is None else played(program, tape.calls, self._differs))
+        self._played = self._uncounted(
+            program if tape is None else played(program, tape.calls, self._differs, lambda: self.repeats)
+        )
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:

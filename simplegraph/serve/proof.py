@@ -227,6 +227,7 @@ class _CallProof:
         for static in plan.inputs.inputs.values() if repeat_rows else ():
             if not static.arg.pad_declared:
                 static.repeat(plan.rows, plan.padded)
+        proof.repeats = repeat_rows
         statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
         return proof.replay(plan.compared, statics)
 

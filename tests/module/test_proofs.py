@@ -641,6 +641,38 @@ def test_what_a_last_break_is_passed_is_proven_too(device: torch.device) -> None
     assert reasons(model)["padding_shows"] >= 2
 
 
+MIXED = {
+    "a mean": lambda h: h - h.mean(0),
+    "a norm": lambda h: h / h.norm(),
+    "a load": lambda h: h / (h > 0).sum(0).clamp(min=1),
+    "a sum": lambda h: h * h.sum(0).abs(),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("into", [False, True], ids=["returned", "filled"])
+def test_rows_that_are_mixed_after_a_break_are_not_padded(device, mixed, into):
+    @sg.eager_break
+    def attend(x, out):
+        out.copy_(x.tanh())
+
+    returned = sg.eager_break(torch.tanh)
+
+    def forward(m, x):
+        h = x @ m.weight
+        if into:
+            out = torch.empty_like(h)
+            attend(h, out)
+        else:
+            out = returned(h)
+        return MIXED[mixed](out)
+
+    twins = Twins(device, forward, mode="PIECEWISE", capture_sizes=[8])
+    twins.call(8, 8, 8, 5, 5, 6, 8, 5, 3, 1)
+    assert reasons(twins.model)["padding_shows"] >= 1
+    assert twins.model.graph_stats.replays >= 1
+
+
 def test_an_input_that_lies_otherwise_may_round_otherwise_but_no_more(device):
     def by_alignment(much):
         return lambda m, x: x * (1.0 + much if x.data_ptr() % 64 else 1.0)  # as kernels are chosen

@@ -524,4 +524,18 @@ MUTANTS = [
         "key in self.written",
         UNSEEN,
     ),
+    Mutant(
+        "what breaks returned is padded by zeros alone in a proof",
+        "program/breaks/playback.py",
+        "if self._repeats() and copy.numel():",
+        "if False:",
+        PROOFS,
+    ),
+    Mutant(
+        "what the second warmup of a failed capture counted stays",
+        "guard/effects.py",
+        "return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}",
+        "return self.names or ()",
+        ("tests/module/test_failed_captures.py",),
+    ),
 ]

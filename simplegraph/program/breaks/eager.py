@@ -7,7 +7,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,13 +133,7 @@ def _geometry(leaf: Any) -> Any:
 
 Restore = Callable[[], object]
 Differs = Callable[[Tensor, Tensor], str | None]
-
-
-class Copies(Protocol):
-    """Copies memory that outlives a run."""
-
-    def copied(self, keys: Collection[int]) -> Restore:
-        """Copy memory, given by its storage keys; what is returned puts it back."""
+Copied = Callable[[Collection[int]], Restore]  # copies memory, given by its storage keys
 
 
 class RecordedBreak(NamedTuple):
@@ -167,41 +161,39 @@ class BreakTape:
     Args:
         operators: operators that break by themselves.
         observer: sees the run.
-        memory: copies what breaks write to memory from before the run.
+        copied: copies what breaks write to memory from before the run.
 
     Attributes:
         calls: what was recorded, in the order of the forward.
     """
 
-    def __init__(self, operators: frozenset[Any], observer: MemoryObserver, memory: Copies) -> None:
+    def __init__(self, operators: frozenset[Any], observer: MemoryObserver, copied: Copied) -> None:
         self.operators = operators
         self.calls: list[RecordedBreak] = []
         self._observer = observer
-        self._memory = memory
+        self._copied = copied
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the break, and record what it returns and writes."""
         observer = self._observer
         args, kwargs = wait_collectives((args, kwargs))
         passed, _ = flatten((args, kwargs))
-        made = [isinstance(leaf, Tensor) and observer.made(leaf) for leaf in passed]
-        before = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
-        blank = [own and storage_key(leaf) in observer.blank for leaf, own in zip(passed, made, strict=True)]
+        before = [leaf.clone() if isinstance(leaf, Tensor) and observer.made(leaf) else None for leaf in passed]
+        blank = [isinstance(leaf, Tensor) and storage_key(leaf) in observer.blank for leaf in passed]
         written, observer.written = observer.written, set()
         try:
             with recording_breaks(None), observer.inside_break():
                 result = function(*args, **kwargs)
-            outside = self._memory.copied(observer.written)
+            outside = self._copied(observer.written)
         finally:
             observer.written |= written
         leaves, spec = flatten(result)
-        results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        arguments = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
-        entries = zip(before, arguments, blank, strict=True)
+        arguments = [None if copy is None else leaf.clone() for leaf, copy in zip(passed, before, strict=True)]
         read = [
             None if empty and copy is not None and now is not None and not torch.equal(copy, now) else copy
-            for copy, now, empty in entries
+            for copy, now, empty in zip(before, arguments, blank, strict=True)
         ]
+        results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
         return result
 
@@ -209,13 +201,13 @@ class BreakTape:
 class PlayedBreak(Break):
     """A break whose effects are a recorded call's, and that must be passed what that call was."""
 
-    def __init__(self, step: Break, recorded: RecordedBreak, differs: Differs) -> None:
+    def __init__(self, step: Break, recorded: RecordedBreak, differs: Differs, repeats: Callable[[], bool]) -> None:
         super().__init__(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
         self._recorded = recorded
-        self._differs = differs
+        self._differs, self._repeats = differs, repeats
 
     def replay(self) -> None:
-        """Put the recorded results and writes where the next segment reads them; a smaller batch fills the front.
+        """Put the recorded results and writes where the next segment reads them; a smaller batch is padded.
 
         Raises:
             BreakError: they do not fit, or the segments before pass other values.
@@ -228,40 +220,51 @@ class PlayedBreak(Break):
             found = None if given is None else self._differs(self._front(target, given), given)
             if found is not None:
                 raise BreakError(f"what eager break {self.name} is passed {found}")
-            if copy is not None:
+            if copy is not None and given is None:
+                self._fill(target, copy)
+            elif copy is not None:  # the segments made its padding rows
                 self._front(target, copy).copy_(copy)
         recorded.outside()
         for accept, leaf in zip(self.accepts, recorded.results, strict=True):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
-                bridge.target.zero_()
-                self._front(bridge.target, leaf).copy_(leaf)
-            elif not isinstance(leaf, Tensor):  # other tensors are arguments, or outside, and written already
-                problem = accept(leaf)
-                if problem is not None:
-                    raise self._refused(problem)
+                self._fill(bridge.target, leaf)
+            # Other tensors are arguments, or outside, and written already.
+            elif not isinstance(leaf, Tensor) and (problem := accept(leaf)) is not None:
+                raise self._refused(problem)
+
+    def _fill(self, target: Tensor, copy: Tensor) -> None:
+        """Copy what a smaller batch left, and pad it: by zeros or, so that these are no constant, by it again."""
+        self._front(target.zero_(), copy).copy_(copy)
+        if self._repeats() and copy.numel():
+            times = [-(-padded // size) for padded, size in zip(target.shape, copy.shape, strict=True)]
+            target.copy_(copy.repeat(times)[tuple(map(slice, target.shape))])
 
     def _front(self, target: Tensor, copy: Tensor) -> Tensor:
-        fits = target.dim() == copy.dim() and all(map(int.__le__, copy.shape, target.shape))
-        if not fits:
+        if target.dim() != copy.dim() or not all(map(int.__le__, copy.shape, target.shape)):
             raise self._refused(f"a tensor of shape {tuple(copy.shape)} in the eager run")
         return target[tuple(map(slice, copy.shape))]
 
 
-def played(program: Program, calls: Sequence[RecordedBreak], differs: Differs) -> Program:
+def played(
+    program: Program, calls: Sequence[RecordedBreak], differs: Differs, repeats: Callable[[], bool] = bool
+) -> Program:
     """Return the program with its breaks played back; the segments are shared.
 
     Args:
         program: what replays run.
         calls: of an eager run.
         differs: says how what a break is passed differs from what it was passed in that run, or None.
+        repeats: True if the results of a smaller batch are padded by themselves, not by zeros.
 
     Raises:
         BreakError: the eager run called other breaks than the program has.
     """
-    found, expected = [call.function for call in calls], [step.function for step in program.breaks]
-    if found != expected:
-        raise BreakError(f"the eager run called {len(found)} eager breaks, the graph has {len(expected)} or others.")
+    if [call.function for call in calls] != [step.function for step in program.breaks]:
+        count = len(program.breaks)
+        raise BreakError(f"the eager run called {len(calls)} eager breaks, the graph has {count} or others.")
     left = iter(calls)
-    steps = tuple(PlayedBreak(step, next(left), differs) if isinstance(step, Break) else step for step in program.steps)
+    steps = tuple(
+        PlayedBreak(step, next(left), differs, repeats) if isinstance(step, Break) else step for step in program.steps
+    )
     return Program(program.device, steps, program.outputs, program.spec, generators=program.generators)
