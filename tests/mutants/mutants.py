@@ -526,7 +526,7 @@ MUTANTS = [
     ),
     Mutant(
         "what breaks returned is padded by zeros alone in a proof",
-        "program/breaks/playback.py",
+        "program/breaks/eager.py",
         "if self._repeats() and copy.numel():",
         "if False:",
         PROOFS,
