@@ -46,7 +46,7 @@ class ModuleState(PythonState):
         self._values = self._function.values.now() if self._function else []
 
     def put_back(self) -> list[str]:
-        changes = self.snapshot.changes()
+        changes = self.snapshot.changes().items()
         kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
@@ -71,7 +71,7 @@ class PythonEffects:
 
     def changed(self) -> set[str]:
         """Name what was changed."""
-        return self._snapshot.changed_names() | self._random.drawn() | self.advanced()
+        return self._snapshot.changes().keys() | self._random.drawn() | self.advanced()
 
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""

@@ -16,7 +16,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.reach import CodePlace, Reach
-from simplegraph.program.held import ABSENT, is_library
+from simplegraph.program.held import ABSENT, is_library, restore
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,8 +79,8 @@ class FunctionModule(nn.Module):
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
         places = self._find_places()
         self.values.use(places)
-        fill(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
-        fill(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
+        restore(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
+        restore(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
         return self._reach.find([self._function])
@@ -304,10 +304,3 @@ def _item(place: CodePlace) -> Any:
         return place.holder[place.key]
     except (LookupError, AttributeError, ValueError):
         return ABSENT
-
-
-def fill(held: dict[str, Any], now: dict[str, Any]) -> None:
-    """Let a dict that others read hold something else."""
-    for name in held.keys() - now.keys():
-        held.pop(name, None)
-    held.update(now)

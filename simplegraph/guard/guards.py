@@ -16,8 +16,8 @@ from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
-from simplegraph.guard.survey import SETTINGS, HeldTensor, Survey, code_of
-from simplegraph.program.held import has_address, lies_at
+from simplegraph.guard.survey import HeldTensor, Survey, code_of
+from simplegraph.program.held import has_address, is_same, lies_at
 from simplegraph.program.observe import MemoryObserver
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -87,7 +87,7 @@ class CapturedState:
         self._places: dict[str, tuple[Any, ...]] = {}
         self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._values: dict[tuple[Any, ...], CapturedValue] = {}
-        self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: set[str] = set()
         self._generators: dict[str, torch.Generator] = {}
 
@@ -108,7 +108,7 @@ class CapturedState:
         for tensor in self._read.elsewhere.values():
             self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
         if not self._modules:
-            self._modules = {name: (weakref.ref(each), list(code_of(each))) for name, each in survey.modules.items()}
+            self._modules = {name: (weakref.ref(each), tuple(code_of(each))) for name, each in survey.modules.items()}
             self._names = set(survey.tensors)
             self._generators = survey.generators
             self._empty = survey.attributes() - {each.attribute for each in tensors}
@@ -194,7 +194,7 @@ class CapturedState:
             module = now.get(name)
             if module is None or module is not known():
                 names.append(f"submodule {name} (replaced)")
-            elif not _same(list(code_of(module)), code):
+            elif not is_same(tuple(code_of(module)), code):
                 names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
 
@@ -202,14 +202,6 @@ class CapturedState:
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    """True for the same objects, and equal settings, one by one."""
-    if len(now) != len(before):
-        return False
-    pairs = [pair for pair in zip(now, before, strict=True) if pair[0] is not pair[1]]
-    return all(type(a) is type(b) and type(a) in SETTINGS and a == b for a, b in pairs)
 
 
 class CapturedValue:

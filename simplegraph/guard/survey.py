@@ -21,8 +21,7 @@ _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by th
 _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
-_ATOMS = frozenset({type(None), bool, int, float, str})
-SETTINGS = _ATOMS  # types whose values are compared
+SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 # Of torch's layers: their parameters' shapes tell these.
 _SIZES = frozenset(
     {
@@ -110,7 +109,7 @@ class Survey:
             self._add(HeldTensor(name, attribute, value, links))
         elif value is None:
             self.links.append(links)
-        elif type(value) in _ATOMS:
+        elif type(value) in SETTINGS:
             return
         elif isinstance(value, torch.Generator):
             self.links.append(links)

@@ -79,9 +79,8 @@ def kind_of(kind: type) -> Any:
         return OPAQUE
     if issubclass(kind, _DULL):
         return None
-    return (
-        object if is_users(kind) and kind.__module__ != "builtins" and (kind.__dictoffset__ or _slots(kind)) else OPAQUE
-    )
+    has_attributes = kind.__module__ != "builtins" and (kind.__dictoffset__ or _slots(kind))
+    return object if has_attributes and is_users(kind) else OPAQUE
 
 
 @by_class
@@ -110,7 +109,7 @@ def held_by(place: Any) -> Any:
 
 def _attributes(thing: Any, kind: type) -> dict[str, Any]:
     """Return an object's filled slots and attributes."""
-    held = {}
+    held: dict[str, Any] = {}
     for name, slot in _slots(kind).items():
         with contextlib.suppress(AttributeError):
             held[name] = slot.__get__(thing)
@@ -171,6 +170,15 @@ def is_untouched(place: Any, before: Any) -> bool:
     if len(now) != len(before) or not all(map(operator.is_, now, before)):
         return False
     return isinstance(now, tuple) or all(map(operator.is_, now.values(), before.values()))
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """True for the same object, and for equal values that nothing can change inside."""
+    if now is before:
+        return True
+    if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
+        return all(map(is_same, now, before))
+    return type(now) is type(before) and isinstance(now, ATOMS) and now == before
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

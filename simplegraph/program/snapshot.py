@@ -15,12 +15,11 @@ import sys
 import threading
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.nested import ATOMS
 from simplegraph.base.patches import plain
 from simplegraph.base.tensors import parts
 from simplegraph.program.held import (
@@ -30,6 +29,7 @@ from simplegraph.program.held import (
     has_address,
     held_by,
     is_library,
+    is_same,
     is_untouched,
     is_users,
     items_of,
@@ -46,13 +46,6 @@ _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known t
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 _CODE = (type, types.ModuleType, types.FunctionType)
 _FAR = (type, types.ModuleType)  # lead to everything there is
-
-
-class Change(NamedTuple):
-    """A place that holds something else than it did: its name, and what it holds now."""
-
-    name: str
-    value: Any
 
 
 class Snapshot:
@@ -72,8 +65,6 @@ class Snapshot:
     def __init__(self, *roots: Any, tensors: bool = True, code: int = 0, breaks: bool = True) -> None:
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {}
-        # Most are empty dicts, a module's ten for hooks: those are asked together, and are places once one is filled.
-        self._empty: list[dict[Any, Any]] = []
         self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
         self._changed: list[tuple[Any, Any]] = []  # places that held what they shall not, and the keys
         # What to look into, the id of what led there, and how much code lies on the way.
@@ -93,10 +84,12 @@ class Snapshot:
                 before = held_by(value)
                 if before is not None and (own or kind is not tuple):
                     self._places[at] = value, before, own
+                is_module = issubclass(type(value), nn.Module)
                 for _, item in () if _is_globals(value) else items_of(before):
-                    if type(item) in _EXACT and not item:
-                        self._empty += [] if id(item) in self._ways else [item]
-                        self._ways.setdefault(id(item), (item, at))
+                    if type(item) in _EXACT and not item:  # most are, a module's ten for hooks
+                        if id(item) not in self._ways and (own or not is_module):
+                            self._ways[id(item)] = item, at
+                            self._places[id(item)] = item, {}, own
                     elif kind_of(type(item)) not in (None, None if own else Tensor):
                         (near if own else far).append((item, at, away))
                 things = _beyond(value, before) if code else ()
@@ -112,25 +105,23 @@ class Snapshot:
         """Everything that was looked into."""
         return [thing for thing, _ in self._ways.values()]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> dict[str, Any]:
         """Find every place without code on the way that holds something else, and every tensor that was moved.
+
+        Returned by name, with what is there now.
 
         A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal numbers,
         texts and tuples of them are the same.
         """
-        found: list[Change] = []
+        found: dict[str, Any] = {}
         for holder, before in self._touched():
             now = held_by(holder)
             if isinstance(now, dict):
-                keys = [key for key in now | before if not _same(now.get(key, ABSENT), before.get(key, ABSENT))]
-                found += [Change(self._name(key, holder), now.get(key)) for key in keys]
-            elif not _same(now, before):
-                found.append(Change(self.name_of(holder), now))
-        return found + [Change(self.name_of(tensor), part) for part, _, _, tensor in self._moved()]
-
-    def changed_names(self) -> set[str]:
-        """Name the places that `changes` finds."""
-        return {change.name for change in self.changes()}
+                keys = [key for key in now | before if not is_same(now.get(key, ABSENT), before.get(key, ABSENT))]
+                found |= {self._name(key, holder): now.get(key) for key in keys}
+            elif not is_same(now, before):
+                found[self.name_of(holder)] = now
+        return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
     def put_back(self, names: Collection[str] = ()) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
@@ -158,20 +149,11 @@ class Snapshot:
 
     def _touched(self) -> list[tuple[Any, Any]]:
         """List the places without code on the way that do not hold the very same objects, and what they held."""
-        self._fill()
-        entries = self._places.values()
-        return [(holder, before) for holder, before, own in entries if own and not is_untouched(holder, before)]
-
-    def _fill(self) -> None:
-        """Make places of the dicts that were empty, and are not any more."""
-        if any(self._empty):
-            filled = [(held, self._is_own(self._ways[id(held)][1])) for held in self._empty if held]
-            self._places |= {id(held): (held, {}, own) for held, own in filled}
-            self._empty = [held for held in self._empty if not held]
-
-    def _is_own(self, at: int) -> bool:
-        """True if no code lies on the way to the place of this id."""
-        return at in self._places and self._places[at][2]
+        return [
+            (holder, before)
+            for holder, before, own in self._places.values()
+            if own and (before or type(holder) not in _EXACT or holder) and not is_untouched(holder, before)
+        ]
 
     def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], Tensor]]:
         return [entry for entry in self._tensors if lies_at(entry[0]) != entry[2]]
@@ -185,7 +167,6 @@ class Snapshot:
         Returns:
             The names of those places.
         """
-        self._fill()
         wanted, names = set(map(id, things)), []
         for holder, held, _ in list(self._places.values()):
             before = dict(items_of(held))
@@ -238,7 +219,7 @@ class Snapshot:
         It is dotted from the module, or after the first thing on the way of code to it that has a name.
         """
         way = [*from_holder]
-        if self._is_own(id(way[-1])):
+        if (at := id(way[-1])) in self._places and self._places[at][2]:
             keys = [key]
             while (above := self._ways_up(way[-1]))[0] is not None:
                 way.append(above[0])
@@ -326,15 +307,6 @@ def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any
     if below is function.__defaults__ or below is function.__kwdefaults__:
         return f"a default argument of {function.__qualname__}"
     return f"the attribute {key} of {function.__qualname__}"
-
-
-def _same(now: Any, before: Any) -> bool:
-    """True for the same object, and for equal values that nothing can change inside."""
-    if now is before:
-        return True
-    if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
-        return all(map(_same, now, before))
-    return type(now) is type(before) and isinstance(now, ATOMS) and now == before
 
 
 def _tensors_differ(container: Any, before: Any) -> bool:

@@ -203,7 +203,7 @@ class _CallProof:
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return found and f"with {half} of {plan.rows} rows {found}"
         finally:
-            snapshot.put_back(snapshot.changed_names())
+            snapshot.put_back(snapshot.changes())
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""

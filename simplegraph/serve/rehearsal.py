@@ -109,5 +109,5 @@ class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
 
 
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
-    found = ((change.name, list(tensors_in(change.value))) for change in snapshot.changes())
+    found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
     return {name: tensors for name, tensors in found if tensors}

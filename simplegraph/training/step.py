@@ -22,11 +22,12 @@ from simplegraph.base.nested import ATOMS, flatten, map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import after_step, tell_written
 from simplegraph.device.select import graph_device
-from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
+from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.survey import device_of_state
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.program.held import restore
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.mixin import wrap
 from simplegraph.training.gradients import Gradients, gradient_hooks, set_up_backwards
@@ -207,7 +208,7 @@ class StepModule(FunctionModule):
         modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
         places = self._reach.find([self._function, *step.hooks()])
         states = step.optimizers.look()
-        fill(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
+        restore(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
         return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
 
     def _may_hold(self, place: CodePlace) -> bool:

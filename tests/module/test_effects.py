@@ -344,7 +344,7 @@ def test_a_snapshot_finds_and_puts_back_what_each_kind_of_holder_held() -> None:
     weight, hidden, moved = module.lin.weight, module.plain.hidden, module.frozen[0]
     kept = moved.data_ptr()
     snapshot = Snapshot(module)
-    assert snapshot.changes() == []
+    assert snapshot.changes() == {}
     module.numbers.append(3)
     module.names.add("b")
     module.queue.popleft()
@@ -354,7 +354,7 @@ def test_a_snapshot_finds_and_puts_back_what_each_kind_of_holder_held() -> None:
     module.frozen[1].clear()
     module.lin.weight = nn.Parameter(torch.ones(2, 2))
     module.new = 1
-    names = {change.name for change in snapshot.changes()}
+    names = snapshot.changes().keys()
     assert {"numbers", "names", "queue", "nested.deep.0.x", "plain.hidden", "frozen.0", "lin.weight", "new"} <= names
     snapshot.put_back()
     assert module.plain.hidden is hidden
@@ -444,7 +444,7 @@ def test_an_object_without_attributes_of_its_own_does_no_harm() -> None:
     module = nn.Module()
     module.things = [object(), SimpleNamespace(a=1), 3.5, None, lambda: None, nn.Linear]
     snapshot = Snapshot(module)
-    assert snapshot.changes() == []
+    assert snapshot.changes() == {}
 
 
 def test_a_counter_in_an_object_counts_each_call_once_where_a_capture_fails_otherwise(device: torch.device) -> None:
@@ -466,10 +466,10 @@ def test_a_dict_that_was_empty_is_named_once_it_is_filled_and_emptied_again() ->
     module = nn.Sequential(nn.Linear(2, 2))
     module.cache = {}
     before = Snapshot(module)
-    assert before.changes() == []
+    assert before.changes() == {}
     for name in ("a", "b"):
         module.cache[name] = torch.ones(1)
         hook = module[0].register_forward_hook(lambda *_: None)
-        assert {change.name for change in before.changes()} == {f"cache.{name}", f"0._forward_hooks.{hook.id}"}
-        before.put_back(before.changed_names())
-        assert (module.cache, module[0]._forward_hooks, before.changes()) == ({}, {}, [])
+        assert before.changes().keys() == {f"cache.{name}", f"0._forward_hooks.{hook.id}"}
+        before.put_back(before.changes())
+        assert (module.cache, module[0]._forward_hooks, before.changes()) == ({}, {}, {})

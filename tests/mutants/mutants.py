@@ -331,7 +331,7 @@ MUTANTS = [
     Mutant(
         "attributes keep what half of the rows did",
         "serve/proof.py",
-        "snapshot.put_back(snapshot.changed_names())",
+        "snapshot.put_back(snapshot.changes())",
         "pass",
         PROOFS,
     ),
