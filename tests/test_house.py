@@ -23,10 +23,10 @@ CORE = {
     "base": 1_240,
     "batch": 340,
     "device": 1_980,
-    "program": 1_690,
+    "program": 1_670,
     "distributed": 220,
     "manager": 1_330,
-    "guard": 960,
+    "guard": 950,
     "call": 1_400,
     "serve": 1_450,
 }

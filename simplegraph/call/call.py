@@ -119,8 +119,8 @@ class Binding:
         """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
         found = self.numbers.learn(seen)
         if found is not None and self.unsliceable is None and table.config.padding:
-            self.refuse_padding(table, "padding changes the answer", found.said, found.remedy)
-        return None if found is None else found.said
+            self.refuse_padding(table, "padding changes the answer", *found)
+        return None if found is None else found[0]
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
         """Remember what the breaks of an eager call of so many rows returned."""

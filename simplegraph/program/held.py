@@ -61,8 +61,7 @@ def is_library(name: Any) -> bool:
 def is_users(kind: type) -> bool:
     """True for classes of objects that hold what users put there."""
     library = str(kind.__module__).partition(".")[0]
-    users = issubclass(kind, nn.Module) or library in _HOLDING or not is_library(library)
-    return users and not hasattr(kind, "__torch_function__")
+    return issubclass(kind, nn.Module) or library in _HOLDING or not is_library(library)
 
 
 @by_class
@@ -79,7 +78,8 @@ def kind_of(kind: type) -> Any:
         return OPAQUE
     if issubclass(kind, _DULL):
         return None
-    has_attributes = kind.__module__ != "builtins" and (kind.__dictoffset__ or _slots(kind))
+    # Entries of weak dictionaries go by themselves, and are not put back.
+    has_attributes = kind.__module__ not in ("builtins", "weakref") and (kind.__dictoffset__ or _slots(kind))
     return object if has_attributes and is_users(kind) else OPAQUE
 
 
@@ -160,7 +160,7 @@ def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> Non
                 put(place, key, ABSENT)
             now = {}
     for key in keys:
-        if now.get(key, ABSENT) is not before.get(key, ABSENT):
+        if not is_same(now.get(key, ABSENT), before.get(key, ABSENT)):
             put(place, key, before.get(key, ABSENT))
 
 

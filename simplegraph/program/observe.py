@@ -40,24 +40,12 @@ _ADDRESSES = 1 << 32  # numbers from here on may be one
 _NO_ADDRESSES = frozenset({torch.bool, torch.int16, torch.int32})
 
 
-@contextlib.contextmanager
-def showing_launches() -> Iterator[None]:
-    """Show the launches of Triton's kernels in here, if Triton is loaded, to the innermost mode that has `launching`.
-
-    That method is passed the tensors that a kernel can touch, None if they are not known, and surrounds the launch.
-    """
-    kernels: Any = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    if kernels is None:
-        yield
-        return
-    patches.hold(kernels, "run", _shown)
-    try:
-        yield
-    finally:
-        patches.release(kernels, "run")
-
-
 def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Show launches of Triton's kernels to the innermost mode that has `launching`, whose context surrounds them.
+
+    That is passed the tensors that a kernel can touch, None if they are not known.
+    """
+
     def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
         launching = getattr(innermost_mode(), "launching", None)
         if launching is None:
@@ -254,7 +242,7 @@ class MemoryObserver(OperatorMode):
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton; see `showing_launches`. Which of the tensors it writes to is not known."""
+        """Surround a launch by Triton of a kernel that is passed these tensors; which it writes to is not known."""
         device = self._device
         if device is None:
             yield
@@ -280,14 +268,17 @@ class MemoryObserver(OperatorMode):
         return now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0)
 
     def __enter__(self) -> MemoryObserver:
-        self._showing = showing_launches() if self._device is not None else contextlib.nullcontext()
-        self._showing.__enter__()
+        kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+        self._kernels = None if self._device is None else kernels
+        if self._kernels is not None:
+            patches.hold(self._kernels, "run", _shown)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        self._showing.__exit__(None, None, None)
+        if self._kernels is not None:
+            patches.release(self._kernels, "run")
         if self._device is not None:
             self._look_for_unseen(self._device)
 

@@ -121,13 +121,6 @@ class NumbersSeen:
         return None
 
 
-class PaddingFault(NamedTuple):
-    """Says what padding would change, and what to do about it."""
-
-    said: str
-    remedy: str
-
-
 class NumbersBySize:
     """The numbers of the runs of one signature, by batch size."""
 
@@ -138,8 +131,8 @@ class NumbersBySize:
         """Forget them."""
         self._seen.clear()
 
-    def learn(self, seen: NumbersSeen) -> PaddingFault | None:
-        """Remember a run; say what follows the batch size unseen, as runs of two sizes tell, or None."""
+    def learn(self, seen: NumbersSeen) -> tuple[str, str] | None:
+        """Remember a run; return what padding would change, as runs of two sizes tell, and what to do about it."""
         rows = seen.rows
         before = self._seen.pop(rows, None)
         if before is not None and before.other(seen) is not None:
@@ -155,10 +148,10 @@ class NumbersBySize:
             values = {size: _text(then.numbers), rows: _text(now.numbers)}
             said = ", ".join(f"{values[key]} for {key} rows" for key in sorted(values))
             what = f"a number that the forward computes from the batch size goes into {now.func}{_place(now.line)}"
-            return PaddingFault(f"{what}: {said}", _NUMBER_REMEDY)
+            return f"{what}: {said}", _NUMBER_REMEDY
         if chosen is not None:
             said = f"{chosen.func}{_place(chosen.line)} picks among all rows, those of padding too"
-            return PaddingFault(said, _ROWS_REMEDY)
+            return said, _ROWS_REMEDY
         return None
 
 

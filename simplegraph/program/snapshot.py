@@ -106,12 +106,10 @@ class Snapshot:
         return [thing for thing, _ in self._ways.values()]
 
     def changes(self) -> dict[str, Any]:
-        """Find every place without code on the way that holds something else, and every tensor that was moved.
+        """Return what every place without code on the way holds that held something else, and tensors that were moved.
 
-        Returned by name, with what is there now.
-
-        A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal numbers,
-        texts and tuples of them are the same.
+        By name. A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal
+        numbers, texts and tuples of them are the same.
         """
         found: dict[str, Any] = {}
         for holder, before in self._touched():
@@ -247,9 +245,8 @@ def _is_closed(value: Any, breaks: bool) -> bool:
     kind = type(value)
     if not issubclass(kind, _CODE):
         return False
-    own = vars(value)
-    is_break = "_simplegraph_break" in own or "_simplegraph_unbroken" in own
-    return (is_break and not breaks) or is_library(value.__name__ if kind is types.ModuleType else value.__module__)
+    is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(vars(value))
+    return is_break or is_library(value.__name__ if issubclass(kind, types.ModuleType) else value.__module__)
 
 
 def _is_globals(value: Any) -> bool:
