@@ -183,8 +183,7 @@ class ReachedValues:
 
     def now(self) -> list[CodePlace]:
         """List the places of plain values, with what they hold now."""
-        places = (place._replace(value=_item(place)) for place in self.places if isinstance(place.value, ATOMS))
-        return list(places)
+        return [place._replace(value=_item(place)) for place in self.places if isinstance(place.value, ATOMS)]
 
     def put_back(self, before: list[CodePlace]) -> set[str]:
         """Let the plain values be as before a captured run; name those that it changed."""

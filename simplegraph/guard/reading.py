@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.tensors import is_wrapper, parts
-from simplegraph.program.held import has_address
+from simplegraph.program.held import has_address, own_dict
 
 Link = tuple[Any, Any, Any]
 
@@ -230,10 +230,7 @@ def _levels(
 
 def _is_bare(value: Any) -> bool:
     """True for an object that has no attributes, and may get some; what can be called is compared by identity."""
-    try:
-        return not callable(value) and bool(_get(value, "__dict__") == {})
-    except AttributeError:
-        return False
+    return not callable(value) and own_dict(value) == {}
 
 
 def _layouts_of(tensors: Sequence[Tensor]) -> list[Any]:

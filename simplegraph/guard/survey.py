@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.held import by_class, has_address, is_library
+from simplegraph.program.held import by_class, has_address, is_library, own_dict
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
@@ -169,10 +169,7 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     if isinstance(value, (list, tuple, collections.deque)):
         return value, list(enumerate(value))
     if not isinstance(value, dict):
-        try:
-            value = None if _is_closed(value) else object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            value = None
+        value = None if _is_closed(value) else own_dict(value)
     # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
     return value, list(dict(value).items()) if isinstance(value, dict) else []
 

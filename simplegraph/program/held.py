@@ -113,10 +113,18 @@ def _attributes(thing: Any, kind: type) -> dict[str, Any]:
     for name, slot in _slots(kind).items():
         with contextlib.suppress(AttributeError):
             held[name] = slot.__get__(thing)
-    with contextlib.suppress(AttributeError):
-        held |= object.__getattribute__(thing, "__dict__")
-        held.pop(_RUNNER, None)
+    held |= own_dict(thing) or {}
+    held.pop(_RUNNER, None)
     return held
+
+
+def own_dict(thing: Any) -> dict[str, Any] | None:
+    """Return the dict of an object's attributes, past what its class makes of them; None if it has none."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return attributes
 
 
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
@@ -135,7 +143,7 @@ def put(place: Any, key: Any, value: Any) -> None:
     kind, gone = type(place), value is ABSENT
     base: Any = next((base for base in (*_DICTS, type) if issubclass(kind, base)), object)
     if base is object and kind is not types.CellType and key not in _slots(kind):
-        place, base = object.__getattribute__(place, "__dict__"), dict
+        place, base = own_dict(place), dict
     if base in (type, object):
         base.__delattr__(place, key) if gone else base.__setattr__(place, key, value)
     else:

@@ -201,6 +201,16 @@ def _last_input(m: Counter) -> None:
     m.s = object()
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __repr__(self) -> str:
+        return f"{self.calls} calls"
+
+
 @pytest.mark.parametrize(
     ("change", "state", "name"),
     [
@@ -208,6 +218,7 @@ def _last_input(m: Counter) -> None:
         (_list, [0], "s"),
         (_queue, collections.deque([1, 2]), "s"),
         (_attribute_of_an_object, SimpleNamespace(calls=0), "s.calls"),
+        (_attribute_of_an_object, Slotted(), "s.calls"),
         (_child, None, "l.calls"),
         (_last_input, None, "s"),
     ],
