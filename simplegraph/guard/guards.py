@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -19,8 +18,6 @@ from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
 from simplegraph.program.held import has_address, is_same, lies_at
 from simplegraph.program.observe import MemoryObserver
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,8 +148,8 @@ class CapturedState:
         module, reading = self._module(), self._reading
         if reading is None or module is None:
             return True
-        live = reading.live_tensors(vars(module))
-        return live is None or (not self._own_gradients and any(map(_requires_grad, live)))
+        wanted = reading.requires_grad(vars(module))
+        return wanted is None or (wanted and not self._own_gradients)
 
     def what_moved(self) -> list[str]:
         """Name everything that moved or was replaced."""

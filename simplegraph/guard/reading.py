@@ -28,6 +28,7 @@ _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past what the class of an object makes of it
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _training = operator.itemgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
 # Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it holds
 # only in the dispatch state in which it was made; where it is absent, Python compares them.
@@ -141,11 +142,11 @@ class Reading:
             tensors = tuple(part for tensor in tensors for part in parts(tensor))
         return (*tensors, *self._owned) if self._owned else tensors
 
-    def live_tensors(self, attributes: dict[str, Any]) -> Sequence[Tensor] | None:
-        """Return the tensors that are compared, as they are now; None if they cannot be read."""
+    def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
+        """True if a tensor that is compared requires grad now; None if one cannot be read, or is none any more."""
         try:
             values, lengths = self._read(attributes)
-            return self._of(values) if lengths == self._lengths else None
+            return any(map(_requires_grad, self._of(values))) if lengths == self._lengths else None
         except Exception:  # a survey finds out what it was
             return None
 
