@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_240,
-    "batch": 340,
-    "device": 1_980,
+    "base": 1_220,
+    "batch": 320,
+    "device": 1_970,
     "program": 1_670,
     "distributed": 220,
     "manager": 1_330,
@@ -33,7 +33,7 @@ CORE = {
 # Extras, which the core would not miss.
 EXTRAS = {
     "fused": 2_870,
-    "training": 1_520,
+    "training": 1_500,
     "attention": 2_110,
     "spec_decode": 310,
     "doctor": 400,

@@ -335,10 +335,6 @@ def _parse_bool(text: str) -> bool:
     return known.index(text.lower()) < 4  # which raises ValueError
 
 
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 class _Kind(NamedTuple):
     """Checks the settings of one type; `parse` reads them from an environment variable, if that is possible."""
 
@@ -359,7 +355,9 @@ _KINDS: dict[Any, _Kind] = {
     CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
     int: _Kind(_check_int, int, "a whole number"),
     bool: _Kind(_checked(lambda value: isinstance(value, bool), "True or False"), _parse_bool, "1 or 0, true or false"),
-    Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
+    Sequence[int]: _Kind(
+        _check_sizes, lambda text: tuple(map(int, text.split(","))), "sizes separated by commas, such as 1,2,4"
+    ),
     Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _BATCH_DIM)),
     Mapping[str, int]: _Kind(functools.partial(_check_mapping, _checked(_is_int, "a dimension"))),
     Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _PAD_RULE)),

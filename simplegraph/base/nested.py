@@ -81,9 +81,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     kind = type(value)
-    opened = None if kind in _PLAIN_LEAVES else _opened_plain(value)  # this is on the way to replays
-    if opened is None and kind not in _PLAIN_LEAVES and isinstance(value, Mapping):
-        opened = _opened_mapping(value)
+    opened = None if kind in _PLAIN_LEAVES else opened_once(value)  # this is on the way to replays
     if opened is None:
         leaves.append(value)
         return LEAF
@@ -188,9 +186,6 @@ _withheld: Callable[[Any], Withheld] = functools.lru_cache(maxsize=256)(
 def _opened_mapping(value: Any) -> Opened | None:
     """Open a mapping that can be rebuilt without its own code: from its items, its attributes, or both."""
     kind: Any = type(value)
-    if kind is types.MappingProxyType:
-        items = dict(value)
-        return items.keys(), items.values(), (_rebuilt_proxy, tuple(items))
     base = _base_of_mapping(kind)
     if base is None:
         return None
@@ -221,10 +216,6 @@ def _is_plain(value: Any) -> bool:
     if opened is not None:
         return all(map(_is_plain, opened[1]))
     return isinstance(value, (torch.Tensor, *ATOMS, types.FunctionType, types.BuiltinFunctionType))
-
-
-def _rebuilt_proxy(children: list[Any], keys: tuple[Any, ...]) -> Any:
-    return types.MappingProxyType(dict(zip(keys, children, strict=True)))
 
 
 def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:

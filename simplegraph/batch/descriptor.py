@@ -43,11 +43,8 @@ class BatchDescriptor:
                 f"num_reqs is {self.num_reqs} with num_tokens={self.num_tokens}; "
                 "expected from 1 up to num_tokens, since a request in a batch has at least one token."
             )
-        if self.uniform_query_len is not None:
-            self._check_uniform(_int(self, "uniform_query_len"))
-
-    def _check_uniform(self, query_len: int) -> None:
-        if self.num_reqs is None or self.num_tokens != self.num_reqs * query_len:
+        query_len = None if self.uniform_query_len is None else _int(self, "uniform_query_len")
+        if query_len is not None and self.num_tokens != (self.num_reqs or 0) * query_len:
             raise InputError(
                 f"uniform_query_len={query_len} with num_tokens={self.num_tokens} and num_reqs={self.num_reqs}; "
                 "expected num_tokens == num_reqs * uniform_query_len. Leave uniform_query_len out for a mixed batch."

@@ -47,22 +47,14 @@ class _Graphs:
 
     def accept(self, batch: BatchDescriptor, *, allow_full: bool) -> int | Reason:
         """Return the padded size in tokens, or the reason why these graphs cannot take the batch."""
-        if self.mode is CudaGraphMode.FULL:
-            refusal = self._refuse_full(batch, allow_full)
-            if refusal is not None:
-                return refusal
+        full, config = self.mode is CudaGraphMode.FULL, self.config
+        if full and not (allow_full and self.uniform_query_len in (None, batch.uniform_query_len)):
+            return Reason.MIXED_BATCH
+        too_many = full and config.max_num_seqs is not None and (batch.num_reqs or 0) > config.max_num_seqs
         padded = padded_size(self.sizes, batch.num_tokens)
-        if padded is None:
+        if too_many or padded is None:
             return Reason.BATCH_TOO_LARGE
-        return padded if self.config.padding or padded == batch.num_tokens else Reason.SIZE_NOT_CAPTURED
-
-    def _refuse_full(self, batch: BatchDescriptor, allow_full: bool) -> Reason | None:
-        if not allow_full:
-            return Reason.MIXED_BATCH
-        if self.uniform_query_len not in (None, batch.uniform_query_len):
-            return Reason.MIXED_BATCH
-        too_many = self.config.max_num_seqs is not None and (batch.num_reqs or 0) > self.config.max_num_seqs
-        return Reason.BATCH_TOO_LARGE if too_many else None
+        return padded if config.padding or padded == batch.num_tokens else Reason.SIZE_NOT_CAPTURED
 
     def key(self, padded: int, lora_case: int, *, requests: bool) -> BatchDescriptor:
         """Return the key of the graph of `padded` tokens; `requests` is True if num_reqs is part of the key."""
@@ -239,17 +231,16 @@ def resolve_mode(
 
     Source: vLLM #49547, where a silent downgrade cost 16%. The cost named is an eager break measured on an H200.
     """
-    usable = _lower_mode(mode, support, uniform_query_len)
-    return (mode, None) if usable is mode else (usable, _downgrade_message(mode, usable, support, uniform_query_len))
-
-
-def _lower_mode(mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int) -> CudaGraphMode:
+    single, uniform = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH
     if support is AttentionCGSupport.ALWAYS or not mode.has_full():
-        return mode
-    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    if support < (AttentionCGSupport.UNIFORM_BATCH if uniform_query_len > 1 else single):
-        return CudaGraphMode.PIECEWISE
-    return CudaGraphMode.FULL_AND_PIECEWISE if mode is CudaGraphMode.FULL else mode
+        return mode, None
+    if support < (uniform if uniform_query_len > 1 else single):
+        usable = CudaGraphMode.PIECEWISE
+    elif mode is CudaGraphMode.FULL:
+        usable = CudaGraphMode.FULL_AND_PIECEWISE
+    else:
+        return mode, None
+    return usable, _downgrade_message(mode, usable, support, uniform_query_len)
 
 
 def _downgrade_message(

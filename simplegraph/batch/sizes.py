@@ -28,7 +28,8 @@ def default_sizes(largest: int) -> tuple[int, ...]:
 
     Source: the grid that vLLM and SGLang capture; 512 gives 51 sizes.
     """
-    _require_size(largest)
+    if not isinstance(largest, int) or isinstance(largest, bool) or largest < 1:
+        raise CaptureSizeError(f"the batch size is {largest!r}; expected a whole number of at least 1.")
     grid = (1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16))
     return (*(size for size in grid if size < largest), largest)
 
@@ -84,12 +85,6 @@ def padded_size(sizes: Sequence[int], size: int) -> int | None:
     """
     index = bisect.bisect_left(sizes, size)
     return sizes[index] if index < len(sizes) else None
-
-
-def _require_size(size: Any) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise CaptureSizeError(f"the batch size is {size!r}; expected a whole number of at least 1.")
-    return size
 
 
 @dataclasses.dataclass(frozen=True)

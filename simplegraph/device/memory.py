@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class SavedMemory:
         self._written_by_breaks: set[int] = set()
         self.tensors, self.inputs = [*written, *others], list(inputs)
         storages = {storage_key(tensor): tensor.untyped_storage() for _, tensor in (*self.tensors, *self.inputs)}
-        self._bytes = {key: _bytes_of(storage) for key, storage in storages.items()}
+        self._bytes = {key: _view(it, torch.uint8, 0, (it.nbytes(),), (1,)) for key, it in storages.items()}
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +77,9 @@ class SavedMemory:
     def seen_in(self, copies: Sequence[Tensor], tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """View `tensors`, or `inputs`, as they were when they were copied."""
         storages = dict(zip(self._bytes, (copy.untyped_storage() for copy in copies), strict=True))
-        return [_viewed(storages[storage_key(tensor)], tensor) for _, tensor in tensors]
+        return [
+            _view(storages[storage_key(it)], it.dtype, it.storage_offset(), it.shape, it.stride()) for _, it in tensors
+        ]
 
 
 def remember(saved: SavedMemory | None, generators: Sequence[torch.Generator]) -> contextlib.ExitStack:
@@ -89,12 +92,6 @@ def remember(saved: SavedMemory | None, generators: Sequence[torch.Generator]) -
     return undo
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _viewed(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=like.dtype, device=like.device)
-        return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from simplegraph.base.config import CudaGraphMode
-from simplegraph.base.errors import ConfigError, RankError
+from simplegraph.base.errors import RankError
 from simplegraph.distributed.rendezvous import require_group
 
 _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
@@ -58,9 +58,7 @@ class ShapeConsensus:
     """
 
     def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
-        if not timeout > 0:
-            raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
-        members = require_group(group)
+        members = require_group(group, timeout)
         self.rank: int = dist.get_rank(members)
         self.size: int = dist.get_world_size(members)
         self._numbers = array.array("q", [0, 0, 0])  # written as Python numbers, reduced as a tensor

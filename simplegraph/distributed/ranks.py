@@ -113,10 +113,8 @@ class RankGroup(SingleRank):
     """
 
     def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
-        if not timeout > 0:
-            raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
         super().__init__()
-        self._group = require_group(group)
+        self._group = require_group(group, timeout)
         self._groups = [self._group, *(require_group(each) for each in communicators)]
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)

@@ -89,7 +89,10 @@ class Rendezvous:
             # The first verdict counts for all: a rank that comes after others have given up must not go on.
             verdict = self._store.compare_set(self._key("verdict"), "", verdict).decode()
             words = self._store.multi_get(keys) if verdict == _ALL_CAME else []
-            self._clean()
+            if self._round:  # all ranks are in this round, so they have read the answers of the last one
+                self._store.delete_key(self._key(self.rank, self._round - 1))
+                if self.rank == 0:
+                    self._store.delete_key(self._key("verdict", self._round - 1))
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
@@ -120,23 +123,18 @@ class Rendezvous:
                 "the same sizes, in the same order."
             )
 
-    def _clean(self) -> None:
-        """Delete this rank's answer of the last round: all ranks are in this round, so they have read it."""
-        if self._round:
-            self._store.delete_key(self._key(self.rank, self._round - 1))
-            if self.rank == 0:
-                self._store.delete_key(self._key("verdict", self._round - 1))
-
     def _key(self, whose: int | str, round: int | None = None) -> str:
         return f"{self._round if round is None else round}/{whose}"
 
 
-def require_group(group: Any) -> Any:
+def require_group(group: Any, timeout: float = 1.0) -> Any:
     """Return the process group; the default one for None.
 
     Raises:
-        ConfigError: there is none, it was destroyed, or this rank is not in it.
+        ConfigError: there is none, it was destroyed, this rank is not in it, or `timeout` is invalid.
     """
+    if not timeout > 0:
+        raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group before, on every rank."

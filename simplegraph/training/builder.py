@@ -67,10 +67,7 @@ class PairBuilder(GraphBuilder):
 
     def notes(self, call: Call) -> BackwardNotes:
         """Return what backwards of such calls showed."""
-        notes = self._notes.get(call.binding)
-        if notes is None:
-            notes = self._notes[call.binding] = BackwardNotes(self.manager.device.torch_device.type)
-        return notes
+        return self._notes.setdefault(call.binding, BackwardNotes(self.manager.device.torch_device.type))
 
     def key(self, call: Call) -> Hashable:
         """Return what tells a call's pair from others."""

@@ -23,12 +23,6 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape
 
 
-def gradient_hooks(parameters: Iterable[Tensor]) -> list[dict[int, Any]]:
-    """List the dicts of hooks that a backward runs for parameters, as far as there are any."""
-    held = ((each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters)
-    return [hooks for pair in held for hooks in pair if hooks is not None]
-
-
 class Gradients:
     """The gradients of some parameters.
 

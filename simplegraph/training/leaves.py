@@ -57,22 +57,19 @@ class Leaves:
     @contextlib.contextmanager
     def replaced(self, stand_ins: StandIns) -> Iterator[None]:
         """Let the module hold the stand-ins in here, wherever it holds what they stand for."""
-        swapped = []
+        places: list[tuple[Any, Any, Any, Any]] = [
+            (holder, key, held, stand_ins.of(held)) for _, holder, key, held in self._places
+        ]
+        places += [entry for module in self._recurrent for entry in _flat_lists(module, stand_ins)]
+        swapped = [entry for entry in places if entry[3] is not None and entry[0][entry[1]] is entry[2]]
         try:
-            for _, holder, key, tensor in self._places:
-                other = stand_ins.of(tensor)
-                if other is not None and holder[key] is tensor:
-                    _set(holder, key, other)
-                    swapped.append((holder, key, tensor, other))
-            for module in self._recurrent:
-                for key, held, other in _flat_lists(module, stand_ins):
-                    _set(vars(module), key, other)
-                    swapped.append((vars(module), key, held, other))
+            for holder, key, _, other in swapped:
+                _set(holder, key, other)
             yield
         finally:
-            for holder, key, tensor, other in swapped:
+            for holder, key, held, other in swapped:
                 if holder[key] is other:
-                    _set(holder, key, tensor)
+                    _set(holder, key, held)
 
 
 class StandIns:
@@ -89,7 +86,8 @@ class StandIns:
     """
 
     def __init__(self, leaves: Leaves, tensors: Iterable[Tensor]) -> None:
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._others: dict[int, Tensor] = {}
+        self._originals: dict[int, Tensor] = {}
         for tensor in tensors:
             if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
                 kind = type(tensor).__name__ if type(tensor) not in PLAIN_TENSORS else str(tensor.layout)
@@ -99,23 +97,21 @@ class StandIns:
             other = tensor.detach()
             other = nn.Parameter(other) if isinstance(tensor, nn.Parameter) else other.requires_grad_()
             vars(other).update(vars(tensor))
-            self._pairs[id(tensor)] = tensor, other
-        self._originals = {id(other): tensor for tensor, other in self._pairs.values()}
+            self._others[id(tensor)], self._originals[id(other)] = other, tensor
 
     @property
     def originals(self) -> list[Tensor]:
         """List what they stand for."""
-        return [tensor for tensor, _ in self._pairs.values()]
+        return list(self._originals.values())
 
     @property
     def tensors(self) -> list[Tensor]:
         """List them, in the order of `originals`."""
-        return [other for _, other in self._pairs.values()]
+        return list(self._others.values())
 
     def of(self, tensor: Any) -> Tensor | None:
         """Return what stands for a tensor; None if nothing does."""
-        pair = self._pairs.get(id(tensor))
-        return None if pair is None else pair[1]
+        return self._others.get(id(tensor))
 
     def original(self, tensor: Any) -> Tensor | None:
         """Return what a stand-in stands for; None for any other tensor."""
@@ -123,7 +119,7 @@ class StandIns:
 
     def moved(self) -> Tensor | None:
         """Find one that the forward gave other memory."""
-        pairs = self._pairs.values()
+        pairs = zip(self.originals, self.tensors, strict=True)
         return next((tensor for tensor, other in pairs if tensor.data_ptr() != other.data_ptr()), None)
 
 
@@ -140,17 +136,18 @@ def _places(survey: Survey) -> Iterator[tuple[str, Any, Any, Tensor]]:
             yield each.name, holder, key, each.tensor
 
 
-def _flat_lists(module: nn.RNNBase, stand_ins: StandIns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, value with stand-ins) of the lists in which torch keeps recurrent weights for cuDNN.
+def _flat_lists(module: nn.RNNBase, stand_ins: StandIns) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield (holder, key, value, value with stand-ins) of the lists in which torch keeps recurrent weights for cuDNN.
 
     A forward that finds other weights than these would copy all of them to a new buffer.
     """
-    held = vars(module).get("_flat_weights")
-    if held is not None and "_flat_weight_refs" in vars(module):
+    own = vars(module)
+    held = own.get("_flat_weights")
+    if held is not None and "_flat_weight_refs" in own:
         others = [weight if stand_ins.of(weight) is None else stand_ins.of(weight) for weight in held]
-        yield "_flat_weights", held, others
+        yield own, "_flat_weights", held, others
         refs = [None if weight is None else weakref.ref(weight) for weight in others]
-        yield "_flat_weight_refs", vars(module)["_flat_weight_refs"], refs
+        yield own, "_flat_weight_refs", own["_flat_weight_refs"], refs
 
 
 def _may_want(tensor: Tensor) -> bool:
@@ -167,13 +164,9 @@ def _set(holder: Any, key: Any, value: Tensor) -> None:
 
 def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
     """List the leaves that the histories of outputs end in, each once; an output may be one itself."""
-    found: dict[int, Tensor] = {}
-    left: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            left.append(output.grad_fn)
-        elif output.requires_grad:
-            found[id(output)] = output
+    wanting = [output for output in outputs if output.requires_grad]
+    found = {id(output): output for output in wanting if output.grad_fn is None}
+    left: list[Any] = [output.grad_fn for output in wanting if output.grad_fn is not None]
     seen = set(left)
     while left:
         node = left.pop()
@@ -231,10 +224,7 @@ class HookWatch(torch.overrides.TorchFunctionMode):
     """
 
     _METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
+    found: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func.__name__ in self._METHODS:

@@ -73,10 +73,6 @@ class StepOptimizers:
         """The parameters of all groups."""
         return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
 
-    def hooks(self) -> list[dict[int, Any]]:
-        """List the dicts of the optimizers' hooks."""
-        return [held for each in self.all for held in (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks)]
-
     def find_schedulers(self, values: Iterable[Any]) -> None:
         """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
@@ -235,16 +231,12 @@ def _prepare(owner: optim.Optimizer) -> None:
         for parameter in on_device:
             state: Any = dict.get(owner.state, parameter, {})
             if group.get("capturable") or group.get("fused"):
-                moved = {key: value.to(parameter.device) for key, value in state.items() if _is_number_on_host(value)}
-                state.update(moved)
+                tensors = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
+                state.update({key: it.to(parameter.device) for key, it in tensors if it.is_cpu and it.dim() == 0})
     if named:
         vars(owner)["_warned_capturable_if_run_uncaptured"] = True  # torch warns of steps outside of captures
         owner.defaults["capturable"] = True
         logger.info("simplegraph: %s gets capturable=True, so that its step can be in a graph.", type(owner).__name__)
-
-
-def _is_number_on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
 
 
 # What a step changes in Python.

@@ -30,7 +30,7 @@ from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.program.held import restore
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.mixin import wrap
-from simplegraph.training.gradients import Gradients, gradient_hooks, set_up_backwards
+from simplegraph.training.gradients import Gradients, set_up_backwards
 from simplegraph.training.leaves import leaves_reached, replicas_refused
 from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
 from simplegraph.training.plan import Staging, WithGradients
@@ -85,8 +85,10 @@ class StepEffects:
 
     def hooks(self) -> list[Any]:
         """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
-        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}
-        self._hooks = [*self.optimizers.hooks(), *gradient_hooks(parameters.values())]
+        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}.values()
+        on_gradients = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
+        on_steps = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers.all]
+        self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
         self._hook_ids = tuple(number for held in self._hooks for number in held)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
         return [hook for held in self._hooks for hook in held.values()]
@@ -201,7 +203,7 @@ class StepModule(FunctionModule):
                 set_up_backwards(graphs)
             if not captures:
                 self.step.check_trained(result)
-            return _detached(result)
+            return map_leaves(result, _wants_grad, Tensor.detach)  # autograd's graph has no memory left
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
@@ -361,11 +363,6 @@ def train_step(
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0
     return TrainStep(step_fn, wrap(made, config))
-
-
-def _detached(result: Any) -> Any:
-    """Return a result without its autograd graph, whose memory the backward has freed."""
-    return map_leaves(result, _wants_grad, Tensor.detach)
 
 
 def _wants_grad(leaf: Any) -> bool:

@@ -58,8 +58,6 @@ class Sum(nn.Module):
     def forward(self, batch: Any) -> Any:
         total = batch["a"] * 2 + batch["b"].sum(-1, keepdim=True)
         items = {"total": total, "mean": total.mean(-1)}
-        if isinstance(batch, types.MappingProxyType):
-            return types.MappingProxyType(items)
         return type(batch)(**items) if isinstance(batch, (Record, AttributeDict)) else type(batch)(items)
 
 
@@ -67,7 +65,6 @@ MAPPINGS: dict[str, Any] = {
     "UserDict": collections.UserDict,
     "of a user's own class": lambda items: Record(**items),
     "derived from dict": lambda items: AttributeDict(**items),
-    "a read-only view": types.MappingProxyType,
     "a tokenizer's": lambda items: Encoding(items, [object() for _ in items["a"]]),
 }
 
@@ -98,6 +95,20 @@ def test_leaves_are_named_after_the_items(device: torch.device) -> None:
         model(MAPPINGS[kind](batch_of(2, device)))
     assert model.graph_stats.captures == len(MAPPINGS)
     assert {"batch.a", "batch.b"} <= set(model.static_inputs())
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor, batch: Any) -> Any:
+        return x + batch["a"]
+
+
+def test_a_read_only_view_runs_eagerly_and_says_so(device: torch.device) -> None:
+    model = sg.wrap(Shifted().to(device).eval(), capture_sizes=[2], progress=False)
+    for _ in range(3):
+        x, batch = torch.randn(2, WIDTH, device=device), types.MappingProxyType(batch_of(2, device))
+        assert torch.equal(model(x, batch), x + batch["a"])
+    assert model.graph_stats.replays == 0
+    assert reasons(model) == {Reason.OPAQUE_ARGUMENT: 3}
 
 
 class Scaled(nn.Module):

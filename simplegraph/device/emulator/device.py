@@ -139,9 +139,7 @@ class EmulatorDevice:
         self._thread.refuse_in_capture("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
-        recording = EmulatedCapture(pool.handle, self.current_stream(), generators)
-        recording.start(continues=continues)
-        self._set_recording(recording)
+        self._set_recording(EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues))
 
     def _set_recording(self, recording: EmulatedCapture | None) -> None:
         self._thread.recording = recording

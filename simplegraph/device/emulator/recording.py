@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, overrides
@@ -18,7 +18,7 @@ from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
-from simplegraph.device.emulator.memory import Arena, EmulatorSegment, Memory, MemoryView, RecordedCall
+from simplegraph.device.emulator.memory import Arena, EmulatorSegment, Memory, MemoryView, RecordedCall, map_tree
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -43,14 +43,14 @@ class _RecordingMode(OperatorMode):
                 self._recording.fail(f"{rules.READ_BACK} (torch.cond)")
             with self, _FunctionMode(self._recording):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        self._recording.check(func, args, kwargs)
+        inputs = self._recording.check(func, args, kwargs)
         if is_composite(func):
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
             with self, _FunctionMode(self._recording):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return self._recording.run(func, args, kwargs)
+        return self._recording.run(func, args, kwargs, inputs)
 
 
 class _FunctionMode(overrides.TorchFunctionMode):
@@ -143,15 +143,21 @@ class EmulatedCapture:
         arena: the pool that is captured into.
         stream: the current stream.
         generators: those beside the default one that may be drawn from.
+        continues: see `GraphDevice.begin`.
 
     Attributes:
         broken: the first rule that was broken.
         named_hosts: devices that were made of the word "cpu" in the capture.
         calls: what was recorded so far.
+
+    Raises:
+        EmulatorError: the pool cannot be captured into.
     """
 
-    def __init__(self, arena: Arena, stream: int, generators: Sequence[torch.Generator]) -> None:
-        self.arena, self.stream = arena, stream
+    def __init__(self, arena: Arena, stream: int, generators: Sequence[torch.Generator], *, continues: bool) -> None:
+        arena.open(continues=continues)
+        self.arena, self.stream, self._continues = arena, stream, continues
+        self._reused = arena.of_group(reusable=True)
         self.broken: EmulatorError | None = None
         self.named_hosts: list[torch.device] = []
         self.calls: list[RecordedCall] = []
@@ -162,21 +168,10 @@ class EmulatedCapture:
         self._created: set[Memory] = set()
         # Every storage seen is held, so that its key means nothing else until the capture ends.
         self._held: list[torch.UntypedStorage] = []
-        self._mode: Any = None
-
-    def start(self, *, continues: bool) -> None:
-        """Begin to see the thread's operators.
-
-        Raises:
-            EmulatorError: the pool cannot be captured into.
-        """
-        self.arena.open(continues=continues)
-        self._continues = continues
-        self._reused = self.arena.of_group(reusable=True)
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
         with _modes_lifted():
-            self._mode = _RecordingMode(self)
+            self._mode = cast(Any, _RecordingMode(self))
             self._mode.__enter__()
             _functions._push_mode(_FunctionMode(self))
 
@@ -195,29 +190,32 @@ class EmulatedCapture:
         self.broken = self.broken or error
         raise error
 
-    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse what a capture on CUDA refuses."""
+    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Refuse what a capture on CUDA refuses; return the tensors among the arguments."""
         if self._reseeded():
             self.fail(_RESEEDED)
-        for leaf in pytree.tree_leaves([args, kwargs]):
+        leaves = pytree.tree_leaves((args, kwargs))
+        for leaf in leaves:
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
-        if self._all_host(func, args, kwargs):
-            return
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._all_host(func, args, kwargs, inputs):
+            return inputs
         if rules.reads_value(func, kwargs) or rules.waits_for_value(func, args, kwargs, self.is_host):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
         if rules.masks(func, args) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
-        is_lift = rules.operator_name(func) == "aten::lift_fresh"
-        if is_lift and not SERVING.active and self._is_host_array(args[0]):
+        is_lift = rules.operator_name(func) == "aten::lift_fresh" and not SERVING.active
+        # Python data that is more than a number, and that a GPU would have to fetch.
+        if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
+        return inputs
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        inputs = rules.tensors(args, kwargs)
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
-        if self._all_host(func, args, kwargs):
+        if self._all_host(func, args, kwargs, inputs):
             return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
@@ -240,12 +238,11 @@ class EmulatedCapture:
         created = self._create(func, results)
         if rules.does_work(func, written, created):
             tree = call, args, kwargs, created
-            self.calls.append(RecordedCall(*pytree.tree_map_only(Tensor, functools.partial(self.view, func), tree)))
+            self.calls.append(RecordedCall(*map_tree(Tensor, functools.partial(self.view, func), tree)))
         return result
 
-    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
         """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        inputs = rules.tensors(args, kwargs)
         if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
             return False
         return not rules.tensors(*written_args(func, args, kwargs))
@@ -264,7 +261,19 @@ class EmulatedCapture:
         Raises:
             EmulatorError: a rule was broken, at the end or before.
         """
-        self._check_end()
+        if self.broken is not None:
+            raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
+        if self._reseeded():
+            raise EmulatorError(f"{_RESEEDED}.")
+        unwaited = [work.name for work in self._works if not work.waited]
+        if unwaited:  # on a GPU their stream is not joined
+            raise EmulatorError(
+                f"work on another stream was not joined: nobody waited for {', '.join(unwaited)}. "
+                "Wait for a collective in the forward that launches it."
+            )
+        for memory in self._memories.values():
+            if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
+                raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")
         self.undo()
         self._held.clear()
         if self._continues and not self.calls and not self._created:
@@ -296,21 +305,6 @@ class EmulatedCapture:
     def _reseeded(self) -> bool:
         return any(generator.initial_seed() != _CAPTURE_SEED for generator, _ in self._random)
 
-    def _check_end(self) -> None:
-        if self.broken is not None:
-            raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
-        if self._reseeded():
-            raise EmulatorError(f"{_RESEEDED}.")
-        unwaited = [work.name for work in self._works if not work.waited]
-        if unwaited:  # on a GPU their stream is not joined
-            raise EmulatorError(
-                f"work on another stream was not joined: nobody waited for {', '.join(unwaited)}. "
-                "Wait for a collective in the forward that launches it."
-            )
-        for memory in self._memories.values():
-            if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
-                raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")
-
     def _memory_of(self, tensor: Tensor, func: Any) -> Memory:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             self.fail(f"{func} uses a tensor that the emulator cannot record: {tensor.layout} on {tensor.device}")
@@ -322,10 +316,6 @@ class EmulatedCapture:
             self._memories[storage._cdata] = memory
             self._held.append(storage)
         return memory
-
-    def _is_host_array(self, tensor: Tensor) -> bool:
-        """True if this is Python data that is more than a number, and that a GPU would have to fetch."""
-        return tensor.dim() > 0 and tensor.numel() > 0 and storage_key(tensor) not in self._memories
 
     def view(self, func: Any, tensor: Tensor) -> MemoryView:
         """Return a tensor as the graph sees it."""
@@ -391,7 +381,7 @@ def _run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: S
             return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
 
         with contextlib.suppress(Exception):
-            return func(*pytree.tree_map_only(Tensor, harmless, args), **pytree.tree_map_only(Tensor, harmless, kwargs))
+            return func(*map_tree(Tensor, harmless, args), **map_tree(Tensor, harmless, kwargs))
         raise error
 
 
