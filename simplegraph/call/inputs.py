@@ -262,7 +262,7 @@ class Slot(NamedTuple):
     Attributes:
         view: what a tensor is copied into; of a constant its `arg`, which no call passes.
         shape: None for a constant, which has no address either.
-        address, end: the memory of the static input.
+        address: of the static input.
         reference: True for a tensor that is taken by address and never copied.
         image: True if kernels may go by its memory format (channels_last), so that another needs a graph of its own.
     """
@@ -273,7 +273,6 @@ class Slot(NamedTuple):
     dtype: torch.dtype | None = None
     device_index: int = -1
     address: int = 0
-    end: int = 0
     stride: tuple[int, ...] = ()
     reference: bool = False
     image: bool = False
@@ -286,6 +285,5 @@ def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
     static = inputs.inputs[arg.name]
     view = static.part(padded, 0, rows)
     address, index = view.data_ptr(), -1 if arg.device.type == "cpu" else arg.device.index
-    end = address + max(1, static.view(padded).untyped_storage().nbytes())
     reference, image = arg.batch_dim == "reference", view.dim() in (4, 5)
-    return Slot(view, arg, view.shape, arg.dtype, index, address, end, view.stride(), reference, image)
+    return Slot(view, arg, view.shape, arg.dtype, index, address, view.stride(), reference, image)

@@ -147,7 +147,7 @@ class Plan:
         targets: list[Tensor] = []
         try:
             # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-            for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
+            for leaf, (view, arg, shape, dtype, index, start, stride, reference, image) in zip(  # noqa: B905
                 leaves, self._bindings
             ):
                 if leaf is view:
@@ -165,10 +165,8 @@ class Plan:
                     return None
                 if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
                     return None
-                if start <= leaf.data_ptr() < end:
-                    if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
-                        continue  # the same memory by another name
-                    leaf = leaf.clone()  # overlaps its own target
+                if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
+                    continue  # the same memory by another name
                 if reference:
                     return None
                 sources.append(leaf)

@@ -118,6 +118,15 @@ def test_a_number_that_a_proof_finds_is_raised_where_failures_are(device):
         model(torch.randn(3, WIDTH, device=device, dtype=torch.bfloat16))
 
 
+def test_a_number_that_a_later_batch_size_shows_is_raised_where_failures_are(device):
+    model = graphed(device, lambda m, x: x + FAINT * (len(x) == 5), on_capture_failure="raise")
+    model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=torch.bfloat16))
+    for _ in range(2):
+        model(torch.randn(7, WIDTH, device=device, dtype=torch.bfloat16))  # is padded, and so is half of it
+    with pytest.raises(sg.VerificationError, match=r"from the batch size goes into aten\.add\.Tensor"):
+        model(torch.randn(5, WIDTH, device=device, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("verify", [1, 0], ids=["proven", "unproven"])
 def test_a_number_that_the_capture_is_first_to_show_spoils_no_call(device, verify):
     model = graphed(device, lambda m, x: x + FAINT * (len(x) // 4), verify=verify)

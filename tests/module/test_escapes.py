@@ -229,6 +229,25 @@ def test_empty_tensors_of_callers_stay_where_a_capture_with_an_empty_tensor_fail
     assert [t.shape for t in (kept[0], kept[1]["deep"])] == [(0,), (0, 3)]
 
 
+def test_an_empty_tensor_is_no_memory_that_a_capture_left(
+    device: torch.device,
+) -> None:
+    memory, seen = graph_device(device), []
+
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            empty = x[:0] * 2
+            if memory.is_capturing():
+                seen.append(memory.left_alive(model.graph_manager.pool))
+            return torch.cat([x, empty]) * 2
+
+    model = sg.wrap(Makes().eval(), capture_sizes=[2], progress=False)
+    for _ in range(4):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), x * 2)
+    assert seen == [set()]
+
+
 @functools.lru_cache(maxsize=8)
 def table(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.arange(rows, device=device)[:, None] / 7.0

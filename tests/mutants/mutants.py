@@ -35,13 +35,6 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "an input that overlaps its own target is not cloned",
-        "call/plan.py",
-        "leaf = leaf.clone()  # overlaps its own target",
-        "pass",
-        INPUTS,
-    ),
-    Mutant(
         "padding is not set where the caller holds static inputs",
         "call/plan.py",
         "if self.inputs.handed_out or self.inputs.dirty > self.rows:",
