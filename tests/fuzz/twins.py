@@ -146,7 +146,7 @@ class Twins:
         self.model: Any = sg.wrap(self.module, progress=False, **settings)
         self.spaces = {id(m): _namespace(m, self.device) for m in (self.eager, self.model)}
         self.kept: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=KEPT)
-        self._coarse, self._optimized = False, optimized
+        self._coarse = False
         self._static = settings.get("outputs") == "static"
         self._churn = random.Random(seed)
         self._garbage: collections.deque[Tensor] = collections.deque(maxlen=12)
@@ -183,8 +183,7 @@ class Twins:
                 space["kept"] = _first_tensor(result, torch.zeros(1, W, device=self.device))
         self._churn_memory()
         lent = self._static and "kept" in arguments  # the replay itself may overwrite that
-        # Folded weights are rounded otherwise under autocast, and state may hold what comes of that.
-        self._coarse = "autocast" in mode or (self._coarse and self._optimized)
+        self._coarse = "autocast" in mode
         self._compare_call(*results, lent=lent, keep="in_place" not in arguments)
 
     def change(self, statement: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.answers import reasons
+from tests.module.answers import close, reasons
 from tests.module.functions import WIDTH, Opaque, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -188,3 +188,24 @@ def test_a_changed_dtype_rank_or_trailing_shape_is_another_graph(device):
             x = make()
             assert torch.equal(model(x, 2), x * 2)
     assert len(model.graph_stats.graphs) == len(makers)
+
+
+def test_a_number_stays_the_number_that_the_forward_was_passed(device):
+    """As a key, as what something is divided by, and beyond 64 bits."""
+
+    class Uses(nn.Module):
+        def forward(self, x, t):
+            return {t: x * (1 / t), "wide": x + float(t * 2**40 % 7)}
+
+    module = Uses().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[2], max_signatures=8, progress=False)
+    for t in (3, 3, 3, 3, 2**62 + 1, 2**62 + 1, 2**62 + 1, *range(5, 17), 3, 3):
+        x = rows(2, device)
+        result, expected = model(x, t), module(x, t)
+        assert [type(key) for key in result] == [int, str]
+        assert list(result) == [t, "wide"]
+        close(result[t], expected[t])
+        close(result["wide"], expected["wide"])
+    with pytest.raises(ZeroDivisionError):
+        model(rows(2, device), 0)
+    assert model.graph_stats.replays >= 4
