@@ -106,7 +106,7 @@ def in_place(module: Any, x: Tensor) -> Tensor:
     if isinstance(module, sg.CudaGraphWrapper):
         with contextlib.suppress(sg.ReplayError, sg.CaptureSizeError, KeyError):
             static: Tensor = module.static_inputs(len(x))["x"]
-            if static.stride() == x.stride():
+            if static.stride() == x.stride() and static.dtype is x.dtype:
                 return static.copy_(x)
     return x.clone()
 
