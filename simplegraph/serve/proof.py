@@ -186,7 +186,7 @@ class _CallProof:
         # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
         if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
-        found, half, snapshot = None, plan.rows // 2, Snapshot(self._call.module)
+        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module)
         try:
             if not graph.rows:
                 eager, found = self._run_part(proof, plan.padded)

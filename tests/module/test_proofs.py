@@ -160,14 +160,20 @@ def spread(m, x):
     return x + torch.linspace(0, 1, len(x), device=x.device, dtype=x.dtype)[:, None]
 
 
+def spread_little(m, x):
+    """The first row alone has the same position in any batch: half of three rows is two."""
+    return x.sigmoid() + 0.3 * torch.linspace(0, 1, len(x), device=x.device, dtype=x.dtype)[:, None]
+
+
 @pytest.mark.parametrize(
     ("function", "dtype", "few", "many"),
     [
         (count_rows, torch.bfloat16, 60, 64),
         (count_rows, torch.float32, 255, 256),
         (spread, torch.bfloat16, 15, 16),
+        (spread_little, torch.bfloat16, 3, 4),
     ],
-    ids=["count in bfloat16", "count in float32", "positions in bfloat16"],
+    ids=["count in bfloat16", "count in float32", "positions in bfloat16", "positions of three rows"],
 )
 def test_a_count_of_rows_that_rounding_would_hide_is_told_by_half_of_them(device, function, dtype, few, many):
     model = graphed(device, function, capture_sizes=[many])
