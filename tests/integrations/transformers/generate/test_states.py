@@ -110,3 +110,15 @@ def test_states_that_a_step_replaces_are_told_from_those_that_it_writes(
             assert graphs.stats.eager[Reason.GENERATION] == count
         assert "a step replaces recurrent_states of a LinearAttentionLayer" in graphs.stats.details[Reason.GENERATION]
         assert graphs.stats.replays == 0
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_logits_in_float32_of_a_model_in_half_precision_keep_their_graphs(name: str, device: torch.device) -> None:
+    plain, model = (each.to(torch.bfloat16) for each in pair(name, device))
+    with graphed(model) as graphs:
+        for seed in range(3):
+            batch = tiny.prompts([7, 4, 6], device, seed)
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays > 2 * TOKENS
+        assert not graphs.stats.failures
