@@ -144,13 +144,8 @@ STATE = {
     ),
     "escapes to a deque": Piece(
         "self.put$(h)",
-        "cell = collections.deque(maxlen=2)\nself.put$ = lambda h, cell=cell: cell.append(h)\nself.seen$ = lambda cell=cell: list(cell)",
-        "escape",
-    ),
-    "escapes by a bound method": Piece(
-        "self.put$(h)",
         "cell = collections.deque(maxlen=2)\nself.put$ = cell.append\nself.seen$ = lambda cell=cell: list(cell)",
-        "bound methods",
+        "second tries",
     ),
     "read from a global": Piece(
         "h = h * 0.5 + ESCAPED.get((id(self.first), $), h)[:1] * 0.1\nESCAPED[id(self.first), $] = h.float()",
@@ -413,10 +408,9 @@ CHANGE_PROMISES = {
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
 
 # Promises that the library does not keep; programs that need them are left out, unless asked for. "rare data": rows
-# that meet only for some data are found when a call with such data is compared, and answers before may be wrong. "bound
-# methods": no snapshot looks into a method of C's, so that a capture that fails and is tried again leaves what it put there.
-# "second tries": the padded warmup of such a second try leaves its tensors in globals, which the next call may read.
-PENDING: frozenset[str] = frozenset({"rare data", "bound methods", "second tries"})
+# that meet only for some data are found when a call with such data is compared, and answers before may be wrong. "second
+# tries": the padded warmup before a failed capture's second try leaves its tensors in globals and closures.
+PENDING: frozenset[str] = frozenset({"rare data", "second tries"})
 
 GRAPHS = {
     "reset": "m.reset_graphs()",

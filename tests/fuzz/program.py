@@ -80,7 +80,6 @@ NO_COPIES = {
     "escapes to a global",
     "escapes to a closure",
     "escapes to a deque",
-    "escapes by a bound method",
     "read from a global",
     *("own random", "quiet random", "iterator", "count", "file"),
 }
