@@ -7,7 +7,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +35,9 @@ _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requir
 _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
-class _Level(NamedTuple):
-    """The slots that are read of containers which the level before opened.
-
-    Attributes:
-        parents: the index of each slot's container; keys: each slot's key.
-        opened: the index of each value that is a container, and if its attributes are what is read of it.
-    """
-
-    parents: list[int]
-    keys: list[Any]
-    opened: list[tuple[int, bool]]
+# The slots that are read of containers which the level before opened: the index of each slot's container, each slot's
+# key, and the index of each value that is a container, and if its attributes are what is read of it.
+_Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
 class Reading:
@@ -212,20 +204,20 @@ def _levels(
             bases.append(chain[0][0])
         for depth, (_, key, value) in enumerate(chain):
             if depth == len(levels):
-                levels.append(_Level([], [], []))
-            level = levels[depth]
+                levels.append(([], [], []))
+            parents, keys, containers = levels[depth]
             at = slots.get((depth, container, _key(key)))
             if at is None:
-                at = slots[depth, container, _key(key)] = len(level.keys)
-                level.parents.append(container)
-                level.keys.append(key)
+                at = slots[depth, container, _key(key)] = len(keys)
+                parents.append(container)
+                keys.append(key)
             is_last = depth + 1 == len(chain)
             known = isinstance(value, _CONTAINERS)
             if not is_last or known or _is_bare(value):  # an empty one may be filled
                 step = at, not known if is_last else chain[depth + 1][0] is not value
-                container = opened.setdefault((depth, *step), len(level.opened))
-                if container == len(level.opened):
-                    level.opened.append(step)
+                container = opened.setdefault((depth, *step), len(containers))
+                if container == len(containers):
+                    containers.append(step)
     return bases, levels
 
 

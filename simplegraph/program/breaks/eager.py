@@ -215,7 +215,7 @@ class PlayedBreak(Break):
         recorded = self._recorded
         if recorded.spec != self.spec:
             raise self._refused("another structure in the eager run")
-        passed, _ = flatten(self.rebuilt.value() if self.rebuilt else (self.args, self.kwargs))
+        passed, _ = flatten(self.rebuilt() if self.rebuilt else (self.args, self.kwargs))
         for target, given, copy in zip(passed, recorded.passed, recorded.arguments, strict=True):
             found = None if given is None else self._differs(self._front(target, given), given)
             if found is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.generators import default_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool, Segment
-from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltCall
+from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, rebuilt_call
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,7 +150,8 @@ class SegmentRecorder:
         """Make the step that calls the function again, with its arguments or what stands for them."""
         nested, parts = _without_graph_memory(call, spec, held, leaves)
         deep = any(child.type is not None for arguments in nested.children for child in arguments.children)
-        rebuilt = RebuiltCall(nested, parts) if deep or any(isinstance(part, Cell) for part in parts) else None
+        changing = deep or any(isinstance(part, Cell) for part in parts)
+        rebuilt = functools.partial(rebuilt_call, nested, parts) if changing else None
         args, kwargs = ((), {}) if rebuilt else nested.unflatten(parts)
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)

@@ -146,15 +146,9 @@ def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
     return one if one == other else None
 
 
-class RebuiltCall(NamedTuple):
-    """Arguments that every replay builds again: among them are containers of graph memory, or cells."""
-
-    spec: TreeSpec
-    leaves: Sequence[Any]
-
-    def value(self) -> Any:
-        """Build what this replay passes: positional arguments, and those by name."""
-        return self.spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in self.leaves])
+def rebuilt_call(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+    """Build a replay's arguments, and those by name, among which are containers of graph memory, or cells."""
+    return spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in leaves])
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,7 +168,7 @@ class Break:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rebuilt: RebuiltCall | None
+    rebuilt: Callable[[], Any] | None
     modes: SavedModes | None
     spec: TreeSpec | None = None
     accepts: list[Accept] = dataclasses.field(default_factory=list)
@@ -185,7 +179,7 @@ class Break:
         Raises:
             BreakError: the result is not what the next segment was captured with.
         """
-        args, kwargs = self.rebuilt.value() if self.rebuilt else (self.args, self.kwargs)
+        args, kwargs = self.rebuilt() if self.rebuilt else (self.args, self.kwargs)
         if self.modes is None:
             self._take(self.function(*args, **kwargs))
         else:
