@@ -189,7 +189,7 @@ def show_progress(rank: int, size: int) -> list[bool]:
 
     shown = []
     bar = job_capture.capture_bar
-    job_capture.capture_bar = lambda count, show: (shown.append(show), bar(count, False))[1]
+    job_capture.capture_bar = lambda count, device, show: (shown.append(show), bar(count, device, show=False))[1]
     with torch.inference_mode():
         sg.wrap(InPlace(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup()).capture_graphs(batch(3))
     return shown

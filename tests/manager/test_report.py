@@ -329,7 +329,6 @@ SCRIPT = """
 import torch
 from torch import nn
 import simplegraph as sg
-from simplegraph.manager.stats import GraphStats
 
 class Picky(nn.Module):
     def forward(self, x):
