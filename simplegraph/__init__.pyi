@@ -31,7 +31,6 @@ from simplegraph.doctor.check import CheckReport as CheckReport
 from simplegraph.doctor.check import check as check
 from simplegraph.fused.optimizing.optimize import Optimization as Optimization
 from simplegraph.fused.optimizing.optimize import optimize as optimize
-from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
@@ -39,6 +38,7 @@ from simplegraph.manager.report import GraphHolder as GraphHolder
 from simplegraph.manager.report import on_eager as on_eager
 from simplegraph.manager.report import wrappers as wrappers
 from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
+from simplegraph.manager.table import GraphHooks as GraphHooks
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break
 from simplegraph.serve.graphed_parts import GraphedParts as GraphedParts

@@ -25,10 +25,10 @@ CORE = {
     "device": 1_970,
     "program": 1_670,
     "distributed": 220,
-    "manager": 1_330,
+    "manager": 1_310,
     "guard": 950,
-    "call": 1_400,
-    "serve": 1_450,
+    "call": 1_360,
+    "serve": 1_410,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

@@ -13,7 +13,7 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError, ReplayError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice
-from simplegraph.manager.hooks import GraphHooks
+from simplegraph.manager.table import GraphHooks
 
 
 class StepMetadata(Protocol):

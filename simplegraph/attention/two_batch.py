@@ -28,9 +28,9 @@ from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import CaptureError, ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor, MicroBatch, micro_batches
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, bind_forward, headline
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import GraphHooks
 
 logger = logging.getLogger("simplegraph")
 
@@ -233,6 +233,7 @@ class TwoBatchOverlap(GraphHooks):
             for backend, part in self._serving(*_key(descriptor)):
                 _write_dummy(backend, part)
             with trial.pool.lock:
+                trial.table.order_streams()
                 trial.table.replay(trial.table.graphs[_key(descriptor)])
             replays[trial.programs[_key(descriptor)].replay] = []
         for _ in range(_ROUNDS):

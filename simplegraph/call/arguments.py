@@ -30,39 +30,30 @@ def invoke_watched(
         limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
     """
     arguments = _Arguments(args, kwargs, reader)
-    values = _Values(call, arguments, limit)
+    copies = _copy_values(call, arguments, limit)
     result = invoke(call.module, args, kwargs)
-    values.note_written()
+    with outside_modes():
+        for name, view, nbytes, copy in copies:
+            if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
+                call.binding.written.add(name)
+            call.binding.compared.add(name)
     call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
     return result
 
 
-class _Values:
-    """Holds the values of a forward's tensors before one run of it, small tensors first."""
-
-    def __init__(self, call: Call, arguments: _Arguments, limit: int) -> None:
-        self._binding, self._copies = call.binding, []
-        if not limit:
-            return
-        copied = {arg.name for arg in call.layout.args if is_copied(arg)}
-        left = copied - self._binding.written
-        leaves = arguments.named_leaves()
-        tensors = [(name, leaf) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
-        with outside_modes():
-            for name, leaf in sorted(tensors, key=lambda entry: entry[1].nbytes):
-                limit -= leaf.nbytes
-                if limit < 0:
-                    return
-                view = leaf.detach()
-                self._copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
-
-    def note_written(self) -> None:
-        """Note which of them have changed since."""
-        with outside_modes():
-            for name, view, nbytes, copy in self._copies:
-                if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
-                    self._binding.written.add(name)
-                self._binding.compared.add(name)
+def _copy_values(call: Call, arguments: _Arguments, limit: int) -> list[tuple[str, Tensor, int, Tensor]]:
+    """Copy what tensors hold before a run, small ones first: a name, the tensor, its memory's size and a copy each."""
+    left = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
+    leaves = arguments.named_leaves() if limit else ()
+    copies = []
+    with outside_modes():  # who observes the run does not see this
+        tensors = [(name, leaf.detach()) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
+        for name, view in sorted(tensors, key=lambda entry: entry[1].nbytes):
+            limit -= view.nbytes
+            if limit < 0:
+                break
+            copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
+    return copies
 
 
 def _bits(tensor: Tensor) -> Tensor:

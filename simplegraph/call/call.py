@@ -53,7 +53,7 @@ class Binding:
     Attributes:
         inputs: static inputs, one set unless sizes have their own.
         outputs: how outputs follow the batch size; unsliceable: why they do not.
-        called: True once a call went through eagerly, as it was; postponed: its capture let a larger one go first.
+        called: True once a call went through eagerly, as it was.
         layouts: the ways its calls pass their arguments, by nesting.
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
         warm: warmup runs by padded size.
@@ -74,7 +74,6 @@ class Binding:
     unsliceable: CannotBind | None = None
     unsupported: CannotBind | None = None
     called: bool = False
-    postponed: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
     proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)

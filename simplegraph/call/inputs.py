@@ -29,7 +29,6 @@ class StaticInput:
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
         self.arg = arg
-        self.rows = rows
         self.pad = arg.pad
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
@@ -65,50 +64,30 @@ class StaticInput:
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
-        if padded not in self._views:
-            self._views[padded] = self._new_view(padded)
-        return self._views[padded]
+        if padded not in self._views and self._reference is None:
+            shape = self._shape(padded)
+            ordered = [shape[dim] for dim in self.arg.order]
+            places = [self.arg.order.index(dim) for dim in range(len(shape))]
+            with torch.inference_mode(False), torch.no_grad():
+                self._views[padded] = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
+        return self._views[padded] if self._reference is None else self._reference
 
     def part(self, padded: int, start: int, end: int) -> Tensor:
         """View rows `start` to `end` of the input of a captured size."""
-        key = padded, start, end
+        view, key = self.view(padded), (padded, start, end)
+        if not isinstance(self.arg.batch_dim, int):
+            return view
         if key not in self._parts:
             if len(self._parts) >= _MAX_PARTS:
                 self._parts.clear()
-            self._parts[key] = self._new_part(padded, start, end)
+            with torch.inference_mode(False), torch.no_grad():
+                self._parts[key] = view.narrow(self.arg.batch_dim, start, end - start)
         return self._parts[key]
-
-    def _new_view(self, padded: int) -> Tensor:
-        if self._reference is not None:
-            return self._reference
-        shape = self._shape(padded)
-        ordered = [shape[dim] for dim in self.arg.order]
-        places = [self.arg.order.index(dim) for dim in range(len(shape))]
-        with torch.inference_mode(False), torch.no_grad():
-            flat = self._buffer[: torch.Size(shape).numel()]
-            return flat.view(ordered).permute(places)
-
-    def _new_part(self, padded: int, start: int, end: int) -> Tensor:
-        view = self.view(padded)
-        if not isinstance(self.arg.batch_dim, int):
-            return view
-        with torch.inference_mode(False), torch.no_grad():
-            return view.narrow(self.arg.batch_dim, start, end - start)
 
     def copied_part(self, padded: int, end: int) -> Tensor:
         """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
         part = self.part(padded, 0, end)
         return part if self._reference is not None else part.clone()
-
-    def fill(self, padded: int, start: int, end: int) -> None:
-        """Set padding rows by the argument's rule; `start` is the number of real rows."""
-        if self.pad == "keep" or not self.batched or start >= end:
-            return
-        tail = self.part(padded, start, end)
-        if self.pad == "repeat-last":
-            tail.copy_(self.part(padded, start - 1, start).expand_as(tail))
-        else:
-            tail.fill_(self.pad_number)
 
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""
@@ -151,19 +130,9 @@ class InputSet:
         ]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
-        """Copy a call's tensors in, given by name, and set the padding rows."""
+        """Fill a size with a call's rows, over and over: real values, valid as indices."""
         given = dict(tensors)
         for name, source in zip(given, self.detached([*given.values()]), strict=True):
-            static = self.inputs[name]
-            part = static.part(padded, 0, batch)
-            if part.data_ptr() != source.data_ptr():  # equal for what is passed by reference
-                part.copy_(source)
-            static.fill(padded, batch, padded)
-        self.dirty = self.rows  # rows above this size were not looked at
-
-    def tile(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
-        """Fill a size with the rows of examples over and over: real values, valid as indices."""
-        for name, source in tensors:
             static = self.inputs[name]
             dim = static.arg.batch_dim
             if isinstance(dim, int):
@@ -171,13 +140,13 @@ class InputSet:
                 static.view(padded).copy_(source.index_select(dim, rows))
             elif dim is None:
                 static.view(padded).copy_(source)
-        self.dirty = self.rows
+        self.dirty = self.rows  # rows above this size were not looked at
 
     def clean(self, start: int) -> None:
         """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""
         for static in self.inputs.values():
-            if static.rows_first and static.pads_with_number:
-                static.fill(self.rows, start, self.dirty)
+            if static.rows_first and static.pads_with_number and start < self.dirty:
+                static.part(self.rows, start, self.dirty).fill_(static.pad_number)
         self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:

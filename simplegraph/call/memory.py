@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.operators import strided_tensors, written_args
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.call.args import ConstantArg
@@ -136,3 +139,26 @@ def named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
         for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
             found.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
     return tuple(found)
+
+
+class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
+    """Copies memory from before the run once an operator is about to write to it.
+
+    Args:
+        saved: storage keys of memory that has been copied.
+        undo: puts the copies back.
+        rows: the batch size of the run; 0 if it is not known.
+    """
+
+    def __init__(self, saved: Iterable[int], undo: contextlib.ExitStack, rows: int = 0) -> None:
+        super().__init__(rows=rows)
+        self._saved, self._undo = set(saved), undo
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator when what it writes to is copied."""
+        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
+            if storage_key(tensor) not in self._saved and not self.made(tensor):
+                self._saved.add(storage_key(tensor))
+                memory = SavedMemory([("", tensor)])
+                self._undo.callback(memory.put, memory.copy())
+        return super().run(func, args, kwargs)

@@ -32,21 +32,20 @@ from simplegraph.guard.torch_state import TorchSettings
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """Everything about a call that a graph fixes, whichever way the arguments were passed."""
+    """Everything about a call that a graph fixes, whichever way the arguments were passed.
+
+    It is a part of every graph's key, and a key of its own: calls of equal `values` share one (`KnownCalls`).
+    """
 
     args: tuple[Arg, ...]
     specs: tuple[tuple[str, TreeSpec], ...]
     context: tuple[Any, ...]
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        """Computed once: every graph is found by its signature, and a capture looks for it a dozen times."""
-        return hash((self.args, self.specs, self.context))
+    @property
+    def values(self) -> Hashable:
+        return self.args, self.specs, self.context
 
 
 def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:

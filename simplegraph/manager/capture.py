@@ -38,12 +38,6 @@ from simplegraph.program.session import CaptureSession, PythonState, take_back
 logger = logging.getLogger("simplegraph")
 
 
-def _read_differently(seen: Sequence[MemoryObserver]) -> bool:
-    """True if the first and the last of these runs read other memory, or one did what no capture may come to."""
-    refused = any(observer.refused for observer in seen)
-    return refused or (len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys())
-
-
 def run_observed(
     table: ProgramTable,
     run: Callable[[], Any],
@@ -79,13 +73,6 @@ def run_observed(
     if key is not None:
         table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
-
-
-def _run_as_captured(table: ProgramTable, run: Callable[[], Any]) -> Any:
-    """Run a forward as its capture does if extras noted that eager's way is another: so it makes the same constants."""
-    notes = table.constants.notes
-    with entered(notes, as_captured=True) if notes else contextlib.nullcontext():
-        return run()
 
 
 @dataclasses.dataclass(eq=False)
@@ -171,7 +158,7 @@ class GraphCapture:
         table, jobs = self.table, self.jobs
         with self._ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
             for _ in range(num_warmups):
-                if self._warm_up(jobs[0]) is not None:
+                if self._warm_up(jobs[0]):
                     break  # its capture will say why, and smaller sizes may do better
             self.state.remember()
             warmed_up()
@@ -202,7 +189,9 @@ class GraphCapture:
         with capture_bar(len(jobs), table.device, show=show) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
-            if self._ranks.any("what graphs read", _read_differently(seen)):
+            otherwise = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
+            refused = any(observer.refused for observer in seen)  # one did what no capture may come to
+            if self._ranks.any("what graphs read", otherwise or refused):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
                 with capture_bar(len(again), table.device, show=False) as hidden:
@@ -219,34 +208,36 @@ class GraphCapture:
         for job in jobs:
             if not bar.disable:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
-            errors |= _labelled(job, self._capture_one(session, job, observed=job.label in observed))
+            errors |= self._capture_one(session, job, observed=job.label in observed)
             bar.update(job.label not in errors)
         errors = on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
             if job.label in errors:
                 error = errors[job.label]
-                self._failed |= _labelled(job, self._try_again(session, job, error) if self.retry else error)
+                self._failed |= self._try_again(session, job, error) if self.retry else {job.label: error}
                 bar.update(job.label not in self._failed)
                 bar.set_postfix(failed=len(self._failed))
 
-    def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> CaptureError | None:
+    def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> dict[str, CaptureError]:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
         self.state.put_back()
         self.before_retry()
-        if self._warm_up(job) is not None:
-            return error
+        if self._warm_up(job):
+            return {job.label: error}
         earlier = copy.copy(self.state)
         if isinstance(error, EscapeError):
             self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
-        again = on_all_ranks(self.table, "capturing", [job], _labelled(job, self._capture_one(session, job)))
+        again = on_all_ranks(self.table, "capturing", [job], self._capture_one(session, job))
         if again:  # then nothing needs what the warmup changed
             self.state.go_back_to(earlier)
-        return again.get(job.label)
+        return again
 
-    def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
-        """Capture a job into the table; return what went wrong on this rank."""
+    def _capture_one(
+        self, session: CaptureSession, job: CaptureJob, *, observed: bool = True
+    ) -> dict[str, CaptureError]:
+        """Capture a job into the table; return what went wrong on this rank, by label."""
         if job.follows is not None and job.follows not in self.table.graphs:
-            return None  # what failed there says it all
+            return {}  # what failed there says it all
         try:
             for refused in filter(None, (job.refused, *(observer.refused for observer in self.observers))):
                 raise capture_error(refused, job.label)
@@ -265,8 +256,8 @@ class GraphCapture:
                 raise
             self.reads |= host.reads
         except CaptureError as error:
-            return error
-        return None
+            return {job.label: error}
+        return {}
 
     def _recorded(
         self, session: CaptureSession, job: CaptureJob, trace: BreakTrace | None, host: HostCapture, observed: bool
@@ -312,15 +303,19 @@ class GraphCapture:
         self.observers += [observer] if observed else []
         return outputs
 
-    def _warm_up(self, job: CaptureJob) -> CaptureError | None:
+    def _warm_up(self, job: CaptureJob) -> dict[str, CaptureError]:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
-        error = _labelled(job, self._warm_up_here(job, self.observers))
-        return on_all_ranks(self.table, "warming up", [job], error).get(job.label)
+        return on_all_ranks(self.table, "warming up", [job], self._warm_up_here(job, self.observers))
 
-    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
+    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> dict[str, CaptureError]:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
-            run = functools.partial(_run_as_captured, self.table, job.run)
+            notes = self.table.constants.notes
+
+            def run() -> Any:  # where extras noted that eager's way is another: so it makes the same constants
+                with entered(notes, as_captured=True) if notes else contextlib.nullcontext():
+                    return job.run()
+
             with self._ranks.seconds.timed("warmup"):
                 _, observer, trace = run_observed(self.table, run, job.key, traced=traced, rows=job.rows)
             if trace is not None:
@@ -330,13 +325,13 @@ class GraphCapture:
         except InputError:
             raise
         except CaptureError as error:
-            return error  # the library's own refusal
+            return {job.label: error}  # the library's own refusal
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
             self._raised |= {} if isinstance(error, WithheldError) else {job.label: error}  # no eager call raises it
-            return capture_error(error, job.label)
+            return {job.label: capture_error(error, job.label)}
         observers.append(observer)
-        return None
+        return {}
 
     def _trace(self, job: CaptureJob) -> BreakTrace | None:
         """Find what is known of the job's breaks, from a warmup of its own where another size's does not tell."""
@@ -344,8 +339,7 @@ class GraphCapture:
             return None
         if self.table.trace(job.key) is None:
             self.before_retry()
-            error = self._warm_up_here(job, self._traced)
-            if error is not None:
+            for error in self._warm_up_here(job, self._traced).values():
                 raise error
         return self.table.trace(job.key)
 
@@ -355,10 +349,6 @@ def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     hidden = not show or os.environ.get("RANK", "") not in ("", "0")
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
     return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
-
-
-def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:
-    return {} if error is None else {job.label: error}
 
 
 def _announce(table: ProgramTable, job: CaptureJob) -> None:

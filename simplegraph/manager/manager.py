@@ -26,13 +26,12 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.hooks import GraphHooks, settings_of
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
 from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
-from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.manager.table import CapturedGraph, GraphHooks, ProgramTable
 from simplegraph.program.program import Program
 from simplegraph.program.session import PythonState
 
@@ -219,8 +218,8 @@ class CudaGraphManager:
     def new_capture(self, jobs: Sequence[CaptureJob], **options: Any) -> GraphCapture:
         """Prepare to capture several graphs in one session; see `GraphCapture`."""
         refuse_inside_capture(bool(jobs) and self.device.is_capturing())
-        shared = {"lora_cases": self.dispatcher.lora_cases, **settings_of(self.hooks)}
-        return GraphCapture(self.table, jobs, shared, **options)
+        settings = {name: value for hooks in self.hooks for name, value in hooks.settings.items()}
+        return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases, **settings}, **options)
 
     def run(self, batch: Dispatch, forward: Forward, *, verify: bool = False, state: Sequence[Tensor] = ()) -> Any:
         """Replay the batch's graph, or run `forward` eagerly where there is none.

@@ -21,7 +21,6 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.distributed.ranks import SingleRank
-from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key, joined_labels, merged_failures, origin
 from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.program.breaks.step import BreakTrace
@@ -31,6 +30,38 @@ logger = logging.getLogger("simplegraph")
 OTHERS_TOO = "other sizes with the same cause will, too"  # where these were not tried
 _TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class GraphHooks:
+    """Calls around a captured run, for a library beside this one. Override what is needed.
+
+    Attention backends plan in `before_replay`; an offloader joins its copy stream in `end_of_forward`.
+
+    Attributes:
+        support: what its part of the forward can do in a full graph.
+        max_num_reqs: the most requests that its part of a step can have; None for any number. A manager of full graphs
+            is made for no more (`max_num_seqs`), so that none is captured for a batch that cannot occur.
+    """
+
+    support: AttentionCGSupport = AttentionCGSupport.ALWAYS
+    max_num_reqs: int | None = None
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Settings that must be the same on all ranks that capture together, by name."""
+        return {}
+
+    def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Outside the capture, before it begins: set up what this descriptor's graph will read."""
+
+    def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Outside the graph, before every replay: refresh what the graph reads."""
+
+    def undo_step(self) -> None:
+        """Allow the last step to run once more: a proof undid what it wrote, and is about to replay it."""
+
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Inside the capture, after the forward: whatever runs here is recorded."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -115,6 +146,7 @@ class ProgramTable:
         constants: what warmups moved to the device from Python data, for captures.
         foreign: tensors that graphs touch and no operator named; they are kept alive.
         accounted: the memory that the last captures were seen to read, and that was kept alive then.
+        traces: what warmups learnt of breaks, by key.
         unowned: addresses that graphs touch and that are in no tensor's memory.
     """
 
@@ -131,7 +163,7 @@ class ProgramTable:
     foreign: list[Tensor] = dataclasses.field(default_factory=list)
     accounted: list[KnownMemory] = dataclasses.field(default_factory=list)
     unowned: set[int] = dataclasses.field(default_factory=set)
-    _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
+    traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
     _trying: bool = False
@@ -251,17 +283,13 @@ class ProgramTable:
 
     def add_trace(self, key: Key, trace: BreakTrace) -> None:
         """Keep what a warmup learnt of a graph's breaks."""
-        self._traces[key] = trace
+        self.traces[key] = trace
         if trace.any_size:
             self._trace_of_any_size = trace
 
     def trace(self, key: Key) -> BreakTrace | None:
         """Return the key's own trace, or one whose breaks return the same for every batch size."""
-        return self._traces.get(key) or self._trace_of_any_size
-
-    def has_own_trace(self, key: Key) -> bool:
-        """True if a warmup of this very key was traced."""
-        return key in self._traces
+        return self.traces.get(key) or self._trace_of_any_size
 
     def release_pool(self) -> None:
         """Give the pool's memory back if no graph is left in it, and none of its users is outside of managers."""
@@ -290,7 +318,7 @@ class ProgramTable:
         self.stats.dropped(self.graphs)
         self.graphs.clear()
         self.failures.clear()
-        self._traces.clear()
+        self.traces.clear()
         self._trace_of_any_size = None
         self.constants.clear()
         self.foreign.clear()

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.config import CudaGraphMode
-from simplegraph.base.context import bypassed, described_batch
-from simplegraph.base.errors import CaptureError, CaptureSizeError, ReplayError
+from simplegraph.base.context import bypassed
+from simplegraph.base.errors import CaptureError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.call.arguments import invoke_watched
-from simplegraph.call.call import Call, CallLayout
+from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
 from simplegraph.call.plan import Plan, make_plan
@@ -134,7 +134,7 @@ class GraphBuilder:
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
         binding, table = call.binding, self.manager.table
-        untraced = not table.has_own_trace(call.key)
+        untraced = call.key not in table.traces
         if call.padding:  # what breaks return there follows from two other sizes
             untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
         unknown = not call.padding and table.constants.needs_warmup(call.key)
@@ -197,18 +197,6 @@ class GraphBuilder:
             call.layout.plans[call.plan_key] = plan
         return plan
 
-    def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
-        """View a size's static inputs, the largest size's if None."""
-        if size is None:
-            size = self.manager.descriptors()[0][1].num_tokens
-        found = self.manager.dispatch(size, *described_batch())
-        inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
-        if inputs is None:
-            said = f"{found.reason.text}.\n  See {found.reason.link}"
-            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
-        inputs.handed_out = True
-        return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
-
     # Captures.
 
     def capture(self, call: Call) -> None:
@@ -232,7 +220,7 @@ class GraphBuilder:
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
-        inputs.tile(call.tensors, call.batch, call.padded)
+        inputs.load(call.tensors, call.batch, call.padded)
         jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self.build(call, inputs, jobs, lazy=False)

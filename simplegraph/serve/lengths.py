@@ -7,22 +7,30 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from simplegraph.base.config import CudaGraphConfig
-from simplegraph.base.context import CALLS
+from simplegraph.base.context import CALLS, bypassed
 from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import parts, storage_key
 from simplegraph.call.call import invoke
+from simplegraph.call.memory import WriteSaver
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, prefixes
+from simplegraph.device.generators import default_generator, random_states
+from simplegraph.device.memory import SavedMemory, copy_limit, remember
+from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import any_requires_grad
-from simplegraph.manager.differences import EXACT, difference, first_difference
+from simplegraph.guard.survey import Survey, held_tensors
+from simplegraph.manager.differences import EXACT, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.stats import GraphStats
-from simplegraph.serve.rehearsal import RunEffects, rehearse, run_as_it_is
+from simplegraph.program.held import has_address, tensors_in
+from simplegraph.program.snapshot import Snapshot
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others
@@ -39,6 +47,69 @@ class Server(Protocol):
 
     def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every batch size."""
+
+
+@dataclasses.dataclass
+class RunEffects:
+    """The effects of a run: what it returned and did.
+
+    Attributes:
+        leaves, spec: of its outputs; outputs: these themselves, None of a rehearsal.
+        left: tensors that it set below the module, by name.
+        drawn: the states of random generators after it.
+        arguments: the leaves of what was passed, as it left them.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    outputs: Any
+    left: dict[str, list[Tensor]]
+    drawn: list[Tensor]
+    arguments: list[Any] = dataclasses.field(default_factory=list)
+
+    def left_otherwise(self, other: RunEffects) -> set[str]:
+        """Name what this run and another set, and to something else."""
+        names = self.left.keys() & other.left.keys()
+        return {name for name in names if first_difference(self.left[name], other.left[name]) is not None}
+
+    def drew_as(self, other: RunEffects) -> bool:
+        """True if random generators are as after another run."""
+        return all(torch.equal(*pair) for pair in zip(self.drawn, other.drawn, strict=True))
+
+
+def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
+    """Run the module on these arguments."""
+    snapshot = Snapshot(module)
+    outputs = invoke(module, args, kwargs)
+    drawn = random_states([default_generator(device), *Survey(module).generators.values()])
+    return RunEffects(*flatten(outputs), outputs, _left(snapshot), drawn)
+
+
+def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
+    """Run the module on these arguments, and put back what that changed: memory, random numbers, Python's objects."""
+    held: dict[int, tuple[str, Tensor]] = {}
+    passed = [("an argument", tensor) for tensor in tensors_in(flatten((args, kwargs))[0])]
+    for name, tensor in [*((entry.name, entry.tensor) for entry in held_tensors(module)), *passed]:
+        for part in parts(tensor):
+            if has_address(part) and not isinstance(part, nn.Parameter):
+                held.setdefault(storage_key(part), (name, part))
+    saved = SavedMemory((), held.values())
+    fits = saved.nbytes <= copy_limit(graph_device(device).free_memory())
+    drawing = [default_generator(device), *Survey(module).generators.values()]
+    generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
+    with CAPTURE_LOCK, remember(saved if fits else None, generators) as undo:
+        snapshot = Snapshot(module)
+        undo.callback(snapshot.put_back)
+        with bypassed(Reason.NESTED), WriteSaver(held if fits else (), undo):
+            leaves, spec = flatten(invoke(module, args, kwargs))
+        left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
+        passed_on = cloned(flatten((args, kwargs))[0])
+        return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), passed_on)
+
+
+def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
+    found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
+    return {name: tensors for name, tensors in found if tensors}
 
 
 class SizeRule:

@@ -17,7 +17,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call, invoke
-from simplegraph.call.memory import MemoryInUse, drawn_generators
+from simplegraph.call.memory import MemoryInUse, WriteSaver, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -26,7 +26,6 @@ from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot
-from simplegraph.serve.rehearsal import WriteSaver
 
 logger = logging.getLogger("simplegraph")
 
@@ -100,7 +99,7 @@ class _CallProof:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
         plan, memory, unsaved = self._plan, self._memory, self._memory is None
         if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
-            self._leave_unverified("it writes more memory than a proof copies")
+            plan.graph.leave_unverified("it writes more memory than a proof copies")
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
@@ -126,7 +125,7 @@ class _CallProof:
         plan.graph.counters.proof_seconds += seconds
         if unknown:
             if plan.graph.keeps_writing_elsewhere():
-                self._leave_unverified("it keeps writing to other memory")
+                plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
         self._note(found, seconds / proof.replay_seconds, freed=freed)
         return self._result if found is not None else plan.handed_out(self._result)
@@ -274,6 +273,3 @@ class _CallProof:
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)
         if table.config.on_capture_failure == "raise":
             raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
-
-    def _leave_unverified(self, why: str) -> None:
-        self._plan.graph.leave_unverified(why)

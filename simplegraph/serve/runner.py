@@ -15,15 +15,14 @@ from torch.nn.utils import parametrize
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS, CallContext, described_batch
-from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError
+from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
 from simplegraph.base.extras import StateKey
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, CallLayout, invoke
-from simplegraph.call.known import KnownCalls
+from simplegraph.call.known import LASTING, KnownCalls, Refusal, RefusedForms
 from simplegraph.call.plan import Plan
-from simplegraph.call.refusal import LASTING, Refusal, RefusedForms
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -249,7 +248,7 @@ class GraphRunner:
         if call.padding and not call.confirmed(builder.reader):
             return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         if not captured:
-            if builder.needs_warmup(call) or _lets_larger_go_first(self._known, table, call):
+            if builder.needs_warmup(call):
                 return builder.run_as_called(call, Reason.WARMUP)
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
@@ -293,32 +292,37 @@ class GraphRunner:
         _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
+        changed = ""
         with self._lock, torch.no_grad():
-            summary = self._capture_all(module, args, kwargs, _RUNS_TO_SETTLE)
-            self._served_before = self.stats.replays
-            return summary
-
-    def _capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: int) -> CaptureSummary:
-        try:
-            builder, call = self._read(module, args, kwargs, largest=True)
-            self._drop_if_stale(builder)
-        except CannotBind as error:
-            raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
-        try:
-            with builder.manager.pool.lock:
-                return builder.capture_sizes(call)
-        except SettingsChanged as error:  # by the first run of a process, such as the order of attention kernels
-            if runs == 1:
-                cause = f"the forward changes settings of torch whenever it runs: {error}"
-                raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.") from None
-        return self._capture_all(module, args, kwargs, runs - 1)
+            for _ in range(_RUNS_TO_SETTLE):
+                try:
+                    builder, call = self._read(module, args, kwargs, largest=True)
+                    self._drop_if_stale(builder)
+                    with builder.manager.pool.lock:
+                        summary = builder.capture_sizes(call)
+                    self._served_before = self.stats.replays
+                    return summary
+                except CannotBind as error:
+                    raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+                except SettingsChanged as settings:  # by a process's first run, such as the order of attention kernels
+                    changed = str(settings)
+        cause = f"the forward changes settings of torch whenever it runs: {changed}"
+        raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.")
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
-        """View the static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
+        """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
         layout = self._known.last
         if layout is None or self.builder is None or not self.builder.inputs_of:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
-        return self.builder.static_inputs(layout, size)
+        manager = self.builder.manager
+        size = manager.descriptors()[0][1].num_tokens if size is None else size
+        found = manager.dispatch(size, *described_batch())
+        inputs = self.builder.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
+        if inputs is None:
+            said = f"{found.reason.text}.\n  See {found.reason.link}"
+            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
+        inputs.handed_out = True
+        return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
@@ -399,18 +403,6 @@ def try_replay(
         if state.moved() or not plan.graph.left or plan.is_capturing():
             return MISS
         return plan.replay(leaves, copies)
-
-
-def _lets_larger_go_first(known: KnownCalls, table: Any, call: Call) -> bool:
-    """True once for a shape of a training step, before anything is captured, if a larger one was called already.
-
-    All shapes share a pool: what the largest takes serves the others, while blocks of smaller ones are of no use to it.
-    """
-    binding = call.binding
-    if binding.postponed or table.graphs or not computes_gradients(call.module):
-        return False
-    binding.postponed = known.has_larger(binding)
-    return binding.postponed
 
 
 def _argument_of(module: Any) -> str:

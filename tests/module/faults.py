@@ -18,7 +18,7 @@ import simplegraph as sg
 from simplegraph.base.context import CALLS
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
-from simplegraph.manager.hooks import GraphHooks
+from simplegraph.manager.table import GraphHooks
 
 WIDTH = 6
 SIZE = 4

@@ -236,7 +236,7 @@ UPFRONT: dict[str, tuple[Any, str]] = {
     "a capture": (CaptureSession, "capture"),
     "the table": (ProgramTable, "add"),
     "the state": (CapturedState, "__init__"),
-    "the tiles": (InputSet, "tile"),
+    "the inputs": (InputSet, "load"),
 }
 WARMED_UP = {"a capture", "the table", "the state"}  # after the warmup, a real run that the module counts
 

@@ -386,14 +386,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "call/refusal.py",
+        "call/known.py",
         "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "call/refusal.py",
+        "call/known.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
