@@ -679,6 +679,26 @@ def test_rows_that_are_mixed_after_a_break_are_not_padded(device, mixed, into):
     assert twins.model.graph_stats.replays >= 1
 
 
+def test_a_break_that_writes_what_was_in_its_memory_by_chance_still_fills_it(device):
+    if device.type != "cpu":
+        pytest.skip("sets memory behind torch's back")
+
+    @sg.eager_break
+    def fill(out):
+        out.zero_()
+
+    def forward(m, x):
+        out = torch.empty_like(x)
+        ctypes.memset(out.data_ptr(), 0, out.nbytes)  # as if memory of an earlier run came again
+        fill(out)
+        return out + x
+
+    twins = Twins(device, forward, mode="PIECEWISE", capture_sizes=[8])
+    twins.call(8, 8, 8, 5, 5, 8)
+    assert "capture_failed" not in reasons(twins.model)
+    assert twins.model.graph_stats.replays >= 1
+
+
 def test_an_input_that_lies_otherwise_may_round_otherwise_but_no_more(device):
     def by_alignment(much):
         return lambda m, x: x * (1.0 + much if x.data_ptr() % 64 else 1.0)  # as kernels are chosen
