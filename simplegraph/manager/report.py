@@ -168,7 +168,7 @@ def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:
 
 
 class GraphHolder(Protocol):
-    """What holds graphs: a manager of an engine, or the part of a wrapped module that serves its calls.
+    """Holds graphs, as a manager of an engine does, or the part of a wrapped module that serves its calls.
 
     Attributes:
         stats: its counters.

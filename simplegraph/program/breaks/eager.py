@@ -190,15 +190,11 @@ class BreakTape:
         leaves, spec = flatten(result)
         arguments = [None if copy is None else leaf.clone() for leaf, copy in zip(passed, before, strict=True)]
         # What it wrote may be what happened to be there; of kernels that no operator shows, only the change is seen.
-        read = [
-            None
-            if empty
-            and copy is not None
-            and now is not None
-            and (storage_key(leaf) not in observer.blank or not torch.equal(copy, now))
-            else copy
-            for leaf, copy, now, empty in zip(passed, before, arguments, blank, strict=True)
+        filled = [
+            empty and copy is not None and (storage_key(leaf) not in observer.blank or not torch.equal(copy, leaf))
+            for leaf, copy, empty in zip(passed, before, blank, strict=True)
         ]
+        read = [None if full else copy for full, copy in zip(filled, before, strict=True)]
         results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
         return result
