@@ -33,9 +33,8 @@ CUDA graphs for any PyTorch module, without a compiler.
 """
 _EXAMPLES = """\
 examples:
-  simplegraph doctor              try capture and replay on this machine
-  simplegraph doctor --attention  also try every attention backend
-  simplegraph COMMAND --help      list a command's options
+  simplegraph doctor          try capture and replay on this machine
+  simplegraph COMMAND --help  list a command's options
 
 Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
 """
@@ -88,23 +87,6 @@ def doctor() -> list[Finding]:
             findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
     return [*findings, _flash_attention()]
-
-
-def attention_findings() -> list[Finding]:
-    """Try each attention backend in a full graph, at lengths that it was not captured with."""
-    import torch
-
-    if importlib.util.find_spec("numpy") is None:
-        return [Finding("attention", "skip", f"needs numpy, not installed: {install_command('attention')}")]
-    from simplegraph.attention.selftest import self_test
-
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    findings = []
-    for trial in self_test(device):
-        detail = trial.problem or f"{trial.rounds} sets of lengths, largest relative error {trial.error:.1e}"
-        status: Literal["ok", "skip", "FAIL"] = "ok" if trial.problem is None else "FAIL" if trial.installed else "skip"
-        findings.append(Finding(f"attention {trial.backend}, {trial.batches} batches", status, detail))
-    return findings
 
 
 def _gpu() -> Finding:
@@ -218,13 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__, help="print the version")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
-    trial.add_argument("--attention", action="store_true", help="also try every attention backend at random lengths")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 0
-    findings = doctor() + (attention_findings() if options.attention else [])
+    findings = doctor()
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))
     else:

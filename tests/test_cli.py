@@ -39,13 +39,12 @@ def test_doctor_skips_what_is_not_here_and_names_the_extra_that_brings_it(
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in cli._OPTIONAL else found(name))
-    assert cli.main(["doctor", "--attention"]) == 0
+    assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out.splitlines()
     extras = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
     for package, extra in extras.items():
         assert f'skip  {package}: not installed (optional): pip install -e ".[{extra}]"' in printed
     assert 'skip  flash-attention: needs numpy, not installed: pip install -e ".[attention]"' in printed
-    assert 'skip  attention: needs numpy, not installed: pip install -e ".[attention]"' in printed
     assert torch.cuda.is_available() or any(line.startswith("skip  GPU: none") for line in printed)
 
 
@@ -61,7 +60,7 @@ def test_doctor_fails_where_a_trial_does(monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
     done = run()
     assert done.returncode == 0
-    for line in ("model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])", "simplegraph doctor --attention"):
+    for line in ("model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])", "simplegraph doctor "):
         assert line in done.stdout
 
 

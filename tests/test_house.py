@@ -34,7 +34,7 @@ CORE = {
 EXTRAS = {
     "fused": 2_870,
     "training": 1_500,
-    "attention": 2_110,
+    "attention": 1_920,
     "spec_decode": 310,
     "doctor": 400,
     "integrations": 2_140,

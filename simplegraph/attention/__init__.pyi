@@ -7,7 +7,6 @@ from simplegraph.attention.backends.flashinfer import FlashInferBackend as Flash
 from simplegraph.attention.backends.sdpa import SDPABackend as SDPABackend
 from simplegraph.attention.backends.triton_decode import TritonDecodeBackend as TritonDecodeBackend
 from simplegraph.attention.cache import PagedKVCache as PagedKVCache
-from simplegraph.attention.kernels.reference import reference_attention as reference_attention
 from simplegraph.attention.layers import BackendGroup as BackendGroup
 from simplegraph.attention.layers import attending as attending
 from simplegraph.attention.layers import minimum_support as minimum_support

@@ -27,7 +27,7 @@ from simplegraph.attention import (
     attending,
     minimum_support,
 )
-from simplegraph.attention.selftest import AttentionEngine
+from tests.support.attention_engine import AttentionEngine
 
 FULL, PIECEWISE, NONE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE, CudaGraphMode.NONE
 

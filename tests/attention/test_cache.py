@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, InputError, SimpleGraphError
-from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attend, attending, reference_attention
+from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attend, attending
+from tests.support.reference_attention import reference_attention
 
 FULL, NONE = CudaGraphMode.FULL, CudaGraphMode.NONE
 Layout = Literal["NHD", "HND"]

@@ -32,8 +32,8 @@ from simplegraph.attention import (
     recur,
     two_batch,
 )
-from simplegraph.attention.selftest import LAYERS, AttentionEngine, Requests
 from tests.attention.test_recurrent import StateEngine, run_steps
+from tests.support.attention_engine import LAYERS, AttentionEngine, Requests
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 EXACT = 1e-5

@@ -22,9 +22,9 @@ from simplegraph.attention import (
     SDPABackend,
     attend,
     attending,
-    reference_attention,
 )
-from simplegraph.attention.selftest import AttentionEngine, Requests
+from tests.support.attention_engine import AttentionEngine, Requests
+from tests.support.reference_attention import reference_attention
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 PAGE = 4

@@ -18,8 +18,8 @@ from simplegraph.attention import (
     PagedKVCache,
     attend,
     attending,
-    reference_attention,
 )
+from tests.support.reference_attention import reference_attention
 
 LAYERS = 2
 

@@ -18,10 +18,10 @@ from simplegraph.attention import (
     SDPABackend,
     TritonDecodeBackend,
 )
-from simplegraph.attention.selftest import AttentionEngine
 from tests.attention.backends.test_lse import check_lse
 from tests.gpu import attention_backends as backends
 from tests.gpu.attention_backends import ERROR, FA3, OTHERS, needs_fa3, needs_flashinfer
+from tests.support.attention_engine import AttentionEngine
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 BACKENDS = [*FA3, *OTHERS, pytest.param(TritonDecodeBackend, id="Triton")]

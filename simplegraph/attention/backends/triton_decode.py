@@ -10,12 +10,15 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, Scores
+from simplegraph.attention.backends.flash_attention import FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -44,8 +47,6 @@ class TritonDecodeBackend(AttentionBackend):
             FlashAttention-3, FlashInfer and SDPA that works here.
 
     Attributes:
-        fallbacks: backends that are tried for mixed batches, in this order, if `mixed` is not given; set by
-            `simplegraph.attention.backends`.
         mixed: the backend of all other batches, and of decode with more than 64 queries per key head (tokens of a
             request times the query heads that share the key head).
 
@@ -60,7 +61,6 @@ class TritonDecodeBackend(AttentionBackend):
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "Triton decode"
     features = ("window", "softcap", "sinks")
-    fallbacks: ClassVar[tuple[type[AttentionBackend], ...]]
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TritonDecodeBackend(AttentionBackend):
         from simplegraph.attention.kernels import decode as decode_kernel
 
         self._kernel = decode_kernel
-        make = self._fallback if mixed is None else mixed
+        make = _first_that_works if mixed is None else mixed
         self.mixed = make(cache, metadata, num_heads=num_heads, **scores)
         self._group = num_heads // cache.num_kv_heads
         # Consecutive steps in one graph have one token per request, hence `_group` rows.
@@ -99,14 +99,6 @@ class TritonDecodeBackend(AttentionBackend):
         self._parts = torch.empty(size, dtype=torch.float32, device=cache.device)
         self._query_len: int | None = None
         self._compiled: set[tuple[int, bool]] = set()
-
-    def _fallback(self, *arguments: Any, **options: Any) -> AttentionBackend:
-        """Make the first of `fallbacks` that works here."""
-        *others, last = self.fallbacks
-        for make in others:
-            with contextlib.suppress(ConfigError):  # not installed, or not for this cache
-                return make(*arguments, **options)
-        return last(*arguments, **options)
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         self._query_len = self._uniform(mode, descriptor, metadata)
@@ -186,6 +178,13 @@ class TritonDecodeBackend(AttentionBackend):
     def _num_splits(self, num_reqs: int) -> int:
         """Return the most splits for a shape; it depends on the shape alone, so that capture and replays agree."""
         return max(1, min(_MAX_SPLITS, self._programs // (num_reqs * self.cache.num_kv_heads)))
+
+
+def _first_that_works(*arguments: Any, **options: Any) -> AttentionBackend:
+    for make in (FlashAttentionBackend, FlashInferBackend):
+        with contextlib.suppress(ConfigError):  # not installed, or not for this cache
+            return make(*arguments, **options)
+    return SDPABackend(*arguments, **options)
 
 
 def _multiprocessors(device: torch.device) -> int:

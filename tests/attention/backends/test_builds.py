@@ -17,12 +17,12 @@ from simplegraph.attention import (
     FlashAttention2Backend,
     FlashAttentionBackend,
     PagedKVCache,
-    reference_attention,
 )
 from simplegraph.attention.backends import flash_attention
 from simplegraph.attention.backends.flash_attention import problem_of
 from simplegraph.attention.backends.flashinfer import FlashInferBackend, check_build, check_wrapper
-from simplegraph.attention.selftest import AttentionEngine
+from tests.support.attention_engine import AttentionEngine
+from tests.support.reference_attention import reference_attention
 
 CPU = torch.device("cpu")
 

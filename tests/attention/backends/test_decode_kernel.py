@@ -12,8 +12,8 @@ import torch
 from interpreted import needs_interpreter
 
 from simplegraph.attention import SDPABackend, TritonDecodeBackend
-from simplegraph.attention.selftest import AttentionEngine, Requests
 from tests.attention.backends.test_lse import check_lse
+from tests.support.attention_engine import AttentionEngine, Requests
 
 pytestmark = needs_interpreter
 PAGE = 4

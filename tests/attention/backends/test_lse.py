@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphMode
-from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attending, reference_attention
+from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attending
+from tests.support.reference_attention import reference_attention
 
 
 def check_lse(make: Any, device: torch.device, dtype: torch.dtype, bound: float, **shape: int) -> None:

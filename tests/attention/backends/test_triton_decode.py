@@ -21,7 +21,7 @@ from simplegraph import (
     InputError,
 )
 from simplegraph.attention import BatchMetadata, ContextShare, PagedKVCache, SDPABackend, TritonDecodeBackend
-from simplegraph.attention.selftest import AttentionEngine
+from tests.support.attention_engine import AttentionEngine
 
 CPU = torch.device("cpu")
 LAYERS = 2

@@ -1,99 +1,28 @@
-"""``python -m simplegraph doctor --attention``: replays backends at many lengths and compares with float64."""
+"""A small engine that replays attention backends at many lengths, and compares with float64."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, attend
-from simplegraph.attention.backends import BACKENDS
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.layers import BackendGroup, attending
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
-from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.base.errors import ConfigError, VerificationError
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import VerificationError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.manager.manager import CudaGraphManager
+from tests.support.reference_attention import reference_attention
 
 LAYERS = 2
-# Largest relative errors: of a whole output, by rounding to a dtype, and of a single row, before it counts as wrong.
-_ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+# Largest relative error of a single row, before it counts as wrong.
 _WRONG_ROW = 2e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The result of trying one backend.
-
-    Attributes:
-        backend: the backend's name.
-        batches: "decode", "mixed", or "any" if it could not be built; rounds: sets of lengths that were replayed.
-        error: the largest relative error of an output; None if nothing was replayed.
-        problem: what went wrong, with the lengths; None if nothing did.
-        installed: False if the backend is not available here.
-    """
-
-    backend: str
-    batches: str
-    rounds: int
-    error: float | None
-    problem: str | None
-    installed: bool = True
-
-
-def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
-    """Try every backend on uniform decode in full graphs, and on mixed batches if it supports them."""
-    for make in BACKENDS:
-        kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]
-        for kind in kinds:
-            yield (trial := _try(make, kind, device, rounds))
-            if trial.batches == "any":
-                break
-
-
-@torch.inference_mode()
-def _try(make: type[AttentionBackend], kind: str, device: torch.device, rounds: int) -> Trial:
-    """Try a backend on one kind of batches; any exception is reported as the backend's problem."""
-    name = make.name
-    try:
-        engine = _engine(make, kind, device)
-    except ConfigError as problem:
-        return Trial(name, "any", 0, None, str(problem), installed=False)
-    except Exception as problem:
-        return Trial(name, "any", 0, None, f"{type(problem).__name__}: {problem}")
-    try:
-        engine.manager.capture(engine.forward)
-    except Exception as problem:
-        return Trial(name, kind, 0, None, f"{type(problem).__name__}: {problem}")
-    worst = 0.0
-    for seed in range(rounds):
-        requests = engine.requests(kind, 1 + seed % engine.metadata.max_num_reqs, seed)
-        try:
-            ran, error = engine.step(requests, seed)
-        except Exception as problem:
-            return Trial(name, kind, seed, worst, f"{problem} ({requests})")
-        worst = max(worst, error)
-        if ran is not CudaGraphMode.FULL or error > _ROUNDING[engine.cache.dtype]:
-            said = f"relative error {error:.1e} in mode {ran.name} ({requests})"
-            return Trial(name, kind, seed + 1, worst, said)
-    engine.manager.reset()
-    return Trial(name, kind, rounds, worst, None)
-
-
-def _engine(make: type[AttentionBackend], kind: str, device: torch.device) -> AttentionEngine:
-    mode = "FULL" if kind == "mixed" else "FULL_DECODE_ONLY"
-    if device.type != "cuda":
-        return AttentionEngine(make, device, mode=mode)
-    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
-    sizes: dict[str, Any] = {"max_len": 2048, "num_pages": 4000, "max_tokens": 128, "max_reqs": 32}
-    return AttentionEngine(make, device, dtype=torch.bfloat16, mode=mode, **shape, **sizes)
 
 
 class Requests(NamedTuple):

@@ -1,4 +1,4 @@
-"""Attention in float64, one request at a time: the reference of the tests and the self-test."""
+"""Attention in float64, one request at a time: the reference of the tests."""
 
 from __future__ import annotations
 
