@@ -38,9 +38,9 @@ def autocast_cache(*, enabled: bool) -> Iterator[None]:
 def outside_modes() -> Iterator[None]:
     """Run operators that are no work of the caller's: unseen by its modes, recorded for no gradient."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())  # first: modes of functions see the others entered
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch._C._DisableTorchDispatch())  # made here: it works from then on
         yield
 

@@ -18,7 +18,6 @@ from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
-from simplegraph.program.held import by_class
 from simplegraph.program.session import PythonState, holds_graph_memory
 from simplegraph.program.snapshot import Snapshot
 
@@ -67,7 +66,9 @@ class PythonEffects:
         self._snapshot = Snapshot(*roots, tensors=False, code=_NEAR if code else 0, breaks=False)
         self._random = HostRandom()
         things = self._snapshot.things if code else ()
-        self._positions = [(thing, at) for thing in things if (at := _position(thing)) is not None]
+        readers = {kind: _reader_of(kind) for kind in {*map(type, things)}}
+        found = ((thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing))
+        self._positions = [(thing, read, at) for thing, read in found if (at := _position(thing, read)) is not None]
 
     def changed(self) -> set[str]:
         """Name what was changed."""
@@ -75,19 +76,17 @@ class PythonEffects:
 
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
-        return {self._snapshot.name_of(thing) for thing, before in self._positions if _position(thing) != before}
+        changed = (thing for thing, read, before in self._positions if _position(thing, read) != before)
+        return set(map(self._snapshot.name_of, changed))
 
 
-def _position(value: Any) -> Any:
-    """Return how far something has come that code advances; None for what does not advance, or does not tell."""
-    read = _reader_of(type(value))
-    if read is not None and not is_global_generator(value):
-        with contextlib.suppress(Exception):  # a closed file, the system's random generator
-            return read(value)
+def _position(value: Any, read: Callable[[Any], Any]) -> Any:
+    """Return how far something has come that code advances; None for what does not tell."""
+    with contextlib.suppress(Exception):  # a closed file, the system's random generator
+        return read(value)
     return None
 
 
-@by_class
 def _reader_of(kind: type) -> Callable[[Any], Any] | None:
     if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
         return operator.length_hint

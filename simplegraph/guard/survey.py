@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.held import by_class, has_address, is_library, own_dict
+from simplegraph.program.held import has_address, is_library, layer_settings, own_dict
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
@@ -22,13 +22,6 @@ _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
-# Of torch's layers: their parameters' shapes tell these.
-_SIZES = frozenset(
-    {
-        *("in_features", "out_features", "num_features", "num_embeddings", "embedding_dim", "normalized_shape"),
-        *("elementwise_affine", "affine", "in_channels", "out_channels", "kernel_size", "num_channels"),
-    }
-)
 _CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
 
 Link = tuple[Any, Any, Any]
@@ -205,14 +198,5 @@ def holders_of(module: nn.Module) -> list[dict[str, Any]]:
 def _settings(module: nn.Module) -> list[str]:
     """Name the settings of torch's own layers, such as `Dropout.p`, that parameters do not tell."""
     attributes = vars(module)
-    names = _constants(type(module))
+    names = layer_settings(type(module))
     return [name for name in names if name in attributes and type(attributes[name]) in SETTINGS]
-
-
-@by_class
-def _constants(kind: type) -> tuple[str, ...]:
-    """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")]
-    return tuple(
-        dict.fromkeys(name for base in bases for name in vars(base).get("__constants__", ()) if name not in _SIZES)
-    )

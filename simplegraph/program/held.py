@@ -211,3 +211,21 @@ def has_address(tensor: Tensor) -> bool:
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:
     """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+# Of torch's layers: their parameters' shapes tell these.
+_SIZES = frozenset(
+    {
+        *("in_features", "out_features", "num_features", "num_embeddings", "embedding_dim", "normalized_shape"),
+        *("elementwise_affine", "affine", "in_channels", "out_channels", "kernel_size", "num_channels"),
+    }
+)
+
+
+@by_class
+def layer_settings(kind: type) -> tuple[str, ...]:
+    """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")]
+    return tuple(
+        dict.fromkeys(name for base in bases for name in vars(base).get("__constants__", ()) if name not in _SIZES)
+    )

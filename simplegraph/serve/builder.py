@@ -153,10 +153,15 @@ class GraphBuilder:
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
-        run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
-            seen = run_observed(self.manager.table, run, key, traced=call.breaks, rows=rows, inputs=call.copied)
-        result, observer, trace = seen
+            result, observer, trace = run_observed(
+                self.manager.table,
+                lambda: invoke_watched(call, self.reader, args, kwargs, limit),
+                key,
+                traced=call.breaks,
+                rows=rows,
+                inputs=call.copied,
+            )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:

@@ -12,6 +12,7 @@ operators again, on the addresses seen at capture.
 """
 
 from simplegraph.device.emulator.device import CAPTURE_STREAM, EmulatorDevice, emulator
-from simplegraph.device.emulator.memory import DEFAULT_STREAM, EmulatorSegment
+from simplegraph.device.emulator.memory import DEFAULT_STREAM
+from simplegraph.device.emulator.recording import EmulatorSegment
 
 __all__ = ["CAPTURE_STREAM", "DEFAULT_STREAM", "EmulatorDevice", "EmulatorSegment", "emulator"]

@@ -21,13 +21,12 @@ from simplegraph.device.emulator.memory import (
     DEFAULT_STREAM,
     Arena,
     EmulatedThread,
-    EmulatorSegment,
     Memory,
     MemoryView,
     Streams,
     living,
 )
-from simplegraph.device.emulator.recording import EmulatedCapture
+from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.protocol import GraphPool, MemoryReading

@@ -1,4 +1,4 @@
-"""Memory that a capture touches, as a replay finds it again, the pool that it lives in, and segments that replay."""
+"""Memory that a capture touches, as a replay finds it again, and the pool that it lives in."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
-from torch.utils import _pytree as pytree
 
-from simplegraph.base.errors import EmulatorError, ReplayError
+from simplegraph.base.errors import EmulatorError
 
-# Typed loosely because torch leaves it untyped.
-_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
@@ -258,124 +254,3 @@ class Arena:
             self._dirty.clear()
         self._dirty.extend(created)
         self._last = place
-
-
-class RecordedCall(NamedTuple):
-    """A recorded operator. Its tensors are views until the capture ends, then tensors.
-
-    Attributes:
-        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
-    """
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    outputs: Sequence[tuple[int, Any]]
-
-
-def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
-    """Change every instance of `kind` in lists, tuples and dicts; torch's pytree takes twice as long, and adds up."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if type(tree) in (list, tuple):
-        return type(tree)(map_tree(kind, change, item) for item in tree)
-    return {key: map_tree(kind, change, item) for key, item in tree.items()} if type(tree) is dict else tree
-
-
-class EmulatorSegment:
-    """A graph's worth of recorded operators.
-
-    Args:
-        arena: the pool it was captured into.
-        calls: the operators, in order, on views of the memory that they use.
-        created: memory that they allocated.
-        constants: memory of Python numbers; a replay may write to it, and begins with their values.
-        outside: memory that must be alive for a replay.
-        reused: memory of earlier segments of the Program that was free when its capture began.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        calls: list[RecordedCall],
-        created: Iterable[Memory],
-        constants: Iterable[Memory],
-        outside: Iterable[Memory],
-        reused: Sequence[Memory],
-    ) -> None:
-        self._arena = arena
-        tensor_of = functools.cache(MemoryView.tensor)
-        with torch.inference_mode():  # the views are final by now
-            bound = [RecordedCall(call.func, *map_tree(MemoryView, tensor_of, call[1:])) for call in calls]
-        self._calls: list[RecordedCall] | None = bound
-        self._created = list(created)
-        self._constants = [(memory, memory.bytes.clone()) for memory in constants]
-        # What no pool owns is kept, lest other tensors get the address of freed ones; it counts as freed all the same.
-        self._outside = [
-            (_weak_reference(it.storage), it if it.pool is None else None, it.address, it.seen_as)
-            for it in outside
-            if it.address
-        ]
-        # From here on in the Program this segment may have written to it.
-        self._undefined_before = reused
-        self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
-        self._place = arena.add(self._created)
-        poison(self._created)
-
-    @property
-    def num_nodes(self) -> int | None:
-        """Operators recorded, views left out; None after `reset`."""
-        return None if self._calls is None else len(self._calls)
-
-    def replay(self) -> None:
-        """Run the recorded operators again.
-
-        Raises:
-            ReplayError: the segment was reset.
-            EmulatorError: memory it reads was freed or moved, a capture is under way, or the pool was
-                used on another stream that the current one does not wait for.
-        """
-        if self._calls is None:
-            raise ReplayError("this graph was dropped; capture it again.")
-        owned = []  # until the end of the replay
-        for weak, kept, address, seen_as in self._outside:
-            freed = kept is not None and kept.reusable()
-            storage = None if freed else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is None or storage.data_ptr() != address:
-                raise EmulatorError(
-                    f"replay reads memory that was freed: {seen_as}. "
-                    "A graph keeps nothing alive; whoever captured it must own what it reads."
-                )
-            owned.append(storage)
-        for memory in self._created:
-            if memory.storage.data_ptr() != memory.address:
-                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
-        self._arena.enter(self._place, self._created)
-        poison(self._undefined_before)
-        with torch._C._DisableAutocast(), torch.inference_mode():
-            for memory, value in self._constants:
-                memory.bytes.copy_(value)
-            for func, args, kwargs, outputs in self._calls:
-                result = func(*args, **kwargs)
-                if outputs:
-                    results = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-                    for place, target in outputs:
-                        target.copy_(results[place])
-        poison(self._undefined_after)
-
-    def wait(self) -> None:
-        """Return at once: nothing is left to do after a capture."""
-
-    def reset(self) -> None:
-        """Drop the graph; harmless the second time."""
-        if self._calls is None:
-            return
-        self._calls = None
-        self._arena.segments -= 1
-        self._arena.retired.extend(self._created)
-        self._created, self._outside, self._constants = [], [], []
-        self._undefined_before = self._undefined_after = []
-
-    def __del__(self) -> None:
-        if hasattr(self, "_place"):  # else it never came to life
-            self.reset()
