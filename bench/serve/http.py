@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -21,6 +22,7 @@ import pydantic
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.request import FinishReason, RequestError
@@ -36,6 +38,9 @@ _GAUGES = {
     "in_flight": "Requests that are running or waiting",
     "free_pages": "Pages of the KV cache that no request owns",
     "tasks": "Tasks of the event loop",
+    "accepted": "Requests that the engine has taken",
+    "answered": "Accepted requests that ran to their end",
+    "cancelled": "Accepted requests that were ended before, since their callers left or a stop text came",
 }
 _ids = itertools.count()
 
@@ -181,12 +186,15 @@ class Server:
         self._tokens = prometheus.Counter("bench_tokens", "Tokens that were generated", **settings)
         self._first = prometheus.Histogram("bench_first_token_seconds", "Time to the first token", **settings)
         gauges: dict[str, Callable[[], float]] = {
-            "in_flight": lambda: 0 if self._worker is None else self._worker.in_flight,
             "free_pages": lambda: sum(group.num_free for group in engine.scheduler.groups),
             "tasks": lambda: len(asyncio.all_tasks(self._loop)) if self._loop is not None else 0,
         }
-        for gauge, function in gauges.items():
-            prometheus.Gauge(f"bench_{gauge}", _GAUGES[gauge], **settings).set_function(function)
+        for gauge, text in _GAUGES.items():
+            function = gauges.get(gauge, functools.partial(self._count, gauge))
+            prometheus.Gauge(f"bench_{gauge}", text, **settings).set_function(function)
+
+    def _count(self, name: str) -> int:
+        return int(getattr(self._worker, name, 0))  # 0 before the start
 
     @property
     def worker(self) -> EngineWorker:
@@ -236,6 +244,8 @@ class Server:
             return await self._answer(request, asked)
         except _Refused as refused:
             return self._refuse(refused.status, str(refused))
+        except ClientDisconnect:
+            return self._refuse(499, "the caller disconnected before the end of the body.")
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the body"

@@ -7,9 +7,11 @@ tokens are not ``bench.generate``'s, a request is neither answered nor refused, 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +21,9 @@ from bench.tools.files import OUT, save_figures
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_json, count, positive
 
-GAUGES = ("in_flight", "free_pages", "tasks")
+FLAT = ("in_flight", "free_pages", "tasks")  # the same after the load as before
+TOTALS = ("accepted", "answered", "cancelled")
+KINDS = ("/v1/completions", "stream", "left early", "bad", "no HTTP")  # of callers, as the locustfile names them
 MODEL = "bench/data/eagle/target"
 _GROWTH_MIB = 32  # of the second half of the load: allocators and counters settle
 
@@ -49,40 +53,38 @@ def main(arguments: list[str] | None = None) -> int:
 def _loaded(server: subprocess.Popen[bytes], url: str, options: argparse.Namespace) -> Figures:
     while server.poll() is None and not _answers(url):
         time.sleep(0.2)
-    idle = _sample(server, url)
-    load = [
-        "locust",
-        "-f",
-        str(Path(__file__).with_name("locustfile.py")),
-        "--headless",
-        "--host",
-        url,
-        "--only-summary",
-    ]
+    idle, samples = _sample(server, url), []
+    load = ["-f", str(Path(__file__).with_name("locustfile.py")), "--host", url, "--headless", "--json"]
     load += ["-u", str(options.callers), "-r", "8", "-t", f"{int(options.minutes * 60)}s", "--stop-timeout", "20"]
-    samples = []
-    with subprocess.Popen(
-        [sys.executable, "-m", *load], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as locust:
-        while locust.poll() is None and server.poll() is None:
-            samples.append(_sample(server, url))
-            say(f"http_load: {samples[-1]}")
-            time.sleep(min(10.0, options.minutes * 6))
-        printed = locust.communicate()[0]
-    print(printed)
+    with tempfile.TemporaryFile("w+") as printed:  # not a pipe, which would be full before it is read
+        with subprocess.Popen([sys.executable, "-m", "locust", *load, "-L", "WARNING"], stdout=printed) as locust:
+            while locust.poll() is None and server.poll() is None:
+                samples.append(_sample(server, url))
+                say(f"http_load: {samples[-1]}")
+                time.sleep(min(10.0, options.minutes * 6))
+        printed.seek(0)
+        rows = json.loads(printed.read() or "[]")
+    callers = {row["name"]: {"requests": row["num_requests"], "failures": row["num_failures"]} for row in rows}
+    for name, counts in callers.items():
+        print(f"{name:16} {counts['requests']:>7} requests, {counts['failures']} failures")
     if server.poll() is not None:
-        return {"problems": [f"the server ended with {server.returncode}"], "samples": samples}
+        return {"problems": [f"the server ended with {server.returncode}"], "samples": samples, "callers": callers}
     time.sleep(2)
-    after = _sample(server, url)
-    middle = samples[len(samples) // 2]
+    after, middle = _sample(server, url), samples[len(samples) // 2]
+    print(f"before {idle}\nafter  {after}")
+    statuses = dict(re.findall(r'^bench_answers_total{status="(\d+)"} (\d+)', _get(f"{url}/metrics"), re.MULTILINE))
     problems = [
-        f"{name}: {idle[name]} before the load, {after[name]} after it" for name in GAUGES if idle[name] != after[name]
+        f"{name}: {idle[name]} before the load, {after[name]} after it" for name in FLAT if idle[name] != after[name]
     ]
+    problems += [f"{name}: no caller was served" for name in KINDS if not callers.get(name, {}).get("requests")]
+    if after["accepted"] != after["answered"] + after["cancelled"] or not after["cancelled"]:
+        problems.append(f"of {after['accepted']} requests {after['answered']} and {after['cancelled']} ended")
     if after["memory_mib"] > middle["memory_mib"] + _GROWTH_MIB:
         problems.append(f"memory: {middle['memory_mib']:.0f} MiB half-way, {after['memory_mib']:.0f} at the end")
     if locust.returncode:
-        problems.append(f"locust ended with {locust.returncode}: requests failed, see its table")
-    return {"problems": problems, "before": idle, "after": after, "samples": samples, "locust": printed.splitlines()}
+        problems.append(f"locust ended with {locust.returncode}: requests failed, see what it printed")
+    figures = {"problems": problems, "callers": callers, "statuses": {key: int(n) for key, n in statuses.items()}}
+    return figures | {"before": idle, "after": after, "samples": samples}
 
 
 def _answers(url: str) -> bool:
@@ -102,7 +104,7 @@ def _sample(server: subprocess.Popen[bytes], url: str) -> Figures:
     """Read the server's gauges, and its resident memory."""
     metrics = _get(f"{url}/metrics")
     status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
-    found = {name: float(re.search(rf"^bench_{name} (\S+)", metrics, re.MULTILINE)[1]) for name in GAUGES}  # type: ignore[index]
+    found = {name: float(re.search(rf"^bench_{name} (\S+)", metrics, re.MULTILINE)[1]) for name in (*FLAT, *TOTALS)}  # type: ignore[index]
     return found | {"memory_mib": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024}  # type: ignore[index]
 
 

@@ -6,14 +6,18 @@ be those that ``python -m bench.generate`` prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
+import urllib.parse
 from typing import Any
 
-from locust import FastHttpUser, between, task
+from locust import HttpUser, between, task
 
 MODEL = os.environ.get("SERVED_MODEL", "bench/data/eagle/target")
 COUNT = 32  # tokens of an answer
@@ -28,6 +32,15 @@ BAD: list[Any] = [
     {"prompt": {"a": 1}},
     b"[" * 100_000,
     b"x" * (2**20 + 1),
+]
+
+
+GARBAGE = [
+    random.Random(0).randbytes(1000),
+    b"\r\n" * 5000,
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /" + b"a" * 100_000,
 ]
 
 
@@ -52,7 +65,7 @@ def expected_tokens() -> list[list[int]]:
 EXPECTED = expected_tokens()
 
 
-class Caller(FastHttpUser):
+class Caller(HttpUser):
     """Asks, waits for the answer, and asks again."""
 
     wait_time = between(0.0, 0.1)
@@ -92,6 +105,21 @@ class Caller(FastHttpUser):
             else:
                 answer.failure(f"status {answer.status_code}")
 
+    @task(1)
+    def garble(self) -> None:
+        """Send what is no request, or half of one, and leave."""
+        place = urllib.parse.urlsplit(self.host)
+        began = time.perf_counter()
+        with socket.create_connection((place.hostname, place.port), timeout=10) as connection:
+            connection.sendall(random.choice(GARBAGE))
+            connection.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                connection.recv(4096)
+        took = 1000 * (time.perf_counter() - began)
+        self.environment.events.request.fire(
+            request_type="TCP", name="no HTTP", response_time=took, response_length=0, exception=None, context={}
+        )
+
     def _stream(self, name: str, most: int | None) -> None:
         index, body = self._body(stream=True)
         found: list[int] = []
@@ -99,12 +127,12 @@ class Caller(FastHttpUser):
             if answer.status_code == 429:
                 answer.success()
                 return
-            for line in answer.iter_lines():
-                event = line.decode() if isinstance(line, bytes) else line
-                if event.startswith("data: {"):
-                    found += json.loads(event[6:])["choices"][0]["token_ids"]
+            for line in answer.iter_lines(chunk_size=1):
+                if line.startswith(b"data: {"):
+                    found += json.loads(line[6:])["choices"][0]["token_ids"]
                 if most is not None and len(found) >= most:
                     break
+            answer.close()  # an unread rest closes the connection
             wanted = EXPECTED[index] if most is None else EXPECTED[index][: len(found)]
             if found != wanted:
                 answer.failure("other tokens than bench.generate's")

@@ -63,22 +63,20 @@ class EngineWorker:
     Attributes:
         streams: the requests that have not ended.
         error: what ended the thread, if something did.
+        in_flight: requests that were let in and have not ended: they are running or waiting.
+        accepted: how many requests the engine took; answered, cancelled: how they ended.
     """
 
     def __init__(self, engine: Engine, most: int) -> None:
         self.engine, self.most = engine, most
         self.streams: dict[Request, Stream] = {}
         self.error: BaseException | None = None
-        self._taken = 0  # requests that were let in and have not ended; of the event loop
+        self.accepted = self.answered = self.cancelled = 0
+        self.in_flight = 0  # of the event loop
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that are running or waiting."""
-        return self._taken
 
     async def submit(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -92,12 +90,12 @@ class EngineWorker:
         """
         if self.error is not None:
             raise EngineStopped(f"the engine has stopped: {self.error}")
-        if self._taken + len(prompts) > self.most:
-            raise QueueFull(f"{self._taken} of {self.most} requests are in the engine; try again later.")
+        if self.in_flight + len(prompts) > self.most:
+            raise QueueFull(f"{self.in_flight} of {self.most} requests are in the engine; try again later.")
         tokens: asyncio.Queue[Token] = asyncio.Queue()
         streams = [Stream(tokens, index) for index in range(len(prompts))]
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._taken += len(streams)
+        self.in_flight += len(streams)
         self._commands.put(lambda: self._add(prompts, params, streams, accepted))
         try:
             await accepted
@@ -170,13 +168,14 @@ class EngineWorker:
             for prompt, stream in zip(prompts, streams, strict=True):
                 stream.request = self.engine.add(prompt, params)
                 self.streams[stream.request] = stream
+                self.accepted += 1
         except EngineError as error:
             self._cancel(streams)
             missing = [stream for stream in streams if stream.request is None]
             self._tell(self._let_go, len(missing))
-            self._tell(_fail, accepted, error)
+            self._tell(_settle, accepted, error)
         else:
-            self._tell(_succeed, accepted)
+            self._tell(_settle, accepted)
 
     def _cancel(self, streams: Sequence[Stream]) -> None:
         for stream in streams:
@@ -189,22 +188,19 @@ class EngineWorker:
     ) -> None:
         if stream.request is not None:
             self.streams.pop(stream.request)
+        self.cancelled += finished is FinishReason.CANCELLED
+        self.answered += finished is not FinishReason.CANCELLED
         self._tell(self._let_go, 1)
         self._tell(stream.put, token, finished, error)
 
     def _let_go(self, count: int) -> None:
-        self._taken -= count
+        self.in_flight -= count
 
     def _tell(self, function: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _succeed(future: asyncio.Future[None]) -> None:
+def _settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
     if not future.done():
-        future.set_result(None)
-
-
-def _fail(future: asyncio.Future[None], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+        future.set_result(None) if error is None else future.set_exception(error)

@@ -46,7 +46,7 @@ class GraphCounters:
         inputs: what it was captured for, by argument, as text: dtype and shape, or value.
         inventory: what it touches, if the driver was asked.
         costs: its steps and their times; see `StepCost`.
-        paddings: how often it was replayed, by the number of padding rows.
+        paddings: how often it was replayed, by the number of padding rows, up to the largest that came.
     """
 
     label: str
@@ -62,10 +62,7 @@ class GraphCounters:
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     costs: Callable[[], Sequence[Any]] = dataclasses.field(default=tuple, repr=False)
     inventory: Inventory | None = None
-    paddings: list[int] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.paddings = [0] * (self.size + 1)
+    paddings: list[int] = dataclasses.field(default_factory=list, init=False)
 
     @property
     def replays(self) -> int:

@@ -179,7 +179,11 @@ class ProgramTable:
                 replay()
         else:  # an empty context would cost a microsecond
             replay()
-        graph.counters.paddings[padding] += 1
+        paddings = graph.counters.paddings
+        try:
+            paddings[padding] += 1
+        except IndexError:  # it grows as needed: scrapes add up the lists of every graph
+            paddings += [0] * (padding - len(paddings)) + [1]
         graph.left -= 1
 
     @contextlib.contextmanager

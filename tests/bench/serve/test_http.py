@@ -187,7 +187,7 @@ def test_a_caller_who_leaves_ends_the_request_and_its_pages_are_free(engine: Eng
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
         scope |= {"raw_path": b"/v1/completions", "asgi": {"version": "3.0"}, "app": server_app(client)}
         task = asyncio.ensure_future(server_app(client)(scope, receive, send))
-        while not server.worker.streams:
+        while not server.worker.accepted:
             await asyncio.sleep(0.01)
         if not stream:
             left.set()
@@ -198,6 +198,31 @@ def test_a_caller_who_leaves_ends_the_request_and_its_pages_are_free(engine: Eng
 
     serve(server, use)
     assert [group.num_free for group in engine.scheduler.groups] == pages
+
+
+def test_a_caller_who_leaves_within_the_body_is_no_error_of_the_server(engine: Engine) -> None:
+    async def use(client: Any) -> None:
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop()
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        scope |= {"raw_path": b"/v1/completions", "asgi": {"version": "3.0"}, "app": server_app(client)}
+        await server_app(client)(scope, receive, send)
+        assert sent[0]["status"] == 499
+        totals = (await client.get("/metrics")).text
+        assert "bench_accepted 0.0" in totals
+        assert (await client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 200
+        totals = (await client.get("/metrics")).text
+        assert "bench_accepted 1.0" in totals
+        assert "bench_answered 1.0" in totals
+
+    serve(Server(engine, "tiny"), use)
 
 
 def server_app(client: Any) -> Any:
