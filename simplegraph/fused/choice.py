@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,11 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
     """
     new: dict[str, list[KernelTrial]] = {}
     for trial in trials:
-        kernel, known = _KERNELS.get(trial.operator), (device, dtype, trial)
-        if kernel is not None and known not in _compiled:
+        kernel, known = _TRIALS[trial.operator].kernel, (device, dtype, trial)
+        if kernel and known not in _compiled:
             _compiled.add(known)
             new.setdefault(kernel, []).append(trial)
-    chains = [[[each] for each in some] if kernel in _VARIANTS else [some] for kernel, some in new.items()]
+    chains = [[[each] for each in some] if _TRIALS[some[0].operator].variants else [some] for some in new.values()]
     if not chains:
         return
     read_compiler()  # else each of the threads does
@@ -145,18 +145,18 @@ def _problem(device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> st
 
 def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
     """Say how an operator's results differ from torch's, which are computed on the CPU; None if they do not."""
-    _, exact, wrong = _TRIALS[trial.operator]
-    if trial.operator in _PRODUCTS and dtype is torch.float32:
+    tried = _TRIALS[trial.operator]
+    if not tried.kernel and dtype is torch.float32:
         return None  # torch's own, rounded to TF32 where the user allows that
     plain = torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False)
     with torch.inference_mode(False), torch.no_grad(), plain[0], plain[1]:
         found = _run(operators, device, dtype, trial)
         expected = _run(Operators(), _CPU, dtype, trial)
         # Torch rounds up to three times, and adds up in another order.
-        tolerance = 0.0 if exact else max(4 * torch.finfo(dtype).eps, 1e-5)
+        tolerance = 0.0 if tried.exact else max(4 * torch.finfo(dtype).eps, 1e-5)
         for one, other in zip(found, expected, strict=True):
             if not torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance):
-                return wrong
+                return "its results differ from torch's"
     return None
 
 
@@ -170,7 +170,8 @@ def _run(operators: Operators, device: torch.device, dtype: torch.dtype, trial: 
     Only the operator itself runs on the device: what torch runs there for the first time, it loads or compiles.
     """
     on_device: Any = operators if device.type == "cpu" else _OnDevice(operators, device)
-    return _TRIALS[trial.operator][0](on_device, functools.partial(_numbers, dtype), *trial.sizes)
+    found = _TRIALS[trial.operator].run(on_device, functools.partial(_numbers, dtype), *trial.sizes)
+    return [found] if isinstance(found, Tensor) else found
 
 
 class _OnDevice:
@@ -202,91 +203,22 @@ def _numbers(dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
     return torch.cos(1.7 * places + 0.3 + phase).to(dtype).view(shape)
 
 
-def _rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:
-    return [operators.rms_norm(numbers(2, columns), numbers(columns, phase=1), 1e-5, float(offset))]
+def _image(numbers: _Numbers, *shape: int, phase: float = 0.0) -> Tensor:
+    return numbers(*shape, phase=phase).contiguous(memory_format=torch.channels_last)
 
 
-def _add_rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:
-    x, residual = numbers(2, columns), numbers(2, columns, phase=2)
-    return operators.add_rms_norm(x, residual, numbers(columns, phase=1), 1e-5, float(offset))
-
-
-def _add_layer_norm(operators: Operators, numbers: _Numbers, columns: int, biased: int = 1) -> Sequence[Tensor]:
-    x, residual, bias = numbers(2, columns), numbers(2, columns, phase=2), numbers(columns, phase=3)
-    return operators.add_layer_norm(x, residual, numbers(columns, phase=1), bias if biased else None, 1e-5)
-
-
-def _group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
-    x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
-    weight, bias = numbers(channels, phase=1), numbers(channels, phase=2)
-    return [operators.group_norm(x, Grouped(groups, 1e-5, weight, bias))]
-
-
-def _activated_group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
-    x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
+def _activated(numbers: _Numbers, channels: int, groups: int) -> Sequence[Grouped]:
+    """Describe a group norm with its activation: alone, and with all that may be added before it."""
     weight, bias, row = (numbers(channels, phase=phase) for phase in (1, 2, 3))
-    norm = Grouped(groups, 1e-5, weight, bias, row, numbers(2, channels, phase=4), "silu")
-    return [operators.group_norm(x, each) for each in (norm._replace(row=None, added=None), norm)]
+    alone = Grouped(groups, 1e-5, weight, bias, kind="silu")
+    return alone, alone._replace(row=row, added=numbers(2, channels, phase=4))
 
 
-def _adapt(operators: Operators, numbers: _Numbers, columns: int, *given: str) -> Sequence[Tensor]:
-    """Try it with the named tensors."""
+def _adapted(numbers: _Numbers, columns: int, *given: str) -> Adapted:
+    """Describe a norm with the named tensors."""
     shapes = {"weight": (columns,), "bias": (columns,), "row": (columns,), "residual": (2, 3, columns)}
     tensors = {name: numbers(*shapes.get(name, (2, columns)), phase=phase) for phase, name in enumerate(given, 1)}
-    normed, total = operators.adapt(numbers(2, 3, columns), Adapted(1e-5, **tensors))
-    return [normed, *([total] if "residual" in given else [])]
-
-
-def _linears(operators: Operators, numbers: _Numbers, inputs: int, count: int, biased: int) -> Sequence[Tensor]:
-    weights = [numbers(4 + layer, inputs, phase=1 + layer) / inputs for layer in range(count)]
-    biases = [numbers(len(weight), phase=2) if biased else None for weight in weights]
-    return operators.linears(numbers(1, 1, inputs), weights, biases)
-
-
-def _attend(operators: Operators, numbers: _Numbers, group: int, elements: int, masked: int) -> Sequence[Tensor]:
-    q, k, v = (numbers(2, heads, keys, elements, phase=heads) for heads, keys in ((2 * group, 1), (2, 300), (2, 300)))
-    mask = (numbers(2, 1, 1, 300) > 0) if masked else None
-    return [operators.attend(q, k, v, mask, None, 0.5)]  # of few keys: the mean of many is nearly zero
-
-
-def _linear_gelu(operators: Operators, numbers: _Numbers, inputs: int, outputs: int) -> Sequence[Tensor]:
-    weight, bias = numbers(outputs, inputs, phase=1) / inputs, numbers(outputs, phase=2)
-    return [operators.linear_gelu(numbers(2, 3, inputs), weight, bias)]
-
-
-def _finish(operators: Operators, numbers: _Numbers, kind: str, added: int = 0, scaled: int = 0) -> Sequence[Tensor]:
-    x, residual = (numbers(2, 16, 3, 2, phase=at).contiguous(memory_format=torch.channels_last) for at in (0, 2))
-    bias, factor = numbers(16, phase=1), None
-    if scaled:
-        bias, factor = bias.float(), numbers(16, phase=3).float()
-    return [operators.finish(x, bias, residual if added else None, kind, factor)]
-
-
-def _pointwise(operators: Operators, numbers: _Numbers, kind: str) -> Sequence[Tensor]:
-    x = numbers(2, 16, 3, 2).contiguous(memory_format=torch.channels_last)
-    return [operators.pointwise(x, numbers(32, 16, 1, 1, phase=1) / 16, numbers(32, phase=2), kind)]
-
-
-def _depthwise(operators: Operators, numbers: _Numbers, size: int) -> Sequence[Tensor]:
-    x = numbers(2, 16, size + 1, size).contiguous(memory_format=torch.channels_last)
-    weight, bias = numbers(size, size, 1, 16, phase=1).permute(3, 2, 0, 1) / size**2, numbers(16, phase=2)
-    return [operators.depthwise(x, weight, bias, stride, size // 2, kind) for stride, kind in ((1, "silu"), (2, ""))]
-
-
-def _excite(operators: Operators, numbers: _Numbers, channels: int, squeezed: int, kind: str) -> Sequence[Tensor]:
-    narrow = numbers(squeezed, channels, phase=1) / channels, numbers(squeezed, phase=2)
-    wide = numbers(channels, squeezed, phase=3), numbers(channels, phase=4)
-    return [operators.excite(numbers(2, channels), narrow, wide, kind)]
-
-
-def _gated(operators: Operators, numbers: _Numbers, columns: int, kind: str) -> Sequence[Tensor]:
-    return [operators.gated(numbers(2, columns), numbers(2, columns, phase=1), kind)]
-
-
-def _rotate(operators: Operators, numbers: _Numbers, elements: int) -> Sequence[Tensor]:
-    q, k, cos, sin = (numbers(1, elements, phase=phase) for phase in range(4))
-    shape = (1, 1, 1, elements)
-    return operators.rotate(q.view(shape), k.view(shape), cos.unsqueeze(0), sin.unsqueeze(0))
+    return Adapted(1e-5, **tensors)
 
 
 def _rotate_and_write(
@@ -309,35 +241,145 @@ def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout:
     return [pages[:, :1]]
 
 
-# The kernel that an operator's trial compiles; those of cuBLAS and cuDNN are not among them.
-_KERNELS: Mapping[str, str] = {
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "add_layer_norm"), "norm"),
-    **dict.fromkeys(("group_norm", "activated_group_norm"), "group_norm"),
-    **{name: name for name in ("adapt", "linears", "attend", "finish", "depthwise", "excite", "gated")},
-    **{name: name for name in ("rotate", "rotate_and_write", "write_pages")},
-}
-# Kernels of which each trial compiles another variant; for the others sizes are arguments.
-_VARIANTS = frozenset({"norm", "adapt", "linears", "attend", "depthwise", "rotate", "rotate_and_write", "write_pages"})
-_PRODUCTS = frozenset({"linear_gelu", "pointwise"})  # cuBLAS ends these by itself, in half precision
-_compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
+class _Trial(NamedTuple):
+    """How an operator is tried.
 
-# How an operator is tried, if its results must be torch's to the bit, and what is wrong if they are not as expected.
-_TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
-    "rms_norm": (_rms_norm, False, "the norm's results differ from torch's"),
-    "add_rms_norm": (_add_rms_norm, False, "the results of sum and norm differ from torch's"),
-    "add_layer_norm": (_add_layer_norm, False, "the results of sum and norm differ from torch's"),
-    "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
-    "activated_group_norm": (_activated_group_norm, False, "the norm's results differ from torch's"),
-    "adapt": (_adapt, False, "the norm's results differ from torch's"),
-    "linears": (_linears, False, "linear layers of one row differ from torch's"),
-    "attend": (_attend, False, "attention of one query differs from torch's"),
-    "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
-    "finish": (_finish, False, "a biased and activated image differs from torch's"),
-    "pointwise": (_pointwise, False, "a convolution of pixels differs from torch's"),
-    "depthwise": (_depthwise, False, "a depthwise convolution differs from torch's"),
-    "excite": (_excite, False, "the factors of channels differ from torch's"),
-    "gated": (_gated, False, "the gated activation's results differ from torch's"),
-    "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),
-    "rotate_and_write": (_rotate_and_write, False, "the cache does not hold the keys and values that were written"),
-    "write_pages": (_write_pages, True, "the cache does not hold the keys and values that were written"),
+    Attributes:
+        run: calls it, from operators, a function that makes numbers of a shape, and the sizes; returns its results.
+        kernel: what the trial compiles; "" for a product that cuBLAS ends by itself, in half precision.
+        variants: each trial compiles another variant of the kernel; else the sizes are arguments.
+        exact: the results must be torch's to the bit.
+    """
+
+    run: Callable[..., Any]
+    kernel: str
+    variants: bool = False
+    exact: bool = False
+
+
+_TRIALS: Mapping[str, _Trial] = {
+    "rms_norm": _Trial(
+        lambda run, numbers, columns, offset=0: run.rms_norm(
+            numbers(2, columns), numbers(columns, phase=1), 1e-5, float(offset)
+        ),
+        "norm",
+        variants=True,
+    ),
+    "add_rms_norm": _Trial(
+        lambda run, numbers, columns, offset=0: run.add_rms_norm(
+            numbers(2, columns), numbers(2, columns, phase=2), numbers(columns, phase=1), 1e-5, float(offset)
+        ),
+        "norm",
+        variants=True,
+    ),
+    "add_layer_norm": _Trial(
+        lambda run, numbers, columns, biased=1: run.add_layer_norm(
+            numbers(2, columns),
+            numbers(2, columns, phase=2),
+            numbers(columns, phase=1),
+            numbers(columns, phase=3) if biased else None,
+            1e-5,
+        ),
+        "norm",
+        variants=True,
+    ),
+    "group_norm": _Trial(
+        lambda run, numbers, channels, groups: run.group_norm(
+            _image(numbers, 2, channels, 3, 2),
+            Grouped(groups, 1e-5, numbers(channels, phase=1), numbers(channels, phase=2)),
+        ),
+        "group_norm",
+    ),
+    "activated_group_norm": _Trial(
+        lambda run, numbers, channels, groups: [
+            run.group_norm(_image(numbers, 2, channels, 3, 2), norm) for norm in _activated(numbers, channels, groups)
+        ],
+        "group_norm",
+    ),
+    "adapt": _Trial(
+        lambda run, numbers, columns, *given: run.adapt(numbers(2, 3, columns), _adapted(numbers, columns, *given)),
+        "adapt",
+        variants=True,
+    ),
+    "linears": _Trial(
+        lambda run, numbers, inputs, count, biased: run.linears(
+            numbers(1, 1, inputs),
+            [numbers(4 + layer, inputs, phase=1 + layer) / inputs for layer in range(count)],
+            [numbers(4 + layer, phase=2) if biased else None for layer in range(count)],
+        ),
+        "linears",
+        variants=True,
+    ),
+    "attend": _Trial(  # to few keys: the mean of many is nearly zero
+        lambda run, numbers, group, elements, masked: run.attend(
+            numbers(2, 2 * group, 1, elements, phase=2 * group),
+            *(numbers(2, 2, 300, elements, phase=2) for _ in range(2)),
+            (numbers(2, 1, 1, 300) > 0) if masked else None,
+            None,
+            0.5,
+        ),
+        "attend",
+        variants=True,
+    ),
+    "linear_gelu": _Trial(
+        lambda run, numbers, inputs, outputs: run.linear_gelu(
+            numbers(2, 3, inputs), numbers(outputs, inputs, phase=1) / inputs, numbers(outputs, phase=2)
+        ),
+        "",
+    ),
+    "finish": _Trial(
+        lambda run, numbers, kind, added=0, scaled=0: run.finish(
+            _image(numbers, 2, 16, 3, 2),
+            numbers(16, phase=1).float() if scaled else numbers(16, phase=1),
+            _image(numbers, 2, 16, 3, 2, phase=2) if added else None,
+            kind,
+            numbers(16, phase=3).float() if scaled else None,
+        ),
+        "finish",
+    ),
+    "pointwise": _Trial(
+        lambda run, numbers, kind: run.pointwise(
+            _image(numbers, 2, 16, 3, 2), numbers(32, 16, 1, 1, phase=1) / 16, numbers(32, phase=2), kind
+        ),
+        "",
+    ),
+    "depthwise": _Trial(
+        lambda run, numbers, size: [
+            run.depthwise(
+                _image(numbers, 2, 16, size + 1, size),
+                numbers(size, size, 1, 16, phase=1).permute(3, 2, 0, 1) / size**2,
+                numbers(16, phase=2),
+                stride,
+                size // 2,
+                kind,
+            )
+            for stride, kind in ((1, "silu"), (2, ""))
+        ],
+        "depthwise",
+        variants=True,
+    ),
+    "excite": _Trial(
+        lambda run, numbers, channels, squeezed, kind: run.excite(
+            numbers(2, channels),
+            (numbers(squeezed, channels, phase=1) / channels, numbers(squeezed, phase=2)),
+            (numbers(channels, squeezed, phase=3), numbers(channels, phase=4)),
+            kind,
+        ),
+        "excite",
+    ),
+    "gated": _Trial(
+        lambda run, numbers, columns, kind: run.gated(numbers(2, columns), numbers(2, columns, phase=1), kind), "gated"
+    ),
+    "rotate": _Trial(
+        lambda run, numbers, elements: run.rotate(
+            *(numbers(1, 1, 1, elements, phase=phase) for phase in (0, 1)),
+            *(numbers(1, 1, elements, phase=phase) for phase in (2, 3)),
+        ),
+        "rotate",
+        variants=True,
+        exact=True,
+    ),
+    "rotate_and_write": _Trial(_rotate_and_write, "rotate_and_write", variants=True),
+    "write_pages": _Trial(_write_pages, "write_pages", variants=True, exact=True),
 }
+_compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
