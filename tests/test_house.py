@@ -33,7 +33,7 @@ CORE = {
 # Extras, which the core would not miss.
 EXTRAS = {
     "fused": 2_830,
-    "training": 1_500,
+    "training": 1_480,
     "attention": 1_920,
     "spec_decode": 310,
     "doctor": 400,

@@ -24,8 +24,7 @@ from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.training.gradients import set_up_backwards
-from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
+from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused, set_up_backwards
 from simplegraph.training.notes import BackwardNotes
 from simplegraph.training.pair import LastForward, PairPlan
 from simplegraph.training.recording import Recording, written_outputs

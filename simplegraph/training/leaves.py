@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.args import PLAIN_TENSORS
+from simplegraph.device.protocol import GraphDevice
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.training.notes import calls_noted
+from simplegraph.training.notes import noted_calls
 
 requires_grad = operator.attrgetter("requires_grad")
 _REPLICA = (
@@ -202,18 +203,19 @@ def refuse_hooks(module: nn.Module) -> None:
             raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
 
 
-def replicas_refused(binding: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def replicas_refused(binding: Any) -> Iterator[None]:
     """Let no graph serve a binding's calls if the run in here calls a `DistributedDataParallel`, whatever holds it.
 
     Autograd itself reduces its gradients between ranks. A capture that failed would leave that half done, and the next
     forward of the module would raise.
     """
-
-    def note(module: nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel):
-            binding.unsupported = CannotBind(Reason.UNTRAINABLE, _REPLICA)
-
-    return calls_noted(register_module_forward_pre_hook, note)
+    with noted_calls(register_module_forward_pre_hook) as called:
+        try:
+            yield
+        finally:
+            if any(isinstance(module, DistributedDataParallel) for module in called):
+                binding.unsupported = CannotBind(Reason.UNTRAINABLE, _REPLICA)
 
 
 class HookWatch(torch.overrides.TorchFunctionMode):
@@ -230,3 +232,12 @@ class HookWatch(torch.overrides.TorchFunctionMode):
         if func.__name__ in self._METHODS:
             self.found = f"Tensor.{func.__name__}"
         return func(*args, **(kwargs or {}))
+
+
+def set_up_backwards(device: GraphDevice) -> None:
+    """Let cuBLAS have its workspaces for the thread that will run the backward on the capture stream."""
+    with device.on_capture_stream(), torch.enable_grad():
+        scratch = torch.zeros(1, device=device.torch_device, requires_grad=True)
+        result = scratch.clone()
+        result.register_hook(lambda _: device.keep_workspaces())  # type: ignore[no-untyped-call]  # in that thread
+        torch.autograd.grad(result, scratch)

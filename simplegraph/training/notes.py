@@ -100,21 +100,20 @@ _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_
 
 
 @contextlib.contextmanager
-def calls_noted(register: Callable[[Callable[..., None]], Any], note: Callable[[Any], None]) -> Iterator[None]:
-    """Call `note` with each module or optimizer that this thread calls in here.
+def noted_calls(register: Callable[[Callable[..., None]], Any]) -> Iterator[list[Any]]:
+    """Yield a list that each module or optimizer which this thread calls in here is added to.
 
     Args:
         register: registers a hook, which is called with what is called first, and returns its handle.
-        note: called before each call.
     """
-    thread = threading.get_ident()
+    thread, found = threading.get_ident(), list[Any]()
 
     def hook(called: Any, *_: Any) -> None:
         if threading.get_ident() == thread:
-            note(called)
+            found.append(called)
 
     handle = register(hook)
     try:
-        yield
+        yield found
     finally:
         handle.remove()

@@ -21,7 +21,7 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.reach import Attributes, CodePlace
 from simplegraph.program.held import ABSENT
-from simplegraph.training.notes import calls_noted
+from simplegraph.training.notes import noted_calls
 
 logger = logging.getLogger("simplegraph")
 
@@ -88,17 +88,18 @@ class StepOptimizers:
                 f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
             )
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
         """Refuse graphs if an optimizer that is none of these steps in here: its numbers would stay as captured."""
-
-        def note(found: optim.Optimizer) -> None:
-            self.stepped = True
-            if not any(found is each for each in self.all):
-                self.refusal = self.scheduled = (
-                    f"the step calls {type(found).__name__}, which optimizers= does not name"
-                )
-
-        return calls_noted(register_optimizer_step_pre_hook, note)
+        with noted_calls(register_optimizer_step_pre_hook) as called:
+            try:
+                yield
+            finally:
+                self.stepped = self.stepped or bool(called)
+                for other in (one for one in called if not any(one is each for each in self.all)):
+                    self.refusal = self.scheduled = (
+                        f"the step calls {type(other).__name__}, which optimizers= does not name"
+                    )
 
     # The learning rates on the device.
 

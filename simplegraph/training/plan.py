@@ -1,20 +1,16 @@
-"""The replay path of a training step: a module's, gradients and learning rates around it, and pinned inputs."""
+"""The replay path of a training step: a module's, with gradients and learning rates around it."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from simplegraph.base.nested import flatten
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.training.gradients import KEPT
+from simplegraph.training.effects import KEPT, StepEffects
 
 
 class WithGradients(NamedTuple):
@@ -34,7 +30,7 @@ class StepPlan(Plan):
 
     def _returned(self, call: Call) -> None:
         super()._returned(call)
-        self.step = call.module.step
+        self.step: StepEffects = call.module.step
         self._used = sorted(self.step.used)
         count = self._spec.children[0].num_leaves
         self._left = self._whole[count:]
@@ -101,39 +97,3 @@ class StepPlan(Plan):
                 parameter.grad = left
             found.append(parameter.grad)
         self._known = found
-
-
-_new_stream: Callable[[torch.device], torch.cuda.Stream] = (
-    torch.cuda.Stream
-)  # typed here because torch leaves it untyped
-
-
-class Staging:
-    """Copies pinned tensors to a GPU while the step before runs there, on a stream that does not wait for it.
-
-    Args:
-        device: the GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = _new_stream(device)
-
-    def staged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with device copies in place of pinned tensors; the current stream waits for the copies."""
-        leaves, spec = flatten((args, dict(kwargs)))
-        if not any(map(_is_pinned, leaves)):
-            return args, dict(kwargs)
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            copies = [leaf.to(self._device, non_blocking=True) if _is_pinned(leaf) else leaf for leaf in leaves]
-        current.wait_stream(self._stream)
-        for leaf, copy in zip(leaves, copies, strict=True):
-            if copy is not leaf:
-                copy.record_stream(current)  # whose memory belongs to the other stream
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = spec.unflatten(copies)
-        return moved
-
-
-def _is_pinned(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and leaf.is_pinned()

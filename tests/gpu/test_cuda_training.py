@@ -142,22 +142,6 @@ def test_an_optimizer_that_ran_before_keeps_its_steps():
     assert all(state["step"].is_cuda and state["step"].item() == 9 for state in optimizer.state.values())
 
 
-@pytest.mark.proofs
-def test_pinned_inputs_are_staged_and_may_be_rewritten_after_the_device_has_them():
-    training = Training(making(), graphed=True)
-    twin = Training(making(), graphed=True)
-    pinned = [tensor.pin_memory() for tensor in batch(0)]
-    for number in range(12):
-        for target, source in zip(pinned, batch(number), strict=True):
-            target.copy_(source)
-        torch.manual_seed(number)  # both drop the same
-        expected = twin.step(*on_gpu(number))
-        torch.manual_seed(number)
-        assert torch.equal(training.step(*pinned), expected)
-        torch.cuda.synchronize()
-    assert training.step.graph_stats.replays >= 8
-
-
 def test_a_graph_of_autograd_that_was_kept_from_before_does_no_harm():
     """Its nodes that accumulate gradients belong to another stream."""
     twins = twins_of(making(model=lambda: nn.Linear(6, 3)))

@@ -1,0 +1,384 @@
+"""What a training step does beside returning a result, gradients above all, and the module made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer
+from torch.utils.hooks import RemovableHandle
+
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.modes import autocast_cache, outside_modes
+from simplegraph.base.nested import ATOMS, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import after_step, storage_key
+from simplegraph.device.select import graph_device
+from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.reach import CodePlace
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
+from simplegraph.program.held import restore
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.training.leaves import leaves_reached, replicas_refused, set_up_backwards
+from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
+
+_grad = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+KEPT = True  # stands for a gradient that a step does not touch
+_GLOBAL_HOOKS = (
+    *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
+    _optimizer._global_optimizer_pre_hooks,
+)
+
+
+class Gradients:
+    """The gradients of some parameters.
+
+    A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
+    another graph overwrites it. One that a graph reads at its begin, to add to it, lies at a fixed address outside of
+    the pool, the same for all graphs; what `.grad` holds is copied there if it lies elsewhere.
+
+    Attributes:
+        parameters: those whose gradients these are.
+        devices: where they are, as text.
+        entry: what `.grad` of each held when `state` last looked.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.entry: list[Tensor | None] = []
+        self.devices: list[str] = []
+        self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
+        self._wanting: list[bool] = []
+        self._key: Hashable = ()
+
+    def use(self, parameters: Iterable[Tensor]) -> None:
+        """Follow these parameters from now on."""
+        found = list({id(parameter): parameter for parameter in parameters}.values())
+        if list(map(id, found)) != list(map(id, self.parameters)):
+            self.parameters = found
+            self.entry = []
+            self._wanting = []
+            self.devices = sorted({str(each.device) for each in found})
+            self._fixed = {id(p): self._fixed[id(p)] for p in found if id(p) in self._fixed}
+
+    def state(self) -> Hashable:
+        """Return which parameters have a gradient, and which want one: the very same object while that stays."""
+        entry, wanting = list(map(_grad, self.parameters)), list(map(_requires_grad, self.parameters))
+        known = self.entry
+        if wanting != self._wanting or len(entry) != len(known) or not all(map(operator.is_, entry, known)):
+            key = tuple(wanting), tuple(gradient is not None for gradient in entry)
+            self._key = self._key if key == self._key else key
+            self.entry, self._wanting = entry, wanting
+        return self._key
+
+    def passed(self) -> dict[int, list[int]]:
+        """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
+        found: dict[int, list[int]] = {}
+        for index, gradient in enumerate(map(_grad, self.parameters)):
+            if gradient is not None and gradient.layout is torch.strided:
+                found.setdefault(storage_key(gradient), []).append(index)
+        return found
+
+    def fix(self, used: Iterable[int]) -> set[int]:
+        """Make the tensors at fixed addresses for the gradients that graphs read; return the storage keys of all."""
+        for index in used:  # a capture would make its own
+            self._fixed_of(index)
+        return {storage_key(tensor) for _, tensor in self._fixed.values()}
+
+    def _fixed_of(self, index: int, *, makes: bool = True) -> Tensor:
+        """Return the tensor at a fixed address for the gradient of one parameter."""
+        parameter = self.parameters[index]
+        known = self._fixed.get(id(parameter))
+        if known is None or _kind(known[1]) != _kind(parameter):  # the parameter was converted or moved
+            if not makes:
+                cause = f"a parameter of shape {tuple(parameter.shape)} was converted or moved just before"
+                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
+            gradient = parameter.grad
+            with outside_modes():
+                made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
+            known = self._fixed[id(parameter)] = parameter, made
+        return known[1]
+
+    def enter(self, used: Iterable[int]) -> None:
+        """Let the gradients that a graph reads lie where it reads them."""
+        with outside_modes():
+            for index in used:
+                parameter, fixed = self.parameters[index], self._fixed_of(index)
+                gradient = parameter.grad
+                if gradient is not None and gradient is not fixed:
+                    if gradient.data_ptr() != fixed.data_ptr():
+                        fixed.copy_(gradient)
+                    parameter.grad = fixed
+
+    def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
+        """Put those that the capture reads at their fixed address; return what to put back. Raises CaptureError."""
+        before = list(map(_grad, self.parameters))
+        for index in used:
+            if before[index] is not None:
+                self.parameters[index].grad = self._fixed_of(index, makes=False)
+        return before
+
+    def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:
+        """Take what a captured step left, and put back what was there.
+
+        Returns:
+            By parameter: a tensor of the graph, the fixed one, None, or `KEPT`.
+        """
+        left: list[Any] = []
+        own = set(used)
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            kept = gradient is before[index] and gradient is not None and index not in own
+            left.append(KEPT if kept else gradient)
+        self.put(before)
+        for gradient in left:
+            if isinstance(gradient, Tensor) and (gradient.layout is not torch.strided or gradient.requires_grad):
+                cause = "a gradient is sparse" if gradient.layout is not torch.strided else "a gradient requires grad"
+                raise CaptureError(f"capturing the step failed\n  {cause}, which no graph can hand out.", cause=cause)
+        return left
+
+    def put(self, gradients: Sequence[Tensor | None]) -> None:
+        """Set every `.grad`."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+class StepState(NamedTuple):
+    """The Python state in a step's key: values that it and its optimizers read, which gradients and hooks there are."""
+
+    values: Hashable
+    gradients: Hashable
+    hooks: Hashable
+
+
+class StepEffects:
+    """The effects of a training step beside its result.
+
+    Args:
+        optimizers: those that it calls.
+        scaler: the gradient scaler that it calls, if any.
+
+    Attributes:
+        gradients: of all parameters that it may reach.
+        used: the indices of those that the calls served now read at their begin.
+        left: what a captured run left of them.
+        found: parameters that got gradients and that nothing else led to.
+        held: the states, groups and functions of the optimizers, by name.
+        proven: a graph was proven since the last replay.
+    """
+
+    def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
+        self.optimizers, self.scaler, self.modules = optimizers, scaler, modules
+        self.gradients = Gradients()
+        self.left: list[Any] | None = None
+        self.found: list[Tensor] = []
+        self.held: dict[str, Any] = {}
+        self.proven = False
+        self._passed: dict[int, list[int]] = {}
+        self._trained = False
+        self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
+
+    @property
+    def used(self) -> set[int]:
+        serving = self._serving()
+        return self._used.setdefault(serving, set()) if serving else set()
+
+    def hooks(self) -> list[Any]:
+        """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
+        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}.values()
+        on_gradients = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
+        on_steps = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers.all]
+        self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
+        self._hook_ids = tuple(number for held in self._hooks for number in held)
+        self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
+        return [hook for held in self._hooks for hook in held.values()]
+
+    def hook_ids(self) -> Hashable:
+        """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
+        if self._known_hooks != (RemovableHandle.next_id, list(map(len, self._hooks))):
+            self.hooks()
+        return self._hook_ids
+
+    def serve(self, binding: Any) -> None:
+        """Note which calls are served next."""
+        self._serving = weakref.ref(binding)
+
+    def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
+        """Note which gradients an eager run read of those that it found; return the keys of their memory."""
+        for observer in observers:
+            if not observer.captures:
+                read = (indices for key, indices in self._passed.items() if key in observer.external)
+                self.used.update(itertools.chain.from_iterable(read))
+        return self._passed.keys() - self.gradients.fix(self.used)
+
+    def note_leaves(self, result: Any, *, captured: bool) -> None:
+        """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
+        known = set(map(id, self.gradients.parameters))
+        outputs = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known]
+        # A tensor that the step itself made a leaf is gone with the run.
+        unknown = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or self._met.get(id(leaf)) is leaf]
+        self._met = weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
+        if unknown and captured:
+            cause = f"a parameter of shape {tuple(unknown[0].shape)} got a gradient, but nothing led to it"
+            raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)
+        self.found += unknown
+
+    def check_trained(self, result: Any) -> None:
+        """Refuse a step that leaves its backward to the caller, who gets no graph of autograd for it."""
+        gradients = (parameter.grad for parameter in self.gradients.parameters)
+        self._trained = self._trained or self.optimizers.stepped or any(each is not None for each in gradients)
+        if not self._trained and any(map(_wants_grad, flatten(result)[0])):
+            raise InputError(
+                "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
+                "Call loss.backward() and optimizer.step() inside of the step; what it returns is detached."
+            )
+
+    @contextlib.contextmanager
+    def around_eager(self, *, observed: bool) -> Iterator[None]:
+        """Surround a run that computes; `observed` if `note_read` will tell what it read."""
+        self._passed = self.gradients.passed() if observed else {}
+        serving = self._serving() if observed else None
+        replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
+        with self.optimizers.mirrored(), self.optimizers.watched(), replicas:
+            yield
+
+    @contextlib.contextmanager
+    def around_capture(self) -> Iterator[None]:
+        """Surround a captured run: nothing that it changes in Python stays."""
+        self._passed = {}
+        used = sorted(self.used)
+        python = OptimizersPython(self.optimizers.all, self.scaler)
+        before = self.gradients.begin_capture(used)
+        try:
+            with self.optimizers.mirrored(refresh=False), self.optimizers.watched():
+                yield
+            changed = python.changed()
+            cause = self.optimizers.refusal
+            if changed and not cause:
+                named = ", ".join(changed[:5])
+                cause = f"{named} would change only while the step runs in Python, and a replay runs none"
+            if cause:
+                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
+            self.left = self.gradients.end_capture(before, used)
+        finally:
+            python.put_back()
+            self.gradients.put(before)
+
+
+class StepModule(FunctionModule):
+    """A module whose forward is a training step.
+
+    Args:
+        function: the step.
+        optimizers, scaler: what it calls.
+        modules: what it trains, beside what it reaches by its code.
+        whole: puts a captured run's result and the gradients that it left, in the order of parameters, together.
+    """
+
+    computes_gradients = True
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        optimizers: StepOptimizers,
+        scaler: Any,
+        modules: Sequence[nn.Module],
+        whole: Callable[[Any, tuple[Any, ...]], Any],
+    ) -> None:
+        super().__init__(function)
+        self._whole = whole
+        self.step = StepEffects(optimizers, scaler, modules)
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
+        graphs = graph_device(device) if device.type in ("cpu", "cuda") else None
+        # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.
+        captures = graphs is not None and not torch.is_grad_enabled() and graphs.is_capturing()
+        observed = CALLS.context is not None and CALLS.context.bypass is Reason.NESTED  # by who learns of the step
+        with contextlib.ExitStack() as stack:
+            if captures:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self.step.around_capture())
+            else:
+                stack.enter_context(self.step.around_eager(observed=observed))
+            stack.enter_context(autocast_cache(enabled=True))  # casts from outside are of weights before the step
+            result = self._function(*args, **kwargs)
+            if observed:
+                self.step.note_leaves(result, captured=captures)
+            if observed and graphs is not None and not captures:
+                set_up_backwards(graphs)
+        if not captures:
+            self.step.check_trained(result)
+        leaves, spec = flatten(result)  # autograd's graph has no memory left
+        return spec.unflatten([leaf.detach() if _wants_grad(leaf) else leaf for leaf in leaves])
+
+    def _find_places(self) -> list[CodePlace]:
+        step = self.step
+        modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
+        places = self._reach.find([self._function, *step.hooks()])
+        states = step.optimizers.look()
+        restore(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
+        return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
+
+    def _may_hold(self, place: CodePlace) -> bool:
+        return place.name not in self.step.held and super()._may_hold(place)
+
+    def resolve(self) -> None:
+        super().resolve()
+        step, values = self.step, [place.value for place in self.values.places]
+        step.optimizers.find_schedulers(values)
+        step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
+        step.optimizers.check_scaler(step.scaler)
+        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
+        step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        step.hooks()
+
+    def held(self) -> list[dict[str, Any]]:
+        return [*super().held(), self.step.held]
+
+    def state(self) -> Hashable:
+        if not torch.is_grad_enabled():
+            raise CannotBind(Reason.UNTRAINABLE, "grad mode is off: call the step outside of torch.no_grad()")
+        after = _optimizer._global_optimizer_post_hooks
+        if any(_GLOBAL_HOOKS) or any(hook is not after_step for hook in after.values()):
+            raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
+        step = self.step
+        if step.optimizers.refusal:
+            raise CannotBind(Reason.UNTRAINABLE, step.optimizers.refusal)
+        if len(step.gradients.devices) > 1:
+            raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
+        return StepState(super().state(), step.gradients.state(), step.hook_ids())
+
+    def serve(self, binding: Any) -> None:
+        self.step.serve(binding)
+
+    def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
+        return self.step.note_read(observers)
+
+    def is_over(self, context: Any) -> bool:
+        """True if it, or its optimizers, read other values by now, such as the next epoch's weight decay."""
+        return isinstance(context[1], StepState) and context[1].values != self.values.key
+
+    def with_effects(self, whole: Any) -> Any:
+        left, self.step.left = self.step.left, None
+        return whole if left is None else self._whole(whole, tuple(left))
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
