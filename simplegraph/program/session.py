@@ -247,6 +247,8 @@ class CaptureSession:
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(_collection_paused(self.thorough))
+            if self.thorough:  # afterwards, too: nobody else uses what warmups took on this stream
+                stack.callback(self.device.release_cached_memory)
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())
@@ -301,8 +303,7 @@ class CaptureSession:
             CaptureError: the run cannot be captured, or left tensors of the graph in Python objects. Stream, pool and
                 generators are as they were before the call.
         """
-        started = time.perf_counter()
-        free_before = self.device.free_memory()
+        started, free_before = time.perf_counter(), self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace, follows is not None)
         self.pool.watched = search or trace is None
         try:
