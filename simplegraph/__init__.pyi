@@ -27,6 +27,9 @@ from simplegraph.device.cuda.first_use import Preload as Preload
 from simplegraph.device.cuda.first_use import preload as preload
 from simplegraph.distributed import RankGroup as RankGroup
 from simplegraph.distributed import ShapeConsensus as ShapeConsensus
+from simplegraph.doctor.audit import Audit as Audit
+from simplegraph.doctor.audit import AuditFinding as AuditFinding
+from simplegraph.doctor.audit import audit as audit
 from simplegraph.doctor.check import CheckReport as CheckReport
 from simplegraph.doctor.check import check as check
 from simplegraph.fused.optimizing.optimize import Optimization as Optimization

@@ -9,8 +9,13 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import platform
+import runpy
+import shutil
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +39,7 @@ CUDA graphs for any PyTorch module, without a compiler.
 _EXAMPLES = """\
 examples:
   simplegraph doctor          try capture and replay on this machine
+  simplegraph audit -- python serve.py  check the graphs that a program captures
   simplegraph COMMAND --help  list a command's options
 
 Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
@@ -188,6 +194,56 @@ def _flash_attention() -> Finding:
     return Finding(name, "skip", f"not installed (optional): {HOW_TO_INSTALL}")
 
 
+def _run_python(command: Sequence[str]) -> int:
+    """Run a Python program in this process, as ``python ...`` or an installed command would; return its exit status."""
+    program, *arguments = command
+    if not Path(program).name.startswith("python"):
+        arguments = [shutil.which(program) or program, *arguments]
+    before = sys.argv, sys.path[:]
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.argv, sys.path[:] = before
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Run a program under an audit; return its exit status, or 3 where that is 0 and a finding is of `fail_on`."""
+    from simplegraph.doctor.audit import EVERY, VARIABLE, Audit
+
+    report, started = Path(options.report), time.time()
+    os.environ |= {VARIABLE: str(report), EVERY: str(options.every)}  # for workers that load plugins
+    with Audit.start(options.every, nan=options.nan, path=report) as audit:
+        status = _run_python(options.program)
+    print(f"simplegraph audit: {audit}", file=sys.stderr)
+    kinds = [finding.kind for finding in audit.findings]
+    for path in report.parent.glob(f"{report.stem}.*.json"):  # of workers
+        if path.stat().st_mtime >= started:
+            kinds += [finding["kind"] for finding in json.loads(path.read_text(encoding="utf-8"))["findings"]]
+    return status or (3 if set(kinds) & set(options.fail_on) else 0)
+
+
+def _kinds(value: str) -> list[str]:
+    from simplegraph.doctor.audit import KINDS
+
+    kinds = value.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
+    return kinds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; without a command, print what there is."""
     as_module = Path(sys.argv[0]).name == "__main__.py"
@@ -201,10 +257,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
+    audited = commands.add_parser("audit", help="run a program, and check the graphs that it captures")
+    audited.add_argument("--every", type=int, default=100, metavar="N", help="check a graph at every N-th replay (100)")
+    audited.add_argument("--nan", action="store_true", help="look for NaN in outputs of checked replays, too")
+    audited.add_argument(
+        "--report", default="audit.html", metavar="PATH", help="where to write the report (audit.html)"
+    )
+    audited.add_argument(
+        "--fail-on", type=_kinds, default=[], metavar="KINDS", help="exit with 3 on these, such as stale,freed"
+    )
+    audited.add_argument("program", nargs=argparse.REMAINDER, help="-- python script.py ...")
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 0
+    if options.command == "audit":
+        options.program = options.program[options.program[:1] == ["--"] :]
+        if not options.program:
+            audited.error("no program to run; expected -- python script.py ...")
+        return _audit(options)
     findings = doctor()
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))

@@ -36,8 +36,8 @@ EXTRAS = {
     "training": 1_480,
     "attention": 1_920,
     "spec_decode": 310,
-    "doctor": 400,
-    "integrations": 2_140,
+    "doctor": 1_110,
+    "integrations": 2_150,
 }
 BENCH = 8_680 + 560  # and for the engine behind HTTP, under load
 SETTINGS, REASONS = 22, 40

@@ -225,7 +225,8 @@ class CudaGraphConfig:
         environ = os.environ if environ is None else environ
         kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
         variables = {ENV_PREFIX + field.upper(): field for field in kinds}
-        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in variables)
+        others = (*variables, f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # the last two are `sg.audit`'s
+        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in others)
         _warn_of_unknown(tuple(unknown))
         changes = {
             field: _from_variable(variable, kinds[field], environ[variable])

@@ -9,6 +9,11 @@ While a capture runs, or an observer of one, and taken back at its end:
     torch.overrides.has_torch_function  blind to an emulated capture (device.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures (device.emulator)
 
+While an audit is attached (doctor.attach):
+
+    torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
+    EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
+
 From the first use that needs them on, once a process:
 
     break operators                    kernels on a spare dispatch key, so that they can break (base.break_operators)

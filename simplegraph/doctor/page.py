@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from simplegraph.base.reasons import DOCUMENTATION, Reason
@@ -38,12 +38,15 @@ class Bar(NamedTuple):
 
 def page(report: GraphReport) -> str:
     """Return a report as a page of HTML."""
-    title = f"{_text(report.stats.name)}: CUDA graphs"
-    body = "\n".join(_body(report))
+    return document(f"{report.stats.name}: CUDA graphs", "\n".join(_body(report)))
+
+
+def document(title: str, body: str, style: str = "") -> str:
+    """Return a page of HTML with more rules of style than the common ones."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{_STYLE}</style></head>
-<body><h1>{title}</h1>
+<title>{text(title)}</title><style>{_STYLE}{style}</style></head>
+<body><h1>{text(title)}</h1>
 {body}
 </body></html>
 """
@@ -51,7 +54,7 @@ def page(report: GraphReport) -> str:
 
 def _body(report: GraphReport) -> Iterator[str]:
     stats, graphs = report.stats, report.graphs()
-    yield _paragraph(
+    yield paragraph(
         f"{report.device}, emulated: times do not measure performance" if report.emulated else report.device
     )
     yield _tiles(stats)
@@ -59,14 +62,14 @@ def _body(report: GraphReport) -> Iterator[str]:
     yield from _reasons("Eager calls", stats, stats.eager)
     yield from _reasons("Calls that graphs served in a slower way", stats, stats.slower)
     if stats.failures:
-        yield _heading("Captures that failed")
-        yield from (f"<pre>{_text(message)}</pre>" for _, message in merged_failures(stats.failures))
+        yield heading("Captures that failed")
+        yield from (f"<pre>{text(message)}</pre>" for _, message in merged_failures(stats.failures))
     if stats.unit != "calls":
         yield from _padding(graphs, stats)
     yield from _steps([graph for graph in graphs if graph.breaks])
     if report.optimizations:
-        yield _heading("Optimized")
-        yield from map(_paragraph, report.optimizations)
+        yield heading("Optimized")
+        yield from map(paragraph, report.optimizations)
 
 
 def _tiles(stats: GraphStats) -> str:
@@ -76,17 +79,23 @@ def _tiles(stats: GraphStats) -> str:
         "replays": f"{stats.replays:,}",
         "eager calls": f"{eager:,}",
         f"of the {stats.unit} in replays are padding": _percent(stats.padded_tokens, rows),
-        "device memory": _mib(stats.graph_bytes),
+        "device memory": mib(stats.graph_bytes),
         "capturing": f"{stats.capture_seconds:.2f} s",
     }
-    tiles = "".join(f"<div><b>{value}</b>{_text(name)}</div>" for name, value in shown.items())
-    return f'<div class="tiles">{tiles}</div>'
+    return tiles(shown)
+
+
+def tiles(shown: Mapping[str, str]) -> str:
+    """Show figures by what they say."""
+    return (
+        f'<div class="tiles">{"".join(f"<div><b>{value}</b>{text(name)}</div>" for name, value in shown.items())}</div>'
+    )
 
 
 def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
-    yield _heading("Graphs and their use")
+    yield heading("Graphs and their use")
     if not graphs:
-        yield _paragraph("Nothing is captured.")
+        yield paragraph("Nothing is captured.")
         return
     most, memory = max(graph.replays for graph in graphs), max(graph.bytes for graph in graphs)
     header = ("graph", "replays", "", f"padded {unit}", "memory", "", "captured in", "compared with eager")
@@ -96,14 +105,14 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
             graph.replays,
             Bar(_ratio(graph.replays, most)),
             graph.padded_tokens,
-            _mib(graph.bytes),
+            mib(graph.bytes),
             Bar(_ratio(graph.bytes, memory)),
             f"{graph.seconds * 1e3:.1f} ms",
             graph.proof or "not yet",
         )
         for graph in graphs
     ]
-    yield _table(header, rows)
+    yield table(header, rows)
 
 
 def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:
@@ -116,19 +125,19 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     waste = {pair: (pair[1] - pair[0]) * count for pair, count in calls.items()}
     worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MOST_ROWS])
     most = max(waste.values())
-    yield _heading(f"Padding by batch size, in {stats.unit}")
+    yield heading(f"Padding by batch size, in {stats.unit}")
     rows = [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst]
-    yield _table(("batch size", "served at", "calls", "padding", ""), rows)
+    yield table(("batch size", "served at", "calls", "padding", ""), rows)
     if len(calls) > len(worst):
-        yield _paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
+        yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
     histogram: collections.Counter[int] = collections.Counter()
     for (size, _), count in calls.items():
         histogram[size] += count
     plan = plan_sizes(histogram, len({padded for _, padded in calls}))
     chosen = f"capture_sizes={list(plan.sizes)}"
     yield (
-        f"<p>For these calls <code>plan_sizes</code> would choose <code>{_text(chosen)}</code>: padding of "
-        f"{plan.waste_after:,.0f} {_text(stats.unit)} instead of {sum(waste.values()):,}, with as many sizes.</p>"
+        f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
+        f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, with as many sizes.</p>"
     )
 
 
@@ -138,32 +147,33 @@ def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
     timed.sort(key=lambda pair: pair[0].replays, reverse=True)
     for graph, costs in timed[:_MOST_STEPS]:
         longest = max(cost.ms or 0.0 for cost in costs)
-        yield _heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
+        yield heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
         rows = [
             (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
             for cost in costs
         ]
-        yield _table(("step", "time", ""), rows)
+        yield table(("step", "time", ""), rows)
 
 
 def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason]) -> Iterator[str]:
     if not counts:
         return
-    yield _heading(title)
+    yield heading(title)
     most = max(counts.values())
     rows = "".join(
-        f'<tr><td><a href="{_text(reason.link)}">{_text(reason.value)}</a></td>{_cell(count)}{_cell(Bar(count / most))}'
-        f"<td>{_text(stats.explained(reason))}</td></tr>"
+        f'<tr><td><a href="{text(reason.link)}">{text(reason.value)}</a></td>{_cell(count)}{_cell(Bar(count / most))}'
+        f"<td>{text(stats.explained(reason))}</td></tr>"
         for reason, count in counts.most_common()
     )
     yield f"<table>{rows}</table>"
     yield f'<p>All reasons are in <a href="{DOCUMENTATION}troubleshooting.html">troubleshooting</a>.</p>'
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Show rows under a header; numbers are aligned, and a `Bar` is drawn."""
     rows = list(rows)
     kinds = ["number" if isinstance(value, (int, float)) else "" for value in rows[0]]
-    head = "".join(f'<th class="{kind}">{_text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
+    head = "".join(f'<th class="{kind}">{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
@@ -175,18 +185,21 @@ def _cell(value: Any) -> str:
         return (
             f'<td class="number">{value:,}</td>' if isinstance(value, int) else f'<td class="number">{value:.3f}</td>'
         )
-    return f"<td>{_text(value)}</td>"
+    return f"<td>{text(value)}</td>"
 
 
-def _heading(text: str) -> str:
-    return f"<h2>{_text(text)}</h2>"
+def heading(title: str) -> str:
+    """Begin a part."""
+    return f"<h2>{text(title)}</h2>"
 
 
-def _paragraph(text: str) -> str:
-    return f"<p>{_text(text)}</p>"
+def paragraph(line: str) -> str:
+    """Show a line."""
+    return f"<p>{text(line)}</p>"
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """Escape a value."""
     return html.escape(str(value))
 
 
@@ -198,5 +211,6 @@ def _percent(part: int, whole: int) -> str:
     return f"{_ratio(part, whole):.1%}"
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """Show a count of bytes."""
     return f"{count / 2**20:,.2f} MiB"

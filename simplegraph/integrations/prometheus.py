@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from simplegraph.base.errors import ConfigError, install_command
+from simplegraph.doctor.audit import FOUND, KINDS
 from simplegraph.manager.report import wrappers
 from simplegraph.manager.stats import GraphStats
 
@@ -109,7 +110,7 @@ class GraphCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return the metrics without values, so that registering does not collect any."""
-        return [_family(name, kind) for name, kind in METRICS.items()]
+        return [*(_family(name, kind) for name, kind in METRICS.items()), _audit_family()]
 
     def collect(self) -> Iterator[Metric]:
         """Read the counters of each wrapper that was called or captured."""
@@ -123,6 +124,10 @@ class GraphCollector(Collector):
                         value = self._highest(stats, (name, label), value)
                     family.add_metric([*labels, label] if kind.label else labels, value)
             yield family
+        audited = _audit_family()
+        for kind_of_finding in KINDS:
+            audited.add_metric([kind_of_finding], FOUND[kind_of_finding])
+        yield audited
 
     def _highest(self, stats: GraphStats, key: tuple[str, str], value: float) -> float:
         seen = self._seen.setdefault(stats, {})
@@ -133,6 +138,10 @@ class GraphCollector(Collector):
 def _family(name: str, kind: MetricKind) -> Metric:
     labels = (*_LABELS, kind.label) if kind.label else _LABELS
     return kind.kind(name, kind.help, labels=labels)  # type: ignore[call-arg]
+
+
+def _audit_family() -> CounterMetricFamily:
+    return CounterMetricFamily("simplegraph_audit_findings", "Findings of `simplegraph.audit`.", labels=("kind",))
 
 
 def register(registry: CollectorRegistry = REGISTRY) -> GraphCollector:

@@ -45,7 +45,7 @@ def values(registry: Any, stats: sg.GraphHolder | Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family in registry.collect():
         for sample in family.samples:
-            if sample.labels["number"] == str(stats.number):
+            if sample.labels.get("number") == str(stats.number):
                 assert sample.labels["wrapper"] == stats.name
                 name = sample.name.removeprefix("simplegraph_")
                 reason = sample.labels.get("reason")

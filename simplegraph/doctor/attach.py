@@ -1,0 +1,325 @@
+"""Attach to the graphs that anyone in this process captures, and read what they recorded.
+
+On a GPU through torch's hooks for all graphs (2.15 and later), or through the public methods of `torch.cuda.CUDAGraph`,
+which are put back afterwards; on the emulator through its segments.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import functools
+import importlib
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from simplegraph.base import patches
+from simplegraph.base.errors import ConfigError
+from simplegraph.device.cuda import allocator
+from simplegraph.device.cuda.driver import cuda_driver
+from simplegraph.device.cuda.inventory.host import ProcessMemory
+from simplegraph.device.cuda.inventory.nodes import NodeReader
+from simplegraph.device.cuda.inventory.reading import device_memory
+
+_FIRST, _LAST = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
+_GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams")
+_OTHERS = ("cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
+_CALLS = (*(f"cuGraph{name}" for name in _GRAPH), *_OTHERS)
+
+
+class Address(NamedTuple):
+    """An address that a node of a graph has; not `certain` if it is a word of a struct, which may be padding."""
+
+    value: int
+    certain: bool
+
+
+class Node(NamedTuple):
+    """One node of a graph: a kernel's name in the driver, or what else it does, and its grid and block."""
+
+    name: str
+    shape: str
+    addresses: Sequence[Address]
+
+
+@dataclasses.dataclass
+class CaptureReading:
+    """What a capture recorded.
+
+    Attributes:
+        nodes: in the driver's order.
+        pools: what the allocator knows the graph's memory by.
+        notes: what could not be read, and how often.
+        seconds: that reading took.
+    """
+
+    nodes: Sequence[Node] = ()
+    pools: frozenset[Hashable] = frozenset()
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    seconds: float = 0.0
+
+
+class Watcher(Protocol):
+    """Is told of every graph of the process. A graph is known by its object."""
+
+    def capture_begins(self, graph: Any) -> None: ...
+
+    def capture_ended(self, graph: Any, recording: CaptureReading) -> None: ...
+
+    def replay_begins(self, graph: Any) -> None: ...
+
+    def replay_ended(self, graph: Any) -> None: ...
+
+    def graph_dropped(self, key: int) -> None: ...
+
+
+class CudaGraphs:
+    """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
+
+    Raises:
+        ConfigError: the driver lacks a call that reading graphs needs.
+    """
+
+    device = "cuda"
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher, self._driver = watcher, cuda_driver()
+        missing = [name for name in _CALLS if not hasattr(self._driver, name)]
+        if missing:
+            raise ConfigError(f"graphs cannot be audited: the CUDA driver has no {missing[0]}; 12.4 and later have it.")
+        self.is_device_memory = device_memory(self._driver)
+        self._hooks: Any = importlib.import_module("torch.cuda.graphs")
+        self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
+        self._handles: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        """Show captures from now on."""
+        if self._public:
+            self._hook("capture_start", self._watcher.capture_begins)
+            self._hook("capture_end", self._finalized)
+            return
+        self._replace("capture_begin", self._beginning)
+        self._replace("capture_end", self._ending)
+        self._replace("reset", self._resetting)
+
+    def watch_replays(self, watched: bool) -> None:
+        """Show replays, too, or no longer: then a replay is torch's own, unchanged."""
+        if not self._public:
+            if watched:
+                self._replace("replay", self._replaying)
+            else:
+                patches.restore(torch.cuda.CUDAGraph, "replay")
+        elif watched:
+            self._hook("replay_start", self._watcher.replay_begins)
+            self._hook("replay_end", self._watcher.replay_ended)
+        else:
+            for name in ("replay_start", "replay_end"):
+                self._handles.pop(name).remove()
+
+    def detach(self) -> None:
+        """Put everything back as it was."""
+        for handle in self._handles.values():
+            handle.remove()
+        for name in ("capture_begin", "capture_end", "reset", "replay"):
+            patches.restore(torch.cuda.CUDAGraph, name)
+
+    @staticmethod
+    def segments() -> Iterator[dict[str, Any]]:
+        """Yield the allocator's segments, as torch describes them."""
+        return allocator.segments()
+
+    # By torch's hooks, which keep errors to themselves.
+
+    def _hook(self, name: str, function: Callable[[Any], None]) -> None:
+        self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
+
+    def _finalized(self, graph: Any) -> None:
+        self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph()), graph))
+        # The callback must not hold the graph.
+        graph.register_destroy_callback(functools.partial(self._watcher.graph_dropped, id(graph)))
+
+    # By the methods of the class.
+
+    def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
+        original = getattr(torch.cuda.CUDAGraph, name)
+        patches.replace(torch.cuda.CUDAGraph, name, functools.wraps(original)(replacing(original)))
+
+    def _beginning(self, original: Any) -> Any:
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            self._watcher.capture_begins(graph)
+            original(graph, *args, **kwargs)
+
+        return capture_begin
+
+    def _ending(self, original: Any) -> Any:
+        def capture_end(graph: Any) -> None:
+            recording = self._read(self._under_capture(), graph)  # a graph may be gone when its capture has ended
+            original(graph)
+            self._watcher.capture_ended(graph, recording)
+
+        return capture_end
+
+    def _resetting(self, original: Any) -> Any:
+        def reset(graph: Any) -> None:
+            self._watcher.graph_dropped(id(graph))
+            original(graph)
+
+        return reset
+
+    def _replaying(self, original: Any) -> Any:
+        # A bound method that was taken meanwhile may outlive the audit; the watcher knows nothing of it then.
+        begins, ended = self._watcher.replay_begins, self._watcher.replay_ended
+
+        def replay(graph: Any) -> None:
+            begins(graph)
+            original(graph)
+            ended(graph)
+
+        return replay
+
+    def _under_capture(self) -> int:
+        """Return the driver's handle of the graph that the current stream is captured into; 0 if there is none."""
+        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        told = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        failed = self._driver.cuStreamGetCaptureInfo_v2(stream, *told, None, None)
+        return 0 if failed else graph.value or 0
+
+    def _read(self, handle: int, graph: Any) -> CaptureReading:
+        """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a capture."""
+        started, recording = time.perf_counter(), CaptureReading()
+        try:
+            pools = graph.pools() if hasattr(graph, "pools") else [graph.pool()]
+            recording.pools = frozenset(tuple(pool) for pool in pools)
+            with ProcessMemory() as memory:
+                reader = _ShapedReader(self._driver, memory)
+                reader.walk([handle] if handle else [])
+                recording.nodes, recording.notes = reader.read(), reader.notes
+        except Exception as error:
+            recording.notes[f"{type(error).__name__}: {error}"] += 1
+        recording.seconds = time.perf_counter() - started
+        return recording
+
+
+class _ShapedReader(NodeReader):
+    """Reads nodes with their names and shapes of launch, those without addresses, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._described: dict[int, tuple[str, str]] = {}
+
+    def read(self) -> list[Node]:
+        words: dict[int, list[Address]] = {}
+        for node in self.words(_FIRST, _LAST, list):
+            words[node[0][0]] = [Address(value, certain) for _, _, value, certain, _ in node]
+        return [Node(*self._described.get(index, ("event", "")), words.get(index, ())) for index in range(self.nodes)]
+
+    def _launch(self, index: int, node: Any) -> None:
+        super()._launch(index, node)
+        function = self._functions.get((self._kernel.func, self._kernel.kern))
+        sizes = self._kernel.sizes
+        grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
+        self._described[index] = (function.name if function else "kernel", f"{grid} · {block}")
+
+    def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
+        super()._take(index, addresses)
+        self._described[index] = (addresses[0][0].partition(" ")[0] if addresses else "copy", "")
+
+
+class EmulatedGraphs:
+    """Shows a watcher every segment that the emulator captures in this process; see `CudaGraphs`."""
+
+    device = "cpu"
+
+    def __init__(self, watcher: Watcher) -> None:
+        from simplegraph.device.emulator.device import EmulatorDevice
+        from simplegraph.device.emulator.recording import EmulatorSegment
+
+        self._watcher, self._device, self._segment = watcher, EmulatorDevice, EmulatorSegment
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def attach(self) -> None:
+        """Show captures from now on."""
+        begin, end, reset = self._device.begin, self._device.end, self._segment.reset
+
+        @functools.wraps(begin)
+        def beginning(*args: Any, **kwargs: Any) -> None:
+            self._watcher.capture_begins(None)
+            begin(*args, **kwargs)
+
+        @functools.wraps(end)
+        def ending(device: Any) -> Any:
+            segment = end(device)
+            if segment is not None:
+                self._graphs.add(segment)
+                self._watcher.capture_ended(segment, _read_emulated(segment))
+            return segment
+
+        @functools.wraps(reset)
+        def resetting(segment: Any) -> None:
+            self._watcher.graph_dropped(id(segment))
+            reset(segment)
+
+        patches.replace(self._device, "begin", beginning)
+        patches.replace(self._device, "end", ending)
+        patches.replace(self._segment, "reset", resetting)
+
+    def watch_replays(self, watched: bool) -> None:
+        """Show replays, too, or no longer."""
+        if not watched:
+            patches.restore(self._segment, "replay")
+            return
+        original = self._segment.replay
+
+        @functools.wraps(original)
+        def replay(segment: Any) -> None:
+            self._watcher.replay_begins(segment)
+            original(segment)
+            self._watcher.replay_ended(segment)
+
+        patches.replace(self._segment, "replay", replay)
+
+    def detach(self) -> None:
+        """Put everything back as it was."""
+        for owner, name in ((self._device, "begin"), (self._device, "end"), (self._segment, "reset")):
+            patches.restore(owner, name)
+        self.watch_replays(False)
+
+    def segments(self) -> Iterator[dict[str, Any]]:
+        """Describe the memory that the segments know as torch describes its allocator's."""
+        for segment in list(self._graphs):
+            yield from (_as_segment(memory, id(segment._arena)) for memory in segment._created)
+            yield from (_as_segment(kept, 0) for _, kept, _, _ in segment._outside if kept is not None)
+
+    @staticmethod
+    def is_device_memory(address: int) -> bool:
+        """Return False: there is no driver to ask."""
+        return False
+
+
+def _as_segment(memory: Any, pool: int) -> dict[str, Any]:
+    size, state = memory.storage.nbytes(), "inactive" if memory.reusable() else "active_allocated"
+    blocks = [{"size": size, "state": state}]
+    return {"address": memory.address, "total_size": size, "segment_pool_id": (0, pool), "blocks": blocks}
+
+
+def _read_emulated(segment: Any) -> CaptureReading:
+    nodes = []
+    for call in segment._calls or ():
+        tensors = [leaf for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
+        addresses = [Address(tensor.data_ptr(), True) for tensor in tensors if tensor.numel()]
+        nodes.append(Node(str(call.func), "", addresses))
+    return CaptureReading(nodes, frozenset([(0, id(segment._arena))]))
+
+
+def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:
+    """Return what shows graphs on this machine: torch's where there is a GPU's driver, else the emulator's."""
+    # To ask torch for a GPU could begin to use it, after which a process must not fork.
+    return EmulatedGraphs(watcher) if cuda_driver() is None else CudaGraphs(watcher)

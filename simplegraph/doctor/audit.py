@@ -1,0 +1,438 @@
+"""`audit`: inventories the graphs that anyone in this process captures, and checks at replays who has their memory."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import multiprocessing.process
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simplegraph.base.errors import ConfigError
+from simplegraph.device.kernels import readable
+from simplegraph.doctor.attach import Address, CaptureReading, graph_source
+from simplegraph.doctor.owners import Blocks, MemoryOwner, MemorySurvey, State, Use, credible, judge
+
+logger = logging.getLogger("simplegraph")
+
+VARIABLE, EVERY = "SIMPLEGRAPH_AUDIT", "SIMPLEGRAPH_AUDIT_EVERY"
+KINDS = {
+    "freed": "the graph uses memory that was given back",
+    "unmapped": "the graph uses memory that the device no longer has",
+    "taken": "the graph uses memory that now belongs to another tensor",
+    "stale": "a module's tensor moved, and the graph uses its old memory",
+    "nan": "an output holds NaN after a replay",
+}
+FOUND: collections.Counter[str] = collections.Counter()  # by kind, of every audit of this process
+_AT_ONCE = 10  # surveys for a first replay, which do not wait for that
+_REST = 40  # a survey is followed by so many times its own duration without one
+_INSIDE = (contextlib.__file__, *(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent)))
+
+
+@dataclasses.dataclass
+class AuditFinding:
+    """Something wrong with memory that graphs use.
+
+    Attributes:
+        kind: one of `KINDS`.
+        address: that the kernel has.
+        then: whose it was at the capture; now: whose it is.
+        kernel: that uses it.
+        allocated: the line that allocated the memory then, if torch's memory history was on.
+        graphs: numbers of the graphs it was found in.
+    """
+
+    kind: str
+    address: int
+    then: str
+    now: str
+    kernel: str
+    allocated: str = ""
+    graphs: list[int] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = f", allocated at {self.allocated}" if self.allocated else ""
+        graphs = f"graph {self.graphs[0]}" + (f" and {len(self.graphs) - 1} more" if self.graphs[1:] else "")
+        return f"{self.kind}: {self.kernel} in {graphs} uses {self.address:#x}, then {self.then}{where}; now {self.now}"
+
+
+@dataclasses.dataclass(eq=False)
+class AuditedGraph:
+    """One captured graph.
+
+    Attributes:
+        number: in order of capture; captured_at: the line that did.
+        nodes: (name, shape of launch, module) of each.
+        pools: of the allocator, that it uses.
+        seconds: the capture took; reading: of these, reading it took.
+        notes: what could not be read.
+        replays: since the capture, as far as they are watched.
+        uses: memory that it uses.
+        pending: addresses, of which it is not known yet whose they are: node, and if it is surely one.
+        beside: all addresses of each node, while some are pending.
+        dropped: True once it was reset, or is gone.
+    """
+
+    number: int
+    captured_at: str
+    nodes: list[tuple[str, str, str]]
+    pools: list[str]
+    seconds: float
+    reading: float
+    notes: collections.Counter[str]
+    replays: int = 0
+    due: int = 1
+    uses: dict[tuple[MemoryOwner, Any], Use] = dataclasses.field(default_factory=dict)
+    pending: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
+    beside: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    dropped: bool = False
+
+    def settle(self, survey: MemorySurvey, *, only_known: bool = False) -> None:
+        """Say whose the pending addresses are.
+
+        Args:
+            survey: of the memory.
+            only_known: it is of a while ago; leave what may have changed since.
+        """
+        left = {}
+        for value, (node, certain) in self.pending.items():
+            owner = survey.find(value)
+            if only_known and (owner is None or owner.state in (State.POOL, State.FREED) or not owner.alive):
+                left[value] = node, certain
+            elif owner is not None and not (owner.state is State.FREED and self._is_end(value, node, survey)):
+                self._use(owner, Address(value, certain), node)
+        self.pending = left
+        if not left:
+            self.beside = {}
+
+    def _is_end(self, address: int, node: int, survey: MemorySurvey) -> bool:
+        """True if another of the node's addresses is in memory that ends there, as the end of a tensor does."""
+        blocks = (survey.blocks.find(other) for other in self.beside[node])
+        return any(block is not None and block.end == address for block in blocks)
+
+    def _use(self, owner: MemoryOwner, address: Address, node: int) -> None:
+        slot = owner.slot(address.value)
+        name, shape, _ = self.nodes[node]
+        if slot is not None:
+            self.nodes[node] = name, shape, slot.name.rpartition(".")[0]
+        if credible(owner, address, name):
+            self.uses.setdefault((owner, slot), Use(owner, slot, address.value, node))
+
+
+class Audit:
+    """Inventories every graph that is captured from now on, by anyone in this process, and checks them at replays.
+
+    The program stays as it is: its graphs, answers and memory are what they would be. A finding is logged as a warning,
+    and the replay goes on. At most one audit is attached at a time.
+
+        with sg.audit(every=1) as audit:
+            serve()
+        print(audit)
+        audit.save("report.html")
+
+    Args:
+        every: check a graph at its first replay and every so many after it; 0 for the first alone, after which
+            ``replay`` is torch's own again.
+        nan: look for NaN in outputs after a checked replay, too; this waits for the device.
+        path: of a report that is written at the end, and whenever something new is found. A child process writes to a
+            file of its own, with its name in it.
+
+    Attributes:
+        graphs: each that was captured, in order.
+        findings: what is wrong.
+        checks: how many graphs were checked so far.
+
+    Raises:
+        ConfigError: another audit is attached, `every` is negative, or the driver lacks what it takes.
+    """
+
+    attached: Audit | None = None  # the one of this process
+
+    def __init__(self, every: int = 100, *, nan: bool = False, path: str | os.PathLike[str] | None = None) -> None:
+        if every < 0:
+            raise ConfigError(f"every is {every}; expected a number of replays, or 0 for none.")
+        self.every, self.nan, self.path = every, nan, _own_path(path)
+        self.graphs: list[AuditedGraph] = []
+        self.findings: list[AuditFinding] = []
+        self.checks = 0
+        self.survey_seconds = 0.0
+        self._source = graph_source(self)
+        self._by_id: dict[int, AuditedGraph] = {}
+        self._found: dict[tuple[str, MemoryOwner], AuditFinding] = {}
+        self._begun: dict[int, float] = {}
+        self._survey: MemorySurvey | None = None
+        self._next_survey, self._hurried = 0.0, 0
+        self._watching = False
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._checked: AuditedGraph | None = None
+
+    @classmethod
+    def start(cls, every: int = 100, *, nan: bool = False, path: str | os.PathLike[str] | None = None) -> Audit:
+        """Attach an audit, which stays until its `stop`, or the end of the process; see the class for arguments."""
+        return cls(every, nan=nan, path=path).__enter__()
+
+    def __enter__(self) -> Audit:
+        other = Audit.attached
+        if other is self:
+            return self
+        if other is not None and other._process == os.getpid():
+            raise ConfigError(
+                "another audit is attached to this process; stop it first, or use simplegraph.audit.attached."
+            )
+        if other is not None:  # of the process that this one was forked from
+            other._source.detach()
+        self._source.attach()
+        Audit.attached = self
+        # At the end of worker processes, too, which run no functions of `atexit`.
+        self._finalize = multiprocessing.util.Finalize(None, Audit.stop, (self,), exitpriority=100)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Detach, and write the report if it has a path; harmless the second time."""
+        if Audit.attached is not self or self._process != os.getpid():
+            return
+        self._source.detach()
+        Audit.attached = None
+        self._finalize.cancel()
+        if self.path is not None and (self.graphs or self.findings):
+            self.save(self.path)
+
+    def check(self) -> list[AuditFinding]:
+        """Check every graph that can still be replayed, now; return what is wrong with them."""
+        with self._lock:
+            survey = self._look_around()
+            found = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
+        return [finding for findings in found for finding in findings]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one HTML file that needs nothing else, and as JSON beside it; return the HTML's path."""
+        from simplegraph.doctor.audit_page import write_report
+
+        return write_report(self.to_dict(), Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        names = {
+            name: at for at, name in enumerate(dict.fromkeys(part for g in self.graphs for n in g.nodes for part in n))
+        }
+        graphs = [
+            {
+                "number": graph.number,
+                "captured_at": graph.captured_at,
+                "pools": graph.pools,
+                "seconds": round(graph.seconds, 6),
+                "reading_seconds": round(graph.reading, 6),
+                "replays": graph.replays,
+                "dropped": graph.dropped,
+                "notes": dict(graph.notes),
+                "nodes": [[names[part] for part in node] for node in graph.nodes],
+                "memory": dict(collections.Counter(use.owner.state.name.lower() for use in graph.uses.values())),
+            }
+            for graph in self.graphs
+        ]
+        return {
+            "torch": torch.__version__,
+            "process": f"{multiprocessing.process.current_process().name} ({self._process})",
+            "device": _device_name(self._source.device),
+            "every": self.every,
+            "checks": self.checks,
+            "survey_seconds": self.survey_seconds,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "pools": self._pools(),
+            "names": list(names),
+            "graphs": graphs,
+        }
+
+    def _pools(self) -> dict[str, int]:
+        sizes: collections.Counter[str] = collections.Counter()
+        for block in self._survey.blocks.all if self._survey is not None else ():
+            sizes[str(block.pool)] += block.end - block.start
+        used = {pool for graph in self.graphs for pool in graph.pools}
+        return {pool: size for pool, size in sizes.items() if pool in used}
+
+    def __str__(self) -> str:
+        nodes = sum(len(graph.nodes) for graph in self.graphs)
+        head = f"{len(self.graphs)} graphs, {nodes} nodes, {self.checks} checks, {len(self.findings)} findings"
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+
+    # What the source shows; see `attach.Watcher`.
+
+    def capture_begins(self, graph: Any) -> None:
+        with self._telling():
+            if self._survey is None or time.perf_counter() > self._next_survey:
+                self._look_around()
+            self._begun[threading.get_ident()] = time.perf_counter()
+
+    def capture_ended(self, graph: Any, recording: CaptureReading) -> None:
+        with self._telling():
+            now = time.perf_counter()
+            nodes = [(name, shape, "") for name, shape, _ in recording.nodes]
+            pools = sorted(map(str, recording.pools))
+            seconds = now - self._begun.pop(threading.get_ident(), now)
+            new = AuditedGraph(
+                len(self.graphs) + 1, _capturing_line(), nodes, pools, seconds, recording.seconds, recording.notes
+            )
+            for index, node in enumerate(recording.nodes):
+                new.beside[index] = [value for value, _ in node.addresses]
+                for value, certain in node.addresses:
+                    if value not in new.pending or (certain and not new.pending[value][1]):
+                        new.pending[value] = index, certain
+            if self._survey is not None:
+                new.settle(self._survey, only_known=True)
+            self.graphs.append(new)
+            self.graph_dropped(id(graph))  # an object that is captured into again
+            self._by_id[id(graph)] = new
+            if not self._watching:
+                self._watching = True
+                self._source.watch_replays(True)
+
+    def graph_dropped(self, key: int) -> None:
+        graph = self._by_id.pop(key, None)
+        if graph is not None:
+            graph.dropped, graph.pending = True, {}
+
+    def replay_begins(self, key: Any) -> None:
+        graph = self._by_id.get(id(key))
+        if graph is not None:
+            graph.replays += 1
+            if graph.replays >= graph.due:
+                with self._telling():
+                    self._check_before(graph)
+
+    def replay_ended(self, key: Any) -> None:
+        if self._checked is not None and self._checked is self._by_id.get(id(key)):
+            checked, self._checked = self._checked, None
+            with self._telling():
+                self._look_for_nan(checked)
+
+    def _check_before(self, graph: AuditedGraph) -> None:
+        known = len(self.findings)
+        if graph.pending:
+            if self.every != 1 and self._hurried >= _AT_ONCE and time.perf_counter() < self._next_survey:
+                return  # at a later replay
+            self._hurried += 1
+            self._look_around()
+        blocks = self._blocks()
+        for other in list(self._by_id.values()) if not self.every else [graph]:
+            self._check(other, blocks)
+        if self.every:
+            # Not all graphs at one time: the first interval of each is another one.
+            graph.due += self.every - (graph.number % self.every if graph.due == 1 else 0)
+            self._checked = graph if self.nan else None
+        else:
+            self._watching = False
+            self._source.watch_replays(False)
+        if self.path is not None and len(self.findings) > known:
+            self.save(self.path)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let one thread in at a time; an error of the audit's own is logged, and does not stop the program."""
+        try:
+            with self._lock:
+                yield
+        except Exception:
+            logger.exception("simplegraph audit: a graph could not be audited; the program goes on")
+
+    def _blocks(self) -> Blocks:
+        return Blocks(self._source.segments(), self._source.is_device_memory)
+
+    def _look_around(self) -> MemorySurvey:
+        """Survey the memory, and say of every graph's addresses whose they are."""
+        started = time.perf_counter()
+        self._survey = MemorySurvey(self._blocks(), self._source.device)
+        for graph in self._by_id.values():
+            graph.settle(self._survey)
+        taken = time.perf_counter() - started
+        self.survey_seconds += taken
+        self._next_survey = started + (1 + _REST) * taken
+        return self._survey
+
+    def _check(self, graph: AuditedGraph, blocks: Blocks) -> list[AuditFinding]:
+        self.checks += 1
+        found, survey = [], functools.cache(self._survey_now)
+        for use in graph.uses.values():
+            verdict = judge(use, blocks, survey)
+            if verdict is not None:
+                found.append(self._report(graph, use, *verdict))
+        return found
+
+    def _survey_now(self) -> MemorySurvey:
+        return MemorySurvey(self._blocks(), self._source.device)
+
+    def _report(self, graph: AuditedGraph, use: Use, kind: str, now: str) -> AuditFinding:
+        finding = self._found.get((kind, use.owner))
+        if finding is None:
+            kernel, _, module = graph.nodes[use.node]
+            shown = f"{readable(kernel)} of {module}" if module else readable(kernel)
+            where = use.owner.block.where if use.owner.block is not None else ""
+            finding = AuditFinding(
+                kind, use.address, use.owner.described(use.address), now, shown, where, [graph.number]
+            )
+            self._found[kind, use.owner] = finding
+            self.findings.append(finding)
+            FOUND[kind] += 1
+            logger.warning("simplegraph audit: %s", finding)
+        elif graph.number not in finding.graphs:
+            finding.graphs.append(graph.number)
+        return finding
+
+    def _look_for_nan(self, graph: AuditedGraph) -> None:
+        for use in graph.uses.values():
+            tensors = (reference() for reference in use.owner.floating) if use.owner.state is State.POOL else ()
+            if any(tensor is not None and bool(tensor.isnan().any()) for tensor in tensors):
+                self._report(graph, use, "nan", "holds NaN")
+
+
+audit = Audit
+
+
+def start_from_environment() -> None:
+    """Attach an audit if the environment asks for one; called in every process of an engine that loads plugins."""
+    path, other = os.environ.get(VARIABLE), Audit.attached
+    if not path or (other is not None and other._process == os.getpid()):
+        return
+    try:
+        Audit.start(int(os.environ.get(EVERY, "100")), path=path)
+    except ConfigError as error:
+        logger.warning("simplegraph audit: %s", error)
+
+
+def failing(findings: Iterable[AuditFinding], kinds: Collection[str]) -> list[AuditFinding]:
+    """Return the findings of these kinds."""
+    return [finding for finding in findings if finding.kind in kinds]
+
+
+def _own_path(path: str | os.PathLike[str] | None) -> Path | None:
+    """Return where this process writes a report: a child's file has the child's name in it."""
+    name = multiprocessing.process.current_process().name
+    if path is None or name == "MainProcess":
+        return None if path is None else Path(path)
+    return Path(path).with_stem(f"{Path(path).stem}.{name}")
+
+
+def _capturing_line() -> str:
+    """Return the innermost line under way that is neither torch's nor this library's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "emulated"

@@ -1,0 +1,285 @@
+"""Tell who owns device memory at a moment, and later if a graph's addresses are still theirs."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import enum
+import gc
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import reductions
+
+from simplegraph.device.kernels import launched_by_torch
+from simplegraph.doctor.attach import Address
+
+# Typed loosely because torch leaves it untyped.
+_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+_DEFAULT_POOL = (0, 0)
+
+
+class State(enum.Enum):
+    """Whose memory it is."""
+
+    POOL = "memory of a graph's pool"
+    TENSOR = "a tensor's memory"
+    WORKSPACE = "allocated memory that no Python object holds, such as a library's workspace"
+    OUTSIDE = "device memory that torch did not allocate"
+    FREED = "memory that was given back"
+
+
+class MemoryBlock(NamedTuple):
+    """A range of the allocator's: whether it is allocated, the pool it is in, and where it was allocated if known."""
+
+    start: int
+    end: int
+    active: bool
+    pool: Hashable
+    where: str
+
+
+class Blocks:
+    """What the allocator has at a moment.
+
+    Args:
+        segments: as torch describes them.
+        is_device_memory: True for an address of the device that the driver knows.
+    """
+
+    def __init__(self, segments: Iterable[dict[str, Any]], is_device_memory: Callable[[int], bool]) -> None:
+        blocks: list[MemoryBlock] = []
+        for segment in segments:
+            start, pool = segment["address"], tuple(segment["segment_pool_id"])
+            for block in segment["blocks"]:
+                end, active = start + block["size"], block["state"] == "active_allocated"
+                blocks.append(MemoryBlock(start, end, active, pool, _user_line(block.get("frames", ()))))
+                start = end
+        self.all = sorted(blocks, key=operator.itemgetter(0))
+        self._starts = [block.start for block in self.all]
+        self.is_device_memory = is_device_memory
+
+    def find(self, address: int) -> MemoryBlock | None:
+        """Find the block that an address is in."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        return self.all[at] if at >= 0 and address < self.all[at].end else None
+
+
+class ModuleTensor(NamedTuple):
+    """A tensor of a module by name: the memory that it was in, and how to find the module's tensor of now."""
+
+    name: str
+    start: int
+    end: int
+    module: weakref.ref[nn.Module]
+    keys: tuple[Any, ...]
+
+    def address(self) -> int | None:
+        """Return where the module has this tensor now; None if it has none there, or is gone."""
+        value: Any = vars(self.module()) if self.module() is not None else {}
+        with contextlib.suppress(Exception):  # a container that changed, a tensor without memory
+            for key in self.keys:
+                value = value[key]
+            return int(value.data_ptr()) or None
+        return None
+
+
+@dataclasses.dataclass(eq=False)
+class MemoryOwner:
+    """Who has a block of memory at a moment.
+
+    Attributes:
+        state: whose it is.
+        block: the memory; None if the allocator has none there.
+        name: of its tensors, by module or shape.
+        storages: weak references to what holds it, empty if Python sees nobody.
+        floating: weak references to its tensors of floating point.
+        slots: tensors of modules in it, ordered.
+    """
+
+    state: State
+    block: MemoryBlock | None
+    name: str = ""
+    storages: list[Any] = dataclasses.field(default_factory=list)
+    floating: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
+    slots: list[ModuleTensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        """True if something holds it as it did, as far as Python sees."""
+        return not self.storages or not all(storage.expired() for storage in self.storages)
+
+    def slot(self, address: int) -> ModuleTensor | None:
+        """Find the module's tensor that an address is in."""
+        at = bisect.bisect_right(self.slots, address, key=operator.attrgetter("start")) - 1
+        return self.slots[at] if at >= 0 and address < self.slots[at].end else None
+
+    def described(self, address: int) -> str:
+        """Name it as a reader would."""
+        slot = self.slot(address)
+        name = slot.name if slot is not None else self.name
+        return f"{name} ({self.state.value})" if name else self.state.value
+
+
+class MemorySurvey:
+    """The device's memory at a moment: blocks, live tensors in them, and their names by module.
+
+    It looks at every object that the garbage collector knows, which takes some 50 ms in a large process.
+    """
+
+    def __init__(self, blocks: Blocks, device: str) -> None:
+        self.blocks = blocks
+        self._owners: dict[int, MemoryOwner] = {}
+        self._found: dict[int, MemoryOwner | None] = {}
+        objects = gc.get_objects()
+        kinds = set(map(type, objects))
+        tensors = {kind for kind in kinds if issubclass(kind, Tensor)}
+        modules = {kind for kind in kinds if issubclass(kind, nn.Module)}
+        for held in [it for it in objects if type(it) in tensors]:
+            with contextlib.suppress(Exception):  # of a subclass without memory, or half made
+                self._note_tensor(held, device)
+        for slot in _slots([it for it in objects if type(it) in modules], device):
+            owner = self.find(slot.start)
+            if owner is not None:
+                owner.slots.append(slot)
+        for owner in self._owners.values():
+            owner.slots.sort(key=operator.attrgetter("start", "end"))
+
+    def _note_tensor(self, tensor: Tensor, device: str) -> None:
+        if tensor.layout is not torch.strided or tensor.device.type != device:
+            return
+        storage = tensor.untyped_storage()
+        block = self.blocks.find(storage.data_ptr())
+        if block is None:
+            return
+        pool = State.TENSOR if block.pool == _DEFAULT_POOL else State.POOL
+        owner = self._owners.setdefault(block.start, MemoryOwner(pool, block))
+        owner.storages.append(_weak_reference(storage))
+        if tensor.is_floating_point():
+            owner.floating.append(weakref.ref(tensor))
+        owner.name = owner.name or f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    def find(self, address: int) -> MemoryOwner | None:
+        """Find who has the memory at an address; None if it is no address of the device."""
+        if address not in self._found:
+            self._found[address] = self._look_up(address)
+        return self._found[address]
+
+    def _look_up(self, address: int) -> MemoryOwner | None:
+        block = self.blocks.find(address)
+        if block is None:
+            return MemoryOwner(State.OUTSIDE, None) if self.blocks.is_device_memory(address) else None
+        if block.start not in self._owners:
+            state = State.WORKSPACE if block.active else State.FREED
+            self._owners[block.start] = MemoryOwner(state if block.pool == _DEFAULT_POOL else State.POOL, block)
+        return self._owners[block.start]
+
+
+def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
+    """List the tensors of modules: parameters, buffers and plain attributes, by the names that the outermost gives."""
+    inside = {id(child) for module in modules for child in _members(module, "_modules").values()}
+    todo = [(type(module).__name__, module) for module in modules if id(module) not in inside]
+    seen: set[int] = set()
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        todo += [(f"{path}.{name}", child) for name, child in _members(module, "_modules").items() if child is not None]
+        for name, keys, tensor in _tensors(module):
+            with contextlib.suppress(Exception):  # of a subclass without memory
+                if tensor.device.type == device and (start := tensor.data_ptr()):
+                    extent = 1 + sum(
+                        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+                    )
+                    end = start + extent * tensor.element_size()
+                    yield ModuleTensor(f"{path}.{name}", start, end, weakref.ref(module), keys)
+
+
+def _members(module: nn.Module, name: str) -> dict[str, Any]:
+    members = vars(module).get(name)
+    return members if isinstance(members, dict) else {}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Any, ...], Tensor]]:
+    for kind in ("_parameters", "_buffers"):
+        yield from ((name, (kind, name), it) for name, it in _members(module, kind).items() if isinstance(it, Tensor))
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Tensor):
+            yield name, (name,), value
+        elif type(value) in (list, tuple, dict) and name[:1] != "_":
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            yield from ((f"{name}[{key!r}]", (name, key), it) for key, it in items if isinstance(it, Tensor))
+
+
+def _user_line(frames: Iterable[dict[str, Any]]) -> str:
+    """Say which line allocated a block, where torch's memory history knows."""
+    lines = ((frame["filename"], frame["line"]) for frame in frames)
+    own = (f"{name}:{line}" for name, line in lines if name.endswith(".py") and "/torch/" not in name)
+    return next(own, "")
+
+
+# What a graph uses, and what became of it.
+
+
+class Use(NamedTuple):
+    """The first use that a graph makes of somebody's memory: which node, at which address."""
+
+    owner: MemoryOwner
+    slot: ModuleTensor | None
+    address: int
+    node: int
+
+
+def credible(owner: MemoryOwner, address: Address, kernel: str) -> bool:
+    """True if a word in a kernel's parameters is surely an address that the kernel uses.
+
+    A word of a struct may be padding that holds anything, unless it is where a tensor begins. Libraries that torch
+    calls leave arguments that a kernel does not use as they were, so what was given back before is none of theirs.
+    """
+    if owner.state in (State.OUTSIDE, State.FREED):
+        return address.certain and not launched_by_torch(kernel)
+    if address.certain or owner.block is None:
+        return address.certain
+    slot = owner.slot(address.value)
+    return address.value in (owner.block.start, slot.start if slot is not None else 0) and owner.state is not State.POOL
+
+
+class Verdict(NamedTuple):
+    """What is wrong with memory that a graph uses: a kind, and who has it now."""
+
+    kind: str
+    now: str
+
+
+def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict | None:
+    """Say what is wrong with memory that a graph uses; None if nothing is.
+
+    Args:
+        use: of the memory.
+        now: what the allocator has now.
+        survey: looks at the memory again; asked only where the tensors are gone and their memory is not.
+    """
+    owner, block = use.owner, now.find(use.address)
+    if block is None:
+        if now.is_device_memory(use.address):
+            return None if owner.state is State.OUTSIDE else Verdict("taken", State.OUTSIDE.value)
+        return Verdict("unmapped", "no memory of the device any more")
+    if owner.state in (State.TENSOR, State.WORKSPACE, State.FREED):
+        moved = use.slot.address() if use.slot is not None else None
+        state = "" if block.active else State.FREED.value
+        if use.slot is not None and moved is not None and not use.slot.start <= moved < use.slot.end:
+            what = state or "still allocated"
+            return Verdict("stale", f"{what}, and {use.slot.name} is at {moved:#x}")
+        if state:
+            return Verdict("freed", state)
+    if not owner.alive and block.active:
+        other = survey().find(use.address)
+        if other is not None and other.storages:
+            return Verdict("taken", other.described(use.address))
+    return None

@@ -1,0 +1,221 @@
+"""`sg.audit` as a program uses it, on the emulator: reports, files, the command line, processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.doctor import audit as auditing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator's graphs; tests/gpu has torch's")
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def served(rows: int = 4) -> Any:
+    model: Any = sg.wrap(Mlp().eval(), capture_sizes=[2, 4], progress=False)
+    with torch.inference_mode():
+        model.capture_graphs(torch.ones(4, 4))
+        for _ in range(3):
+            model(torch.ones(rows, 4))
+    return model
+
+
+def test_our_own_wrappers_show_no_finding() -> None:
+    with sg.audit(every=1, nan=True) as audit:
+        model = served()
+    assert model.graph_stats.replays
+    assert [len(graph.nodes) for graph in audit.graphs] == [3, 3]
+    assert audit.checks >= model.graph_stats.replays
+    assert audit.findings == []
+
+
+def test_answers_are_equal_to_the_bit_with_an_audit_and_without() -> None:
+    torch.manual_seed(1)
+    model: Any = sg.wrap(Mlp().eval(), capture_sizes=[4], progress=False)
+    x = torch.randn(4, 4)
+    with torch.inference_mode():
+        with sg.audit(every=1):
+            audited = [model(x) for _ in range(4)]
+        plain = [model(x) for _ in range(4)]
+    assert all(torch.equal(one, other) for one, other in zip(audited, plain, strict=True))
+
+
+def test_nodes_are_named_by_the_module_whose_memory_they_use() -> None:
+    with sg.audit() as audit:
+        served()
+        audit.check()
+    modules = [module.rpartition(".")[2] for _, _, module in audit.graphs[0].nodes]
+    assert "up" in modules
+    assert "down" in modules
+
+
+def test_the_report_is_one_file_of_html_and_one_of_json(tmp_path: Path) -> None:
+    with sg.audit(every=1) as audit:
+        served()
+    page = audit.save(tmp_path / "report.html").read_text()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert page.startswith("<!doctype html>")
+    assert not {"<script", "http://", "src="} & {word for word in ("<script", "http://", "src=") if word in page}
+    assert ">2 graphs alike, 3 nodes each<" in page
+    assert [len(graph["nodes"]) for graph in report["graphs"]] == [3, 3]
+    assert report["findings"] == []
+    assert "None: at every check" in page
+
+
+def test_nan_in_an_output_is_found_where_asked_for() -> None:
+    with sg.audit(every=1, nan=True) as audit, torch.inference_mode():
+        model: Any = sg.wrap(Mlp().eval(), capture_sizes=[2], progress=False, outputs="static", verify=0)
+        model.capture_graphs(torch.ones(2, 4))
+        kept = [model(torch.full((2, 4), value)) for value in (1.0, 1.0, float("nan"))]
+    assert torch.isnan(kept[-1]).all()
+    assert {finding.kind for finding in audit.findings} == {"nan"}
+
+
+def test_a_second_audit_is_refused_in_words() -> None:
+    with sg.audit() as audit:
+        with pytest.raises(sg.ConfigError, match="another audit is attached to this process"):
+            sg.audit.start()
+        assert sg.Audit.attached is audit
+    assert sg.Audit.attached is None
+
+
+def test_a_negative_number_of_replays_is_refused() -> None:
+    with pytest.raises(sg.ConfigError, match="every is -1"):
+        sg.audit(every=-1)
+
+
+def test_an_audit_that_was_started_stops_once(tmp_path: Path) -> None:
+    audit = sg.audit.start(path=tmp_path / "report.html")
+    served()
+    audit.stop()
+    written = (tmp_path / "report.html").stat().st_mtime_ns
+    audit.stop()
+    assert (tmp_path / "report.html").stat().st_mtime_ns == written
+
+
+def test_the_environment_asks_for_an_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auditing.start_from_environment()
+    assert sg.Audit.attached is None  # silent
+    monkeypatch.setenv("SIMPLEGRAPH_AUDIT", str(tmp_path / "report.html"))
+    auditing.start_from_environment()
+    audit = sg.Audit.attached
+    auditing.start_from_environment()  # an engine loads plugins more than once
+    assert audit is not None
+    assert sg.Audit.attached is audit
+    audit.stop()
+
+
+def test_an_engine_finds_the_plugin() -> None:
+    text = (ROOT / "setup.cfg").read_text()
+    assert "vllm.general_plugins =\n    simplegraph_audit = simplegraph.doctor.audit:start_from_environment" in text
+
+
+def _work(path: str) -> None:
+    os.environ["SIMPLEGRAPH_AUDIT"] = path
+    auditing.start_from_environment()
+    served()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_process_writes_a_report_of_its_own(tmp_path: Path, method: str) -> None:
+    with sg.audit(path=tmp_path / "report.html") as audit:
+        worker = multiprocessing.get_context(method).Process(
+            target=_work, args=(str(tmp_path / "report.html"),), name="EngineCore"
+        )
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [
+            "report.EngineCore.html",
+            "report.EngineCore.json",
+        ]
+        assert sg.Audit.attached is audit
+
+
+SCRIPT = """
+import sys, torch, simplegraph as sg
+from torch import nn
+if __name__ == "__main__":
+    model = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2], progress=False)
+    with torch.inference_mode():
+        for _ in range(4):
+            model(torch.ones(2, 4))
+        if "fault" in sys.argv:
+            from simplegraph.device.select import graph_device
+            device, x = graph_device("cpu"), torch.ones(2, 4)
+            with device.on_capture_stream():
+                device.begin(device.new_pool()); y = x * 2; graph = device.end()
+            del x
+            try:
+                graph.replay()
+            except sg.EmulatorError:
+                pass
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def command(tmp_path: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = ["audit", "--report", str(tmp_path / "report.html"), *options, "--", "python", str(script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "simplegraph", *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+
+
+def test_the_command_runs_a_program_and_ends_with_its_status(tmp_path: Path) -> None:
+    done = command(tmp_path, "7", options=("--every", "1"))
+    assert done.returncode == 7, done.stderr
+    assert "simplegraph audit: 1 graphs, 1 nodes" in done.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("kinds", "status"), [("stale,freed", 3), ("nan", 0)])
+def test_the_command_fails_on_findings_of_some_kinds(tmp_path: Path, kinds: str, status: int) -> None:
+    done = command(tmp_path, "0", "fault", options=("--fail-on", kinds))
+    assert done.returncode == status, done.stderr
+    assert "freed: aten.mul.Tensor in graph 2" in done.stderr
+
+
+def test_the_command_refuses_kinds_that_there_are_not(tmp_path: Path) -> None:
+    done = command(tmp_path, "0", options=("--fail-on", "stale,wrong"))
+    assert done.returncode == 2
+    assert "wrong: expected some of freed, unmapped, taken, stale, nan" in done.stderr
+
+
+def test_the_command_needs_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "simplegraph", "audit"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "no program to run; expected -- python script.py" in done.stderr
+
+
+def test_findings_are_counted_for_prometheus() -> None:
+    prometheus = pytest.importorskip("simplegraph.integrations.prometheus")
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    prometheus.register(registry)
+    labels = {"kind": "stale"}
+    before = registry.get_sample_value("simplegraph_audit_findings_total", labels)
+    auditing.FOUND["stale"] += 1
+    assert registry.get_sample_value("simplegraph_audit_findings_total", labels) == before + 1
+    auditing.FOUND["stale"] -= 1

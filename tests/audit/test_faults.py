@@ -1,0 +1,250 @@
+"""An audit finds and names what is wrong with graphs that others captured; torch's graphs and their memory stand in."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stand_in_driver import Kernel, pointer
+from stand_in_graphs import POOL, DeviceMemory, capture, stand_in_cuda
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.base import patches
+
+
+@pytest.fixture(params=["methods", "hooks"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, DeviceMemory]:
+    """Both ways of attaching: torch up to 2.13, and from 2.15 on."""
+    return stand_in_cuda(monkeypatch, hooks=request.param == "hooks")
+
+
+class Layer(nn.Module):
+    def __init__(self, memory: DeviceMemory, first: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(memory.tensor(first))
+        self.register_buffer("scale", memory.tensor(first + 1))
+        self.cache = [memory.tensor(first + 2)]
+
+
+class Engine:
+    """Serves with one graph, as engines do: a model, a static input and output, and two workspaces."""
+
+    def __init__(self, kind: Any, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.model = nn.Sequential(Layer(memory, 0), Layer(memory, 4))
+        self.input, self.workspace = memory.tensor(8), memory.tensor(9)
+        self.hidden = memory.workspace(10)
+        self.graph = kind()
+        self.temporary = memory.tensor(11, POOL)
+        self.output = memory.tensor(12, POOL)
+        first, second = self.model
+        capture(
+            self.graph,
+            ("first", (self.input, first.weight, first.cache[0], self.temporary)),
+            ("second", (self.temporary, second.weight, second.scale, second.cache[0], self.workspace)),
+            ("library", (self.temporary, self.hidden, self.output)),
+        )
+        del self.temporary  # its block stays the pool's
+        self.graph.replay()
+
+
+def _freed_workspace(engine: Engine) -> None:
+    engine.memory.kept.clear()
+
+
+def _resized_workspace(engine: Engine) -> None:
+    engine.workspace = engine.memory.tensor(20)
+
+
+def _cloned_weight(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.model[1].weight.data = engine.memory.tensor(20)
+
+
+def _moved_cache(engine: Engine) -> None:
+    engine.model[0].cache[0] = engine.memory.tensor(20)
+
+
+def _replaced_buffer(engine: Engine) -> None:
+    engine.model[1].scale = engine.memory.tensor(20)
+
+
+def _taken_output(engine: Engine) -> None:
+    engine.output = None
+    engine.other = engine.memory.tensor(12, POOL)
+
+
+def _dropped_pool(engine: Engine) -> None:
+    engine.memory.unmap(11)
+
+
+def _freed_input(engine: Engine) -> None:
+    engine.input = None
+
+
+FAULTS: dict[str, tuple[Callable[[Engine], None], str, int, str, str]] = {
+    "freed workspace": (_freed_workspace, "freed", 10, "that no Python object holds", "library"),
+    "resized workspace": (_resized_workspace, "freed", 9, "float32[8]", "second of Sequential.1"),
+    "weight.data = clone": (_cloned_weight, "stale", 4, "Sequential.1.weight", "second of Sequential.1"),
+    "moved cache": (_moved_cache, "stale", 2, "Sequential.0.cache[0]", "first of Sequential.0"),
+    "replaced buffer": (_replaced_buffer, "stale", 5, "Sequential.1.scale", "second of Sequential.1"),
+    "taken output": (_taken_output, "taken", 12, "float32[8]", "library"),
+    "dropped pool": (_dropped_pool, "unmapped", 11, "a graph's pool", "first of Sequential.0"),
+    "freed input": (_freed_input, "freed", 8, "float32[8]", "first of Sequential.0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_at_the_next_replay_and_named(
+    cuda: tuple[Any, DeviceMemory], fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inject, kind, block, then, kernel = FAULTS[fault]
+    with sg.audit(every=1) as audit:
+        engine = Engine(*cuda)
+        engine.graph.replay()
+        assert audit.findings == []
+        inject(engine)
+        engine.graph.replay()
+    (finding,) = audit.findings
+    assert (finding.kind, finding.address, finding.kernel) == (kind, engine.memory.address(block), kernel)
+    assert then in finding.then
+    assert engine.graph.replays == 3  # the program goes on
+    assert [record.getMessage() for record in caplog.records] == [f"simplegraph audit: {finding}"]
+
+
+def test_a_finding_says_where_the_memory_was_allocated_if_torch_knows(cuda: tuple[Any, DeviceMemory]) -> None:
+    memory = cuda[1]
+    inside = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "linear.py")
+    memory.frames[4] = [{"filename": name, "line": 7, "name": "f"} for name in (inside, "/srv/engine.py")]
+    with sg.audit(every=1) as audit:
+        engine = Engine(*cuda)
+        _cloned_weight(engine)
+        engine.graph.replay()
+    assert [finding.allocated for finding in audit.findings] == ["/srv/engine.py:7"]
+
+
+def test_memory_given_back_before_the_first_replay_is_found(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit() as audit:
+        x = memory.tensor(0)
+        graph = capture(kind(), ("scale", (x,)))
+        del x
+        graph.replay()
+    assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("freed", "scale")]
+
+
+def test_many_graphs_with_one_fault_are_one_finding(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        x = memory.tensor(0)
+        graphs = [capture(kind(), ("scale", (x,))) for _ in range(5)]
+        for graph in graphs:
+            graph.replay()
+        del x
+        for graph in graphs:
+            graph.replay()
+    (finding,) = audit.findings
+    assert finding.graphs == [1, 2, 3, 4, 5]
+
+
+def test_every_n_th_replay_is_checked(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit(every=10) as audit:
+        x = memory.tensor(0)
+        graph = capture(kind(), ("scale", (x,)))
+        for _ in range(100):
+            graph.replay()
+    assert audit.checks == 11  # the first, and every tenth
+
+
+def test_without_checks_replay_is_torchs_own_again_after_the_first(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    replay = kind.replay
+    with sg.audit(every=0) as audit:
+        graph = capture(kind(), ("scale", (memory.tensor(0),)))
+        graph.replay()
+        assert kind.replay is replay
+        assert not getattr(kind, "hooks", {}).get("replay_start")
+        assert audit.checks == 1
+
+
+def test_everything_is_put_back(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    before = dict(vars(kind)), patches.installed()
+    with sg.audit(every=1):
+        capture(kind(), ("scale", (memory.tensor(0),))).replay()
+    assert (dict(vars(kind)), patches.installed()) == before
+    assert not any(getattr(kind, "hooks", {}).values())
+
+
+def test_a_graph_that_was_reset_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        x = memory.tensor(0)
+        graph = capture(kind(), ("scale", (x,)))
+        graph.replay()
+        graph.reset()
+        del x
+        assert audit.check() == []
+    assert [graph.dropped for graph in audit.graphs] == [True]
+
+
+def test_what_cannot_be_read_is_noted_and_stops_nothing(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        monkeypatch.setattr(kind.driver, "cuGraphGetNodes", lambda *_: 1 // 0)
+        graph = capture(kind(), ("scale", (memory.tensor(0),)))
+        graph.replay()
+    assert graph.replays == 1
+    assert list(audit.graphs[0].notes) == ["ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_a_driver_without_a_call_is_refused_in_words(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(cuda[0].driver).__mro__[1], "cuFuncGetParamInfo")
+    with pytest.raises(sg.ConfigError, match="the CUDA driver has no cuFuncGetParamInfo"):
+        sg.audit()
+
+
+def test_an_error_of_the_audits_own_does_not_stop_the_program(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1):
+        monkeypatch.setattr(memory, "pools", None)
+        graph = capture(kind(), ("scale", (memory.address(0),)))
+        graph.replay()
+    assert graph.replays == 1
+    assert "the program goes on" in caplog.text
+
+
+def test_padding_in_a_struct_is_no_address(cuda: tuple[Any, DeviceMemory]) -> None:
+    """A word beside a number may be left from anything: only where a tensor begins is it taken for an address."""
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        x: Tensor | None = memory.tensor(0)
+        graph = kind()
+        graph.capture_begin()
+        kind.driver.__init__([Kernel("gemm", pointer(memory.address(0) + 8, 5))])
+        graph.capture_end()
+        graph.replay()
+        x = None
+        graph.replay()
+    assert (audit.findings, x) == ([], None)
+
+
+def test_the_log_names_each_finding_once(cuda: tuple[Any, DeviceMemory], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "simplegraph"), sg.audit(every=1):
+        engine = Engine(*cuda)
+        _freed_input(engine)
+        for _ in range(5):
+            engine.graph.replay()
+    assert len(caplog.records) == 1
