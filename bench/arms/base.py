@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
 import functools
 from typing import Any, ClassVar
@@ -11,10 +12,36 @@ import torch
 from torch import Tensor
 
 from bench.models.llama import Llama
-from bench.models.workload import Batch, Workload
+from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch, Workload
 from bench.tools.measure import Call, Timeline
 from bench.tools.replays import Replays, Served
 from simplegraph import RankGroup
+
+
+def padded_size(sizes: list[int], count: int) -> int:
+    """Return the smallest of the ascending sizes that holds `count` requests.
+
+    Raises:
+        ValueError: none does.
+    """
+    index = bisect.bisect_left(sizes, count)
+    if index == len(sizes):
+        raise ValueError(f"a batch of {count} requests is above the largest size, {sizes[-1]}.")
+    return sizes[index]
+
+
+def fill(static: Batch, batch: tuple[Tensor, ...]) -> None:
+    """Copy a batch into static inputs of at least its size, and set the rows behind it to padding."""
+    count = batch[0].shape[0]
+    for name, buffer, value in zip(INPUT_NAMES, static, batch, strict=True):
+        buffer[:count].copy_(value)
+        if count < buffer.shape[0]:
+            buffer[count:].fill_(PAD_VALUES[name])
+
+
+def rows(batch: Batch, count: int) -> Batch:
+    """Return the first rows of every input, as views."""
+    return tuple(tensor[:count] for tensor in batch)  # type: ignore[return-value]
 
 
 class NotAvailable(RuntimeError):

@@ -13,8 +13,7 @@ import torch._dynamo
 import torch._inductor.compile_fx  # the compiler loads here, not under the clock
 from torch import Tensor
 
-from bench.arms.base import Arm, NotAvailable, Setup
-from bench.arms.static import fill, padded_size, rows
+from bench.arms.base import Arm, NotAvailable, Setup, fill, padded_size, rows
 from bench.models.workload import Batch
 from bench.tools.lean_capture import LeanCapture, alias
 from bench.tools.measure import Timeline, say

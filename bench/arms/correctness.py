@@ -7,8 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, Setup
-from bench.arms.static import fill, padded_size, rows
+from bench.arms.base import Arm, Setup, fill, padded_size, rows
 from bench.models.workload import Batch
 from bench.tools.replays import timed
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bench.arms.base import Arm, OnDTensors
-from bench.arms.static import rows
+from bench.arms.base import Arm, OnDTensors, rows
 from bench.models.llama import Llama
 from bench.models.workload import Batch
 from bench.tools.measure import Timeline

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, NotAvailable, OnDTensors, Setup, require_cuda
-from bench.arms.static import rows
+from bench.arms.base import Arm, NotAvailable, OnDTensors, Setup, require_cuda, rows
 from bench.models import attention
 from bench.models.fused import fused
 from bench.models.llama import Llama

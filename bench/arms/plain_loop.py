@@ -7,8 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, Setup, require_cuda
-from bench.arms.static import fill, padded_size
+from bench.arms.base import Arm, Setup, fill, padded_size, require_cuda
 from bench.models.workload import Batch
 from bench.tools.lean_capture import LeanCapture
 from bench.tools.measure import Timeline

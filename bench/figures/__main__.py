@@ -10,9 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.figures.jobs import all_jobs
-from bench.figures.running import BAD, Outcome, Runner, commits, gpu_ids
+from bench.figures.jobs import HEADLINE_SECONDS, all_jobs, headline_jobs
+from bench.figures.running import BAD, Outcome, Runner, commits, gpu_ids, last_lines
 from bench.tools.options import positive
+
+SHOWN = 60  # lines of a headline's log
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,12 +23,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="for the files of figures and the logs")
     names = "tables or files, with * and ?, separated by commas; by default all that have a table"
     parser.add_argument("--only", metavar="NAME[,NAME]", help=names)
-    total = "seconds after which no job begins and a running one is cut; without limit by default"
-    parser.add_argument("--total", type=positive, default=float("inf"), help=total)
+    headline = (
+        "the jobs of README's and the first tables, the most important first, at one commit; one H200, 25 minutes"
+    )
+    parser.add_argument("--headline", action="store_true", help=headline)
+    total = "seconds after which no job begins and a running one is cut; without limit by default, 1500 with --headline"
+    parser.add_argument("--total", type=positive, help=total)
     parser.add_argument("--again", action="store_true", help="measure what has been measured at this commit, too")
     parser.add_argument("--list", action="store_true", help="print the jobs and run none")
     options = parser.parse_args(arguments)
-    jobs = [job for job in all_jobs() if (job.is_named(options.only.split(",")) if options.only else job.tables)]
+    jobs = headline_jobs() if options.headline else [job for job in all_jobs() if job.tables or options.only]
+    jobs = [job for job in jobs if not options.only or job.is_named(options.only.split(","))]
     if not jobs:
         parser.error(f"no table and no file is named {options.only}; --list prints all")
     if options.list:
@@ -41,8 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
         nonlocal ended
         ended += 1
         print(f"{ended}/{len(jobs)} {outcome}", flush=True)
+        if options.headline and outcome.seconds:
+            print("\n".join(last_lines(folder / f"{outcome.job.file}.log", SHOWN)), flush=True)
 
-    outcomes = Runner(options.folder.resolve(), gpu_ids(), options.total, again=options.again, tell=tell).run(jobs)
+    folder, total = options.folder.resolve(), options.total or (HEADLINE_SECONDS if options.headline else float("inf"))
+    outcomes = Runner(folder, gpu_ids(), total, again=options.again, tell=tell).run(jobs)
     for line in commits(outcomes, options.folder):
         print(line)
     return int(any(one.status in BAD for one in outcomes))

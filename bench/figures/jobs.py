@@ -28,7 +28,6 @@ class Job:
         tables: of the documentation that show its figures; jobs without any run only if they are named.
         seconds: time limit.
         gpus: how many it needs.
-        shares: True if it may run while jobs on other GPUs do.
         variables: set in its environment.
     """
 
@@ -37,13 +36,33 @@ class Job:
     tables: tuple[str, ...] = ()
     seconds: float = 580.0
     gpus: int = 1
-    shares: bool = False
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def is_named(self, patterns: Iterable[str]) -> bool:
         """True if a pattern matches the file, its last part, or one of the tables."""
         names = (self.file, self.file.rpartition("/")[2], *self.tables)
         return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
+
+
+# What README and the first screen of docs/figures.md show, by its worth: measured together, at one commit, on one GPU.
+HEADLINE = (
+    "h200_model_calls",
+    "h200_startup",
+    "h200_training_pairs",
+    "h200_training_memory",
+    "h200_optimized",
+    "h200_training",
+    "h200_serve_rates",
+    "h200_transformers",
+    "h200_host_overhead",
+)
+HEADLINE_SECONDS = 25 * 60
+
+
+def headline_jobs() -> list[Job]:
+    """List the jobs of `HEADLINE`, in its order."""
+    known = {job.file: job for job in all_jobs()}
+    return [known[file] for file in HEADLINE]
 
 
 def all_jobs() -> list[Job]:
@@ -65,6 +84,7 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
+    calls = _command("bench.host_overhead.models")
     preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     return [
         Job("h200_startup", startup, ("startup",)),
@@ -73,6 +93,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
+        Job("h200_model_calls", calls, seconds=150),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
@@ -86,14 +107,18 @@ def _serving() -> list[Job]:
     speculation = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
     loads = ("--rate", "60", "--requests", "600"), ("--rate", "20,40,80", "--requests", "100", "--limit", "540")
     files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
+    rates = ("--attention", "fa3", "--arms", "eager,full,full-and-piecewise", "--rate", "20,40,80", "--requests", "40")
     return [
-        Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
-        for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
+        Job("h200_serve_rates", _command("bench.serve", *rates), seconds=150),
+        *(
+            Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
+            for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
+        ),
     ]
 
 
 def _optimized() -> list[Job]:
-    models = _command("bench.optimized", "--at-once", "8", "--total", "300")  # processes begun then have 240 s more
+    models = _command("bench.optimized", "--at-once", "8", "--total", "540")
     return [
         Job("h200_optimized", models, ("optimized",)),
         Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
@@ -157,12 +182,15 @@ def _families() -> list[Job]:
             f"h200x4_models/generate_{name}",
             _command("bench.transformers_generate", "--models", name, "--arms", _GENERATE_ARMS),
             ("families",),
-            shares=True,
         )
         for name in FAMILIES
     ]
 
 
 def _beside_the_tables() -> list[Job]:
-    memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
-    return [Job("h200_training_memory", _command("bench.training", *memory))]
+    memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step,forward-backward")
+    autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
+    return [
+        Job("h200_training_memory", _command("bench.training", *memory)),
+        Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
+    ]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,31 +70,14 @@ class Runner:
         self._folder, self._gpus, self._again, self._tell = folder, list(gpus), again, tell
         self._deadline = time.monotonic() + total
         self._commit = environment.commit()
-        self._telling = threading.Lock()
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Run the jobs that need the machine alone one after the other, then the others, one on each GPU."""
-        outcomes = [self._run_one(job, self._gpus[: job.gpus]) for job in jobs if not job.shares]
-        free: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        workers = max(1, len(self._gpus))
-        for at in range(workers):
-            free.put(self._gpus[at : at + 1])
-
-        def on_a_free_gpu(job: Job) -> Outcome:
-            gpu = free.get()
-            try:
-                return self._run_one(job, gpu)
-            finally:
-                free.put(gpu)
-
-        with ThreadPoolExecutor(workers) as pool:
-            return outcomes + list(pool.map(on_a_free_gpu, (job for job in jobs if job.shares)))
-
-    def _run_one(self, job: Job, gpus: Sequence[str]) -> Outcome:
-        outcome = self._outcome(job, gpus)
-        with self._telling:
-            self._tell(outcome)
-        return outcome
+    def run(self, jobs: Iterable[Job]) -> list[Outcome]:
+        """Run jobs one after the other, and tell how each has ended."""
+        outcomes = []
+        for job in jobs:
+            outcomes.append(self._outcome(job, self._gpus[: job.gpus]))
+            self._tell(outcomes[-1])
+        return outcomes
 
     def _outcome(self, job: Job, gpus: Sequence[str]) -> Outcome:
         if job.gpus > max(1, len(gpus)):
@@ -120,7 +100,7 @@ class Runner:
         if status is None:
             return Outcome(job, CUT, taken, f"its limit was {limit:.0f} s{so_far}; see {log}")
         if status or not partial.is_file():
-            return Outcome(job, FAILED, taken, f"status {status}{so_far}: {_last_line(log)}; see {log}")
+            return Outcome(job, FAILED, taken, f"status {status}{so_far}: {last_lines(log, 1)[0]}; see {log}")
         partial.replace(file)
         return Outcome(job, LACKS if lacks(file) else DONE, taken, lacks(file))
 
@@ -169,9 +149,10 @@ def _commit(file: Path) -> object:
     return None
 
 
-def _last_line(log: Path) -> str:
+def last_lines(log: Path, number: int) -> list[str]:
+    """Return the last lines of a log that are not blank."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return [line.rstrip() for line in lines if line.strip()][-number:] or ["no output"]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

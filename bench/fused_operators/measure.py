@@ -12,8 +12,8 @@ from bench.tools import command
 from bench.tools.compiler import empty_caches
 from bench.tools.measure import Figures, say, seconds, step_milliseconds
 from bench.tools.options import add_names, numbers
+from bench.tools.side_by_side import answer
 from bench.tools.tables import grid
-from bench.tools.turns import answer
 
 CALLS = 50  # in one graph
 TIMEOUT = 240.0

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from bench.layer_kinds import steps
-from bench.layer_kinds.shapes import KINDS
+from bench.layer_kinds.steps import KINDS
 from bench.tools import command
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, numbers

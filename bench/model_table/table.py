@@ -110,8 +110,7 @@ class _Measurement:
         """Keep the row, unless an earlier try was a better one."""
         self._known[name] = min(row, self._known.get(name, row), key=_shortcomings)
         self.figures["rows"] = {each: self._known[each] for each in NAMES if each in self._known}
-        if self._plan.json is not None:
-            save_figures(self._plan.json, self.figures)
+        save_figures(self._plan.json, self.figures)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

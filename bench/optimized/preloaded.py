@@ -3,7 +3,7 @@
 from bench.tools import fresh
 
 fresh.import_installed(
-    "bench.optimized.one_row",
+    "bench.optimized.rows",
     "simplegraph.fused.optimizing.optimize",
     "torchvision",
     "transformers.models.bert.modeling_bert",

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from bench.arms import ALONE, ARMS, OF_RANKS
 from bench.startup import runs, table
-from bench.startup.processes import CompileCaches
-from bench.startup.results import Result, comparison
-from bench.tools import torchrun
+from bench.startup.runs import Result, comparison
+from bench.tools import fresh, torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
 from bench.tools.options import (
@@ -49,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
             machine = next((one["environment"] for one in results.values() if "environment" in one), None)
             save_figures(options.json, {"results": results, "comparison": comparison(results)}, machine)
 
+    fresh.preload("bench.startup.runs", device_of(plan.device).type)
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
-        results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)), save)
+        results = runs.run_all(runs_of(options), plan, runs.CompileCaches(Path(folder)), save)
     measured = any(result["status"] == "ok" for result in results.values())
     if torchrun.rank() == 0:
         print(table.render(results))

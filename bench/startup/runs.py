@@ -4,15 +4,131 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
+import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.arms import ARMS, COMPILED, load_arm
-from bench.arms.base import NotAvailable
-from bench.startup.processes import CompileCaches, cache_environment, run_worker
-from bench.startup.results import Result, combine
-from bench.tools.measure import device_of, say
+import torch
+
+import simplegraph as sg
+from bench.arms import ARMS, COMPILED, load_arm, timing
+from bench.arms.base import Arm, NotAvailable, Setup
+from bench.arms.correctness import compare_with_eager, counts_to_compare, eager_noise
+from bench.models.attention import attention_name
+from bench.models.workload import Workload
+from bench.tools import compiler, environment, fresh, torchrun
+from bench.tools.measure import Figures, device_of, few_threads, say
+
+Result = dict[str, Any]
+
+_READY = ("seconds", "ready")
+# Figures of a second start in the same process, which exclude loading the libraries.
+_AGAIN, _KEPT = ("primed", "seconds", "ready"), ("primed", "device_bytes")
+# Of ours, without the warmup and what is looked up about the graphs.
+_ALONE, _ALONE_AGAIN = ("details", "captures_alone_s"), ("primed", "details", "captures_alone_s")
+# Numerator and denominator of each ratio: a run, and a figure of it, seconds until all sizes are ready or bytes kept.
+RATIOS = {
+    "ready_plain_loop_over_ours": (("plain-loop", _READY), ("simplegraph", _READY)),
+    "ready_lean_loop_over_ours": (("lean-loop", _READY), ("simplegraph", _READY)),
+    "ready_ours_over_eager": (("simplegraph", _READY), ("eager", _READY)),
+    "ready_our_captures_alone_over_eager": (("simplegraph", _ALONE), ("eager", _READY)),
+    "again_plain_loop_over_ours": (("plain-loop", _AGAIN), ("simplegraph", _AGAIN)),
+    "again_lean_loop_over_ours": (("lean-loop", _AGAIN), ("simplegraph", _AGAIN)),
+    "again_our_captures_alone_over_plain_loop": (("simplegraph", _ALONE_AGAIN), ("plain-loop", _AGAIN)),
+    "memory_ours_over_plain_loop": (("simplegraph", _KEPT), ("plain-loop", _KEPT)),
+    "memory_ours_over_lean_loop": (("simplegraph", _KEPT), ("lean-loop", _KEPT)),
+    "ready_piecewise_cold_over_ours": (("compiled-piecewise (cold)", _READY), ("simplegraph", _READY)),
+    "ready_piecewise_warm_over_ours": (("compiled-piecewise (warm)", _READY), ("simplegraph", _READY)),
+}
+
+
+def combine(results: Sequence[Result]) -> Result:
+    """Combine the rounds of one run: medians of the times, the rest from the first; a failure if one failed."""
+    bad = next((result for result in results if result["status"] != "ok"), None)
+    if bad is not None:
+        return bad
+    combined = medians(results)
+    return combined | {"rounds": [result["seconds"] for result in results]}
+
+
+def medians(values: Sequence[Any]) -> Any:
+    """Return medians of floats, recursively in dicts; of everything else the first."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: medians([value[key] for value in values if key in value]) for key in first}
+    return statistics.median(values) if isinstance(first, float) else first
+
+
+def comparison(results: dict[str, Result]) -> dict[str, float]:
+    """Compute `RATIOS`, and steps on DTensors over those on plain tensors, for all runs that have figures.
+
+    Runs on the emulator, whose times are not speed, have the latter alone.
+    """
+    ratios = {} if any(result.get("device") == "cpu" for result in results.values()) else dict(RATIOS)
+    for batch in results.get("simplegraph-dtensor", {}).get("step_ms", {}):
+        step = ("step_ms", batch)
+        ratios[f"step_dtensor_over_plain_at_{batch}"] = (("simplegraph-dtensor", step), ("simplegraph", step))
+    pairs = {name: [figure(results.get(label), *path) for label, path in pair] for name, pair in ratios.items()}
+    return {name: one / other for name, (one, other) in pairs.items() if one is not None and other}
+
+
+def figure(result: Result | None, *path: str) -> float | None:
+    """Return a nested figure of a result; None if it has none."""
+    value: Any = result
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+AGAIN = 3  # starts in a process that has started before
+
+
+def run_arm(name: str, plan: StartupPlan, caches: str, meeting: int) -> Figures:
+    """Measure one arm with its compile caches in a folder, or return why it is not available."""
+    try:
+        with compiler.caches_in(caches):
+            return {"status": "ok"} | measure_arm(name, plan, meeting)
+    except NotAvailable as reason:
+        return {"status": "not available", "error": str(reason)}
+
+
+def measure_arm(name: str, plan: StartupPlan, meeting: int = 0) -> Figures:
+    """Build, start, compare, then time; a mismatch gives no figures.
+
+    Args:
+        meeting: of the ranks; every run has another one.
+    """
+    shard, ranks, device = torchrun.start(plan.tp, f"bench/{meeting}", plan.device)
+    arm_class = load_arm(name)
+    arm_class.check_available(device)
+    if plan.preloaded:
+        sg.preload(device).wait()
+    workload = Workload(plan.model, plan.sizes, device, lm_head=plan.lm_head, layers=plan.layers, shard=shard)
+    say(f"{name}: building {plan.model} on {device}")
+    setup = Setup(workload.build(), workload, ranks)
+    with torch.inference_mode(), few_threads(device):
+        weight = next(setup.model.parameters())
+        say(f"{name}: attention is {attention_name(weight.device, weight.dtype)}")  # loads it, too
+        arm_class.load(setup)
+        arm, started = timing.start(arm_class, setup)
+        say(f"{name}: {', '.join(f'{mark} {s:.2f} s' for mark, s in started['seconds'].items())}")
+        comparisons = compare_with_eager(arm, setup, counts_to_compare(sorted(workload.sizes)))
+        figures = started | {"correct": [dataclasses.asdict(one) for one in comparisons]}
+        figures |= {"eager_noise": eager_noise(setup)}
+        figures |= timing.speeds(arm, setup, plan.steps)
+        figures |= arm.replays.figures() | {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
+        if arm_class.restartable and device.type == "cuda":
+            del arm
+            figures["primed"] = medians([_start_again(arm_class, setup) for _ in range(AGAIN)])
+    figures |= {"preloaded": plan.preloaded}
+    return figures | timing.shape(setup) | {"environment": environment.describe()}
+
+
+def _start_again(arm_class: type[Arm], setup: Setup) -> Figures:
+    arm, figures = timing.start(arm_class, setup)
+    return figures | {"details": arm.details()}
 
 
 class Run(NamedTuple):
@@ -76,16 +192,38 @@ def runs_of(arms: Iterable[str]) -> list[Run]:
     return runs
 
 
+class CompileCaches:
+    """Folders for compile caches: a new one for each cold run; a warm run uses that of its arm's last cold run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._filled: dict[str, str] = {}
+
+    def folder(self, arm: str, cache: str | None) -> str:
+        """Return the folder of the compile caches of this arm's process.
+
+        Raises:
+            RuntimeError: a warm run comes before its cold one.
+        """
+        if cache != "warm":
+            self._filled[arm] = tempfile.mkdtemp(prefix=f"{arm}-", dir=self._root)
+        if arm not in self._filled:
+            raise RuntimeError(f"{arm} (warm) needs the cache of {arm} (cold), which has not run.")
+        return self._filled[arm]
+
+
 def measure(run: Run, plan: StartupPlan, caches: CompileCaches) -> Result:
     """Run one process of a run; any error in it is returned as a failed result."""
+    found: Result = {"arm": run.arm, "cache": run.cache}
     missing = unavailable(run.arm, plan)
     if missing is not None:
-        return {"arm": run.arm, "cache": run.cache, "status": "not available", "error": missing}
+        return found | {"status": "not available", "error": missing}
     try:
-        environment = cache_environment(caches.folder(run.arm, run.cache))
-        return run_worker(command(run, plan), environment, plan.timeout)
-    except RuntimeError as error:
-        return {"arm": run.arm, "cache": run.cache, "status": "failed", "error": str(error)}
+        task = run_arm, run.arm, plan, caches.folder(run.arm, run.cache), next(_meetings)
+        return found | fresh.call(*task, seconds=plan.timeout)
+    except (RuntimeError, TimeoutError) as error:
+        say(str(error))
+        return found | {"status": "failed", "error": getattr(error, "reason", str(error))}
 
 
 def unavailable(arm: str, plan: StartupPlan) -> str | None:
@@ -98,19 +236,6 @@ def unavailable(arm: str, plan: StartupPlan) -> str | None:
     except NotAvailable as reason:
         return str(reason)
     return None
-
-
-def command(run: Run, plan: StartupPlan) -> list[str]:
-    """Return the worker's command line."""
-    sizes = ",".join(map(str, plan.sizes))
-    line = [sys.executable, "-m", "bench.startup.worker", "--arm", run.arm, "--model", plan.model]
-    line += ["--sizes", sizes, "--steps", str(plan.steps)]
-    line += ["--device", plan.device] if plan.device else []
-    line += ["--cache", run.cache] if run.cache else []
-    line += ["--layers", str(plan.layers)] if plan.layers else []
-    line += ["--tp", str(plan.tp), "--tp-run", str(next(_meetings))] if plan.tp > 1 else []
-    line += ["--preloaded"] if plan.preloaded else []
-    return line + (["--lm-head"] if plan.lm_head else [])
 
 
 _meetings = itertools.count()  # every rank runs the same arms in the same order, so it counts them alike

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.startup.results import Result, comparison, figure
+from bench.startup.runs import Result, comparison, figure
 from bench.tools.measure import NOT_SPEED
 from bench.tools.tables import MIB, NOTHING, grid, heading, measured
 

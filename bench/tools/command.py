@@ -59,7 +59,6 @@ def run(
     print(render(figures))
     if of_graphs and device.type == "cpu":
         print(NOT_SPEED)
-    if given.json:
-        save_figures(given.json, figures)
+    save_figures(given.json, figures)
     if failures(figures):
         raise SystemExit("\n\n".join(failures(figures)))

@@ -28,12 +28,18 @@ def compiled_graphs() -> int:
 @contextlib.contextmanager
 def empty_caches() -> Iterator[None]:
     """Point the compile caches of this process to an empty folder."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, caches_in(folder):
+        yield
+
+
+@contextlib.contextmanager
+def caches_in(folder: str) -> Iterator[None]:
+    """Point the compile caches of this process, all of them switched on, to a folder."""
     before = dict(os.environ)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    os.environ |= {f"{name}_CACHE_DIR": str(Path(folder) / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
+    os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -13,14 +13,16 @@ BENCH = Path(__file__).parents[1]
 DATA, OUT = BENCH / "data", BENCH / "out"
 
 
-def save_figures(path: Path | str, figures: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
+def save_figures(path: Path | str | None, figures: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
     """Write figures and what they were measured with as JSON; the folder is created if it is missing.
 
     Args:
-        path: of the file.
+        path: of the file; None to write nothing.
         figures: ready for JSON.
         machine: from `environment.describe` in a process that measured; by default this process describes it.
     """
+    if path is None:
+        return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = {"machine_info": machine or environment.describe()}

@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from multiprocessing import connection
 from typing import Any, TypeVar
 
+from bench.tools import fresh
 from bench.tools.fresh import OVER, WANTED, FreshProcess, ProcessFailed
+from bench.tools.measure import Figures, say
+
+
+def answer(function: Callable[..., Figures], *args: Any, seconds: float) -> Figures:
+    """Call a function in a fresh process; on an error return `failed`, and the `reason` in one line."""
+    try:
+        figures: Figures = fresh.call(function, *args, seconds=seconds)
+    except (TimeoutError, fresh.ProcessFailed) as error:
+        return _failure(error)
+    return figures
+
+
+def side_by_side(
+    tasks: Mapping[K, Task], seconds: float, workers: int | None = None, total: float = math.inf
+) -> Iterator[tuple[K, Figures]]:
+    """Answer tasks by processes at once, all by default, which take turns at being timed; see `SideBySide`."""
+    for name, found in SideBySide(workers=workers or len(tasks), seconds=seconds, total=total).run(tasks):
+        yield name, _failure(found) if isinstance(found, Exception) else found
+
+
+def _failure(error: Exception) -> Figures:
+    say(str(error))
+    return {"failed": str(error), "reason": getattr(error, "reason", str(error))}
+
 
 DRAINED = 0.3  # seconds after which GPUs have done what halted processes gave to them
 

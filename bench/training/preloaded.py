@@ -3,7 +3,7 @@
 from bench.tools import fresh
 
 fresh.import_installed(
-    "bench.training.one_run",
+    "bench.training.training_steps",
     "simplegraph.training.step",
     "simplegraph.training.runner",
     "timm",

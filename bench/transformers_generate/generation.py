@@ -23,8 +23,8 @@ from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
 from bench.tools.replays import Replays, Served
+from bench.tools.side_by_side import side_by_side
 from bench.tools.tables import cell, ratio
-from bench.tools.turns import side_by_side
 from bench.transformers_generate import families, same_tokens
 
 PLAIN, COMPILED = "plain", "static-compiled"
@@ -147,7 +147,7 @@ def _measure_models(plan: GenerationPlan, some: Sequence[str], device: torch.dev
     """Measure models side by side, one arm after the other."""
     say(f"{', '.join(some)}: tokens in float32 ...")
     settings = device, plan.tiny, plan.prompt, plan.compared
-    found = side_by_side({name: (same_tokens.compare, (name, *settings)) for name in some}, plan.timeout)
+    found = dict(side_by_side({name: (same_tokens.compare, (name, *settings)) for name in some}, plan.timeout))
     for name, agreement in found.items():
         say(f"{name}, {_agreement(agreement)}")
     arms: dict[str, Figures] = {name: {} for name in some}
@@ -164,7 +164,7 @@ def _measure_arm(plan: GenerationPlan, some: Sequence[str], arm: str, device: to
     for _ in range(1 if arm == COMPILED and device.type == "cuda" else plan.processes):
         left = [name for name in some if not any("failed" in run for run in runs[name])]
         tasks = {name: (run_arm, (plan, name, arm, device, torch.bfloat16)) for name in left}
-        for name, run in side_by_side(tasks, plan.timeout).items():
+        for name, run in side_by_side(tasks, plan.timeout):
             runs[name].append({key: value for key, value in run.items() if key != "tokens"})
     return {name: _medians(arm, each) for name, each in runs.items()}
 

@@ -24,7 +24,7 @@ from bench.models.dtensor import with_dtensors  # noqa: E402
 from bench.models.llama import CacheShape, build_llama  # noqa: E402
 from bench.models.shard import Shard  # noqa: E402
 from bench.models.workload import INPUT_NAMES, Workload  # noqa: E402
-from bench.startup import worker  # noqa: E402
+from bench.startup import runs  # noqa: E402
 from bench.two_batch import steps  # noqa: E402
 from simplegraph import RankGroup, wrap  # noqa: E402
 
@@ -219,9 +219,7 @@ def test_on_one_rank_the_arms_of_several_are_left_out_or_say_so(tmp_path: Path) 
     assert not set(ALONE) & set(OF_RANKS)
     assert {*ALONE, *OF_RANKS} == set(ARMS)
     for arm in OF_RANKS:
-        out = tmp_path / f"{arm}.json"
-        assert worker.main(["--arm", arm, "--json", str(out), "--sizes", "1", "--device", "cpu"]) == 0
-        found = json.loads(out.read_text())
+        found = runs.run_arm(arm, runs.StartupPlan("tiny", (1,), "cpu"), str(tmp_path), 0)
         assert (found["status"], "torchrun" in found["error"]) == ("not available", True)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
-import sys
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ from torch.utils import _pytree as pytree
 
 import simplegraph as sg
 from bench.arms import ARMS, compiled, load_arm, plain_loop
-from bench.arms.base import NotAvailable, Setup
+from bench.arms.base import NotAvailable, Setup, fill, padded_size
 from bench.arms.compiled_piecewise import CompiledPiecewise
 from bench.arms.correctness import Mismatch, compare_with_eager, counts_to_compare
 from bench.arms.eager import Eager
-from bench.arms.static import fill, padded_size
 from bench.models import attention
 from bench.models.workload import Workload
-from bench.startup import runs, worker
-from bench.startup.processes import CompileCaches
+from bench.startup import runs
 from bench.tools import pieces
 from bench.tools.measure import Timeline
 from bench.tools.pieces import is_attention, split_at_attention
@@ -216,49 +213,50 @@ def test_attention_goes_where_it_is_routed_and_back(setup: Setup) -> None:
     assert calls == [2, 2]
 
 
-def test_the_worker_writes_its_figures(tmp_path: Path) -> None:
-    out = tmp_path / "eager.json"
-    assert worker.main(["--arm", "eager", "--json", str(out), "--sizes", "1,2", "--device", "cpu", "--steps", "2"]) == 0
-    figures = json.loads(out.read_text())
-    assert figures["status"] == "ok"
+def plan(**settings: Any) -> runs.StartupPlan:
+    return runs.StartupPlan(**{"model": "tiny", "sizes": (1, 2), "device": "cpu", "steps": 1} | settings)
+
+
+def test_an_arm_s_process_returns_its_figures(tmp_path: Path) -> None:
+    figures = runs.measure(runs.Run("eager"), plan(), runs.CompileCaches(tmp_path))
+    assert (figures["arm"], figures["status"]) == ("eager", "ok")
     assert 0 < figures["seconds"]["first_output"] <= figures["seconds"]["ready"]
     assert set(figures["step_ms"]) == {"1"}
     assert all(one["equal"] for one in figures["correct"])
     assert figures["environment"]["torch"] == torch.__version__
 
 
-def test_every_arm_preloads_before_its_clock_if_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_arm_preloads_before_its_clock_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[torch.device] = []
     preload = sg.preload
     monkeypatch.setattr(sg, "preload", lambda device: loaded.append(device) or preload(device))
-    line = runs.command(runs.Run("eager"), runs.StartupPlan("tiny", (1,), "cpu", steps=1, preloaded=True))
-    out = tmp_path / "eager.json"
-    assert worker.main([*line[line.index("--arm") :], "--json", str(out)]) == 0
-    assert loaded == [torch.device("cpu")]
-    assert json.loads(out.read_text())["preloaded"]
-    assert "--preloaded" not in runs.command(runs.Run("eager"), runs.StartupPlan("tiny", (1,)))
+    assert runs.measure_arm("eager", plan(preloaded=True))["preloaded"]
+    assert loaded == [CPU]
+    assert not runs.measure_arm("eager", plan())["preloaded"]
+    assert loaded == [CPU]
 
 
-def test_a_failing_arm_is_reported_and_the_status_says_so(tmp_path: Path) -> None:
-    out = tmp_path / "failed.json"
-    assert worker.main(["--arm", "eager", "--json", str(out), "--model", "7b", "--device", "cpu"]) == 1
-    figures = json.loads(out.read_text())
+def test_a_failing_arm_is_reported(tmp_path: Path) -> None:
+    figures = runs.measure(runs.Run("eager"), plan(model="7b"), runs.CompileCaches(tmp_path))
     assert figures["status"] == "failed"
     assert "FileNotFoundError" in figures["error"]
 
 
 def test_an_arm_that_is_not_available_is_no_failure(tmp_path: Path) -> None:
-    out = tmp_path / "none.json"
-    assert worker.main(["--arm", "plain-loop", "--json", str(out), "--device", "cpu"]) == 0
-    assert json.loads(out.read_text())["status"] == "not available"
+    assert runs.run_arm("plain-loop", plan(), str(tmp_path), 0)["status"] == "not available"
+
+
+def test_an_arm_has_its_compile_caches_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "theirs")
+    monkeypatch.setattr(runs, "measure_arm", lambda *_: {"seen": os.environ["TRITON_CACHE_DIR"]})
+    assert runs.run_arm("eager", plan(), str(tmp_path), 0)["seen"] == str(tmp_path / "triton")
+    assert os.environ["TRITON_CACHE_DIR"] == "theirs"
 
 
 def test_compiled_arms_run_cold_then_warm_on_the_same_cache(tmp_path: Path) -> None:
     chosen = runs.runs_of(["eager", "compiled-full"])
     assert [run.label for run in chosen] == ["eager", "compiled-full (cold)", "compiled-full (warm)"]
-    caches = CompileCaches(tmp_path)
+    caches = runs.CompileCaches(tmp_path)
     _, cold, warm = chosen
     first = caches.folder(cold.arm, cold.cache)
     assert caches.folder(warm.arm, warm.cache) == first
@@ -267,7 +265,7 @@ def test_compiled_arms_run_cold_then_warm_on_the_same_cache(tmp_path: Path) -> N
 
 def test_a_warm_run_without_its_cold_one_fails_with_the_reason(tmp_path: Path) -> None:
     warm = runs.Run("compiled-full", "warm")
-    result = runs.measure(warm, runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path))
+    result = runs.measure(warm, runs.StartupPlan("tiny", (1,)), runs.CompileCaches(tmp_path))
     assert result["status"] == "failed"
     assert "needs the cache of compiled-full (cold)" in result["error"]
 
@@ -285,24 +283,29 @@ def test_a_comparison_that_is_cut_short_has_kept_the_arms_before(
     chosen = [runs.Run("eager"), runs.Run("simplegraph-lazy"), runs.Run("simplegraph")]
     with pytest.raises(KeyboardInterrupt):
         runs.run_all(
-            chosen, runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path), lambda found: kept.append([*found])
+            chosen, runs.StartupPlan("tiny", (1,)), runs.CompileCaches(tmp_path), lambda found: kept.append([*found])
         )
     assert kept == [["eager"], ["eager", "simplegraph-lazy"]]
 
 
-def test_a_process_that_dies_leaves_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys; print('cuda went away', file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", code])
-    result = runs.measure(runs.Run("eager"), runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path))
-    assert result["status"] == "failed"
-    assert re.search("status 3.*cuda went away", result["error"], re.DOTALL)
+def _dies(*_: Any) -> None:
+    os._exit(3)
 
 
-def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    plan = runs.StartupPlan("tiny", (1,), timeout=0.5)
-    result = runs.measure(runs.Run("eager"), plan, CompileCaches(tmp_path))
-    assert "no result within" in result["error"]
+def _hangs(*_: Any) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("run_arm", "settings", "error"),
+    [(_dies, {}, "the process died with exit code 3"), (_hangs, {"timeout": 0.5}, "took more than 0.5 s")],
+)
+def test_a_process_that_dies_or_hangs_fails_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_arm: Any, settings: dict[str, Any], error: str
+) -> None:
+    monkeypatch.setattr(runs, "run_arm", run_arm)
+    result = runs.measure(runs.Run("eager"), plan(**settings), runs.CompileCaches(tmp_path))
+    assert (result["status"], result["error"]) == ("failed", error)
 
 
 def test_every_arm_can_be_loaded_without_a_gpu() -> None:

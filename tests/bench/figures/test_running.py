@@ -105,7 +105,7 @@ def test_figures_are_measured_and_the_line_says_so(
     assert json.loads(file.read_text())["medians_us"]["1 size"]["in place"] > 0
 
 
-def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
+def test_every_model_is_measured_once_and_what_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"
@@ -123,7 +123,7 @@ def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
     asked = {(call[0].split()[1], call[0].split()[3]) for call in calls}
     assert asked == {("bench.transformers_generate", name) for name in ("gpt2", "t5", "llama")}
     assert len(calls) == 3
-    assert {call[1] for call in calls} <= {"1", "3"}
+    assert {call[1] for call in calls} == {"1"}
 
 
 def test_files_of_several_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

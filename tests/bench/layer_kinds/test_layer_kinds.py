@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from bench.layer_kinds import __main__ as program
-from bench.layer_kinds.shapes import KINDS
+from bench.layer_kinds.steps import KINDS
 
 
 def test_the_program_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

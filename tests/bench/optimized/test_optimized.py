@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.optimized import one_row, rows, shapes
-from bench.optimized.one_row import COMPILED, EAGER, GRAPH, OPTIMIZED
+from bench.optimized import rows, shapes
+from bench.optimized.rows import COMPILED, EAGER, GRAPH, OPTIMIZED
 
 CPU = torch.device("cpu")
 MODELS = shapes.available()
@@ -18,7 +18,7 @@ MODELS = shapes.available()
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_replayed_and_exact_in_all_arms_of_ours(name: str) -> None:
-    found = one_row.run_row(name, 2, (EAGER, OPTIMIZED), CPU, True)["arms"]
+    found = rows.run_row(name, 2, (EAGER, OPTIMIZED), CPU, True)["arms"]
     assert found[OPTIMIZED]["replays"] == found[OPTIMIZED]["steps"] > 0
     assert found[OPTIMIZED]["error"] <= 1.5 * found[EAGER]["error"] + 2e-7
     assert 0 < found[OPTIMIZED]["first_seconds"] <= found[OPTIMIZED]["ready_seconds"]
@@ -35,10 +35,10 @@ def test_first_calls_and_times_are_measured_in_turns(monkeypatch: pytest.MonkeyP
         def __exit__(self, *_: object) -> None:
             turns.pop()
 
-    monkeypatch.setattr(one_row, "_first_calls", lambda *args: held.append(len(turns)) or (lambda *given: given[0]))
-    monkeypatch.setattr(one_row, "_measure", lambda *args: held.append(len(turns)))
-    monkeypatch.setattr(one_row, "_error", lambda *args: 0.0)
-    one_row.run_row(MODELS[0], 1, (EAGER, OPTIMIZED), CPU, True, 0, Turn())
+    monkeypatch.setattr(rows, "_first_calls", lambda *args: held.append(len(turns)) or (lambda *given: given[0]))
+    monkeypatch.setattr(rows, "_measure", lambda *args: held.append(len(turns)))
+    monkeypatch.setattr(rows, "_error", lambda *args: 0.0)
+    rows.run_row(MODELS[0], 1, (EAGER, OPTIMIZED), CPU, True, 0, Turn())
     assert held == [1] * 3
     assert turns == []
 

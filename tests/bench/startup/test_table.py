@@ -9,7 +9,7 @@ import pytest
 
 from bench.startup import __main__ as command
 from bench.startup import table
-from bench.startup.results import combine, comparison
+from bench.startup.runs import combine, comparison
 from bench.tools.tables import MIB
 
 GPU = {"name": "NVIDIA H200", "driver": "580.1", "bytes": 1, "capability": "9.0"}

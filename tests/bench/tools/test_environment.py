@@ -10,8 +10,7 @@ from bench.tools import environment
 from bench.tools.files import save_figures
 
 BENCH = environment.ROOT / "bench"
-# A process of a benchmark, which passes figures to the one that started it; and a config of a model.
-WRITERS = {"tools/files.py", "startup/worker.py"}
+WRITERS = {"tools/files.py"}
 CONFIG = {"spec_decode/train_eagle.py"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -17,18 +16,18 @@ from bench.arms import load_arm, timing
 from bench.arms.base import Setup
 from bench.host_overhead import calls
 from bench.models.workload import Workload
-from bench.optimized import one_row
-from bench.startup import one_arm
+from bench.optimized import rows
+from bench.startup import runs
 from bench.tools.measure import Timeline, step_milliseconds
 from bench.tools.replays import NotReplayed, Replays, Served
-from bench.training import one_run
+from bench.training import training_steps
 from simplegraph import Reason
 
 pytest.importorskip("transformers", minversion="5.0")
 
 from bench.accuracy import engine_runs, generate_runs
 from bench.layer_kinds import steps
-from bench.layer_kinds.shapes import KINDS
+from bench.layer_kinds.steps import KINDS
 from bench.model_table import builders, times
 from bench.model_table.row import BY_NAME, FULL, Row
 from bench.models.eagle import tiny_pair
@@ -168,12 +167,12 @@ ARMS: dict[str, Callable[[], object]] = {
     "host overhead": lambda: calls.measure(CPU, [calls.SIZE], 1, str),
     "model table": _table,
     **{
-        f"optimized {arm}": lambda arm=arm: one_row.run_row("bert", 1, [arm], CPU, True)
-        for arm in (one_row.GRAPH, one_row.OPTIMIZED, one_row.STATIC)
+        f"optimized {arm}": lambda arm=arm: rows.run_row("bert", 1, [arm], CPU, True)
+        for arm in (rows.GRAPH, rows.OPTIMIZED, rows.STATIC)
     },
-    **{f"training {arm}": lambda arm=arm: one_run.run_arm("mlp", arm, CPU, True) for arm in TRAINING},
-    **{f"shapes {arm}": lambda arm=arm: one_run.run_shapes("mlp", arm, CPU, True) for arm in TRAINING},
-    **{f"in turn {arm}": lambda arm=arm: one_run.run_in_turn("mlp", [arm], CPU, True) for arm in TRAINING},
+    **{f"training {arm}": lambda arm=arm: training_steps.run_arm("mlp", arm, CPU, True) for arm in TRAINING},
+    **{f"shapes {arm}": lambda arm=arm: training_steps.run_shapes("mlp", arm, CPU, True) for arm in TRAINING},
+    **{f"in turn {arm}": lambda arm=arm: training_steps.run_in_turn("mlp", [arm], CPU, True) for arm in TRAINING},
     **{f"generate {arm}": lambda arm=arm: _generation(arm) for arm in (*generation.FUSED, "simplegraph-4-tokens")},
     "same tokens": lambda: same_tokens.compare("llama", CPU, True, 6, 4),
     # Modes of the engine's graphs are one arm with other settings.
@@ -194,16 +193,13 @@ def _one_layer() -> Any:
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_that_stops_replaying_has_no_figures(arm: str, stopping: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "kernel_milliseconds", lambda call, calls: 0.25)
-    monkeypatch.setattr(one_run, "TIMED_STEPS", (2, 2))
+    monkeypatch.setattr(training_steps, "TIMED_STEPS", (2, 2))
     training = arm.startswith(("training", "shapes", "in turn"))
     with torch.set_grad_enabled(training), pytest.raises(NotReplayed, match=r"of \d+ timed steps were replayed"):
         ARMS[arm]()
 
 
 def test_the_table_says_what_replayed() -> None:
-    options = argparse.Namespace(
-        tp=1, tp_run="0", device="cpu", arm="simplegraph", preloaded=False, model="tiny", sizes=(1, 2), lm_head=False
-    )
-    figures = one_arm.measure_arm(argparse.Namespace(**vars(options), layers=1, steps=2))
+    figures = runs.measure_arm("simplegraph", runs.StartupPlan("tiny", (1, 2), "cpu", layers=1, steps=2))
     assert figures["graphs"] == "emulator"
     assert figures["replays"] == figures["steps"] > 2  # the comparisons with eager, too

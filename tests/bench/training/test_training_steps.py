@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.tools import fresh
-from bench.training import one_run, step_arms, table, training_steps, workloads
+from bench.training import step_arms, training_steps, workloads
 from bench.training.step_arms import ARMS, TrainingArm
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_run, "TIMED_STEPS", (2, 2))
+    monkeypatch.setattr(training_steps, "TIMED_STEPS", (2, 2))
 
 
 @pytest.mark.parametrize("name", workloads.available(tiny=True))
@@ -51,9 +51,9 @@ def test_frozen_weights_stay_and_the_target_network_follows() -> None:
 
 
 def test_steady_is_the_first_step_after_the_last_slow_one() -> None:
-    assert one_run.first_steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
-    assert one_run.first_steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
-    assert one_run.first_steady([0.1, 0.2, 0.3, 0.4]) == 0
+    assert training_steps.first_steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
+    assert training_steps.first_steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
+    assert training_steps.first_steady([0.1, 0.2, 0.3, 0.4]) == 0
 
 
 def _training_twice(task: workloads.Task) -> Callable[..., torch.Tensor]:
@@ -98,7 +98,7 @@ def test_the_table_compares_with_eager_and_names_what_is_not_timed() -> None:
         "in turn": {"ms": {"forward-backward": 1.5, "make-graphed-callables": 1.25}},
     }
     shapes = {"eager": {"reserved_mib": 2000.0}}
-    told = table.render({"device": "cuda", "workloads": {"mlp": arms}, "shapes": {"gpt2": shapes}})
+    told = training_steps.render({"device": "cuda", "workloads": {"mlp": arms}, "shapes": {"gpt2": shapes}})
     rows = {line.split()[1]: line.split()[2:] for line in told.splitlines() if line.startswith("mlp  ")}
     assert rows["train-step"][:4] == ["5.000", "5.000", "0.500", "0.500"]  # ms, kernels, times eager, s to a replay
     assert "mlp, hand-made: skipped: it needs a GPU" in told
@@ -116,7 +116,7 @@ def test_a_run_writes_every_figure_and_leaves_whole_steps_out_where_they_do_not_
         "two linears": ["eager"],
     }
     assert figures["workloads"]["mlp"]["hand-made"] == {"skipped": "it needs a GPU"}
-    assert len(figures["workloads"]["mlp"]["eager"]["losses"]) == one_run.FIRST_CALLS
+    assert len(figures["workloads"]["mlp"]["eager"]["losses"]) == training_steps.FIRST_CALLS
     assert figures["machine_info"]["commit"]
 
 
@@ -139,5 +139,5 @@ def test_what_is_preloaded_stays_unless_a_process_fails_after_it(monkeypatch: py
 
 def test_eager_is_the_yardstick_of_ours() -> None:
     assert [name for name, arm in step_arms.ARMS.items() if arm.compiles] == ["compiled-reduce-overhead"]
-    assert table.difference({"losses": [1.0, 2.0]}, {"losses": [1.0, 2.5]}) == pytest.approx(0.2)
-    assert table.beyond_eager({"calls": [1.0, 3.0]}, {"calls": [0.5, 1.0]}, 1) == 2.0
+    assert training_steps.difference({"losses": [1.0, 2.0]}, {"losses": [1.0, 2.5]}) == pytest.approx(0.2)
+    assert training_steps.beyond_eager({"calls": [1.0, 3.0]}, {"calls": [0.5, 1.0]}, 1) == 2.0
