@@ -13,7 +13,7 @@ import functools
 import importlib
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,13 +55,11 @@ class CaptureReading:
 
     Attributes:
         nodes: in the driver's order.
-        pools: what the allocator knows the graph's memory by.
         notes: what could not be read, and how often.
         seconds: that reading took.
     """
 
     nodes: Sequence[Node] = ()
-    pools: frozenset[Hashable] = frozenset()
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     seconds: float = 0.0
 
@@ -141,7 +139,7 @@ class CudaGraphs:
         self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
 
     def _finalized(self, graph: Any) -> None:
-        self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph()), graph))
+        self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph())))
         # The callback must not hold the graph.
         graph.register_destroy_callback(functools.partial(self._watcher.graph_dropped, id(graph)))
 
@@ -160,7 +158,7 @@ class CudaGraphs:
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
-            recording = self._read(self._under_capture(), graph)  # a graph may be gone when its capture has ended
+            recording = self._read(self._under_capture())  # a graph may be gone when its capture has ended
             original(graph)
             self._watcher.capture_ended(graph, recording)
 
@@ -192,12 +190,10 @@ class CudaGraphs:
         failed = self._driver.cuStreamGetCaptureInfo_v2(stream, *told, None, None)
         return 0 if failed else graph.value or 0
 
-    def _read(self, handle: int, graph: Any) -> CaptureReading:
+    def _read(self, handle: int) -> CaptureReading:
         """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a capture."""
         started, recording = time.perf_counter(), CaptureReading()
         try:
-            pools = graph.pools() if hasattr(graph, "pools") else [graph.pool()]
-            recording.pools = frozenset(tuple(pool) for pool in pools)
             with ProcessMemory() as memory:
                 reader = _ShapedReader(self._driver, memory)
                 reader.walk([handle] if handle else [])
@@ -316,7 +312,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
         tensors = [leaf for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
         addresses = [Address(tensor.data_ptr(), True) for tensor in tensors if tensor.numel()]
         nodes.append(Node(str(call.func), "", addresses))
-    return CaptureReading(nodes, frozenset([(0, id(segment._arena))]))
+    return CaptureReading(nodes)
 
 
 def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:

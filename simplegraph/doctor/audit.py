@@ -74,9 +74,9 @@ class AuditedGraph:
     Attributes:
         number: in order of capture; captured_at: the line that did.
         nodes: (name, shape of launch, module) of each.
-        pools: of the allocator, that it uses.
         seconds: the capture took; reading: of these, reading it took.
         notes: what could not be read.
+        pools: of the allocator, that it uses.
         replays: since the capture, as far as they are watched.
         uses: memory that it uses.
         pending: addresses, of which it is not known yet whose they are: node, and if it is surely one.
@@ -87,10 +87,10 @@ class AuditedGraph:
     number: int
     captured_at: str
     nodes: list[tuple[str, str, str]]
-    pools: list[str]
     seconds: float
     reading: float
     notes: collections.Counter[str]
+    pools: set[str] = dataclasses.field(default_factory=set)
     replays: int = 0
     due: int = 1
     uses: dict[tuple[MemoryOwner, Any], Use] = dataclasses.field(default_factory=dict)
@@ -122,6 +122,8 @@ class AuditedGraph:
         return any(block is not None and block.end == address for block in blocks)
 
     def _use(self, owner: MemoryOwner, address: Address, node: int) -> None:
+        if owner.state is State.POOL and owner.block is not None:
+            self.pools.add(str(owner.block.pool))
         slot = owner.slot(address.value)
         name, shape, _ = self.nodes[node]
         if slot is not None:
@@ -234,7 +236,7 @@ class Audit:
             {
                 "number": graph.number,
                 "captured_at": graph.captured_at,
-                "pools": graph.pools,
+                "pools": sorted(graph.pools),
                 "seconds": round(graph.seconds, 6),
                 "reading_seconds": round(graph.reading, 6),
                 "replays": graph.replays,
@@ -282,10 +284,9 @@ class Audit:
         with self._telling():
             now = time.perf_counter()
             nodes = [(name, shape, "") for name, shape, _ in recording.nodes]
-            pools = sorted(map(str, recording.pools))
             seconds = now - self._begun.pop(threading.get_ident(), now)
             new = AuditedGraph(
-                len(self.graphs) + 1, _capturing_line(), nodes, pools, seconds, recording.seconds, recording.notes
+                len(self.graphs) + 1, _capturing_line(), nodes, seconds, recording.seconds, recording.notes
             )
             for index, node in enumerate(recording.nodes):
                 new.beside[index] = [value for value, _ in node.addresses]
