@@ -23,8 +23,6 @@ from simplegraph.batch.dispatch import Dispatcher as Dispatcher
 from simplegraph.batch.sizes import SizePlan as SizePlan
 from simplegraph.batch.sizes import default_sizes as default_sizes
 from simplegraph.batch.sizes import plan_sizes as plan_sizes
-from simplegraph.device.cuda.first_use import Preload as Preload
-from simplegraph.device.cuda.first_use import preload as preload
 from simplegraph.distributed import RankGroup as RankGroup
 from simplegraph.distributed import ShapeConsensus as ShapeConsensus
 from simplegraph.doctor.audit import Audit as Audit
@@ -32,8 +30,13 @@ from simplegraph.doctor.audit import AuditFinding as AuditFinding
 from simplegraph.doctor.audit import audit as audit
 from simplegraph.doctor.check import CheckReport as CheckReport
 from simplegraph.doctor.check import check as check
+from simplegraph.fused.first_use import Preload as Preload
+from simplegraph.fused.first_use import preload as preload
 from simplegraph.fused.optimizing.optimize import Optimization as Optimization
 from simplegraph.fused.optimizing.optimize import optimize as optimize
+from simplegraph.integrations.graphed_parts import GraphedParts as GraphedParts
+from simplegraph.integrations.graphed_parts import PartsReport as PartsReport
+from simplegraph.integrations.parts import wrap_parts as wrap_parts
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
@@ -44,14 +47,11 @@ from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
 from simplegraph.manager.table import GraphHooks as GraphHooks
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break
-from simplegraph.serve.graphed_parts import GraphedParts as GraphedParts
-from simplegraph.serve.graphed_parts import PartsReport as PartsReport
 from simplegraph.serve.mixin import CudaGraphWrapper as CudaGraphWrapper
 from simplegraph.serve.mixin import cuda_graph as cuda_graph
 from simplegraph.serve.mixin import graph_pool as graph_pool
 from simplegraph.serve.mixin import unwrap as unwrap
 from simplegraph.serve.mixin import wrap as wrap
-from simplegraph.serve.parts import wrap_parts as wrap_parts
 from simplegraph.training.step import train_step as train_step
 
 __version__: str

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.serve.graphed_parts import GraphedParts, PartsReport
+from simplegraph.integrations.graphed_parts import GraphedParts, PartsReport
 from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
 
 __all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]

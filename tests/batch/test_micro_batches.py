@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simplegraph.batch.descriptor import BatchDescriptor, micro_batches
+from simplegraph.attention.two_batch import micro_batches
+from simplegraph.batch.descriptor import BatchDescriptor
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

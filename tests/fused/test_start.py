@@ -15,8 +15,7 @@ import pytest
 import torch
 from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
 
-from simplegraph.device.cuda import triton_start
-from simplegraph.fused import choice
+from simplegraph.fused import choice, triton_start
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.torch_operators import KernelTrial
 

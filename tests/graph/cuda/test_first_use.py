@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import simplegraph as sg
-from simplegraph.device.cuda import first_use
+from simplegraph.fused import first_use
 
 ROOT = pathlib.Path(__file__).parents[3]
 # Packages that take long to import, and that a first call does not need. torch itself imports some of the others.

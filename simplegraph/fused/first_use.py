@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.extras import before_captures
-from simplegraph.device.cuda.triton_start import build_driver, import_triton, read_compiler
+from simplegraph.fused.triton_start import build_driver, import_triton, read_compiler
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
+from simplegraph.integrations.graphed_parts import GraphedParts
 from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.serve.graphed_parts import GraphedParts
 from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
 
 # Eager calls after which graphs may serve.
