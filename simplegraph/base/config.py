@@ -179,20 +179,17 @@ class CudaGraphConfig:
         if self.lengths and self.exact_shapes:
             raise ConfigError("length_dims pads lengths, and with exact_shapes (as in train_step) nothing is padded.")
         self._check_limits()
-        self._check_decode_sizes()
 
-    def _check_decode_sizes(self) -> None:
+    def _check_limits(self) -> None:
         sizes = self.decode_capture_sizes or ()
         for odd in (size for size in sizes if size % self.uniform_query_len):
             told = f"decode_capture_sizes has {odd}; expected multiples of"
             raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
-        if sizes and self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
-            above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
-            raise ConfigError(f"{above}; no batch could ever use it.")
-
-    def _check_limits(self) -> None:
         if self.max_num_tokens is None:
             return
+        if sizes and sizes[-1] > self.max_num_tokens:
+            above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
+            raise ConfigError(f"{above}; no batch could ever use it.")
         if self.uniform_query_len > self.max_num_tokens:
             above = f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}"
             raise ConfigError(f"{above}; no request of a uniform decode batch would fit. Lower it, or raise the limit.")

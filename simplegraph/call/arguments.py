@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def invoke_watched(
         limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
     """
     arguments = _Arguments(args, kwargs, reader)
-    copies = _copy_values(call, arguments, limit)
+    copies = arguments.copied(call, limit)
     result = invoke(call.module, args, kwargs)
     with outside_modes():
         for name, view, nbytes, copy in copies:
@@ -39,21 +39,6 @@ def invoke_watched(
             call.binding.compared.add(name)
     call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
     return result
-
-
-def _copy_values(call: Call, arguments: _Arguments, limit: int) -> list[tuple[str, Tensor, int, Tensor]]:
-    """Copy what tensors hold before a run, small ones first: a name, the tensor, its memory's size and a copy each."""
-    left = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
-    leaves = arguments.named_leaves() if limit else ()
-    copies = []
-    with outside_modes():  # who observes the run does not see this
-        tensors = [(name, leaf.detach()) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
-        for name, view in sorted(tensors, key=lambda entry: entry[1].nbytes):
-            limit -= view.nbytes
-            if limit < 0:
-                break
-            copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
-    return copies
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -78,9 +63,19 @@ class _Arguments:
         self._containers = containers(self._value)
         self._looks = [_look(leaf) for leaf in self._leaves]
 
-    def named_leaves(self) -> Iterable[tuple[str, Any]]:
-        """Pair each leaf with its name."""
-        return zip(self._names(self._spec), self._leaves, strict=True)
+    def copied(self, call: Call, limit: int) -> list[tuple[str, Tensor, int, Tensor]]:
+        """Copy what tensors hold, small ones first: a name, the tensor, its memory's size and a copy each."""
+        left = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
+        leaves = zip(self._names(self._spec), self._leaves, strict=True) if limit else ()
+        copies = []
+        with outside_modes():  # who observes the run does not see this
+            tensors = [(name, leaf.detach()) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
+            for name, view in sorted(tensors, key=lambda entry: entry[1].nbytes):
+                limit -= view.nbytes
+                if limit < 0:
+                    break
+                copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
+        return copies
 
     def effect(self, result: Any) -> CannotBind | None:
         """Say what the forward did that a replay cannot; `result` is what it returned."""

@@ -21,7 +21,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.args import Arg, HostArg, TensorArg, batch_dim_of, short_repr
-from simplegraph.call.inputs import InputSet, overlap, overlaps_itself, shared_rows
+from simplegraph.call.inputs import InputSet, overlap, overlaps_itself
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.effects import CountedState
@@ -87,15 +87,6 @@ class Binding:
     numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
     refused: HostError | None = None
 
-    def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
-        """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
-        for known in self.inputs:
-            if known.rows >= padded:
-                return known
-        made = InputSet(args, shared_rows(args, largest, padded), leaves)
-        self.inputs.append(made)
-        return made
-
     def refuse_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
         """Let padded calls run eagerly from now on, and `warn` of it.
 
@@ -141,10 +132,6 @@ class Binding:
             self.unsupported = CannotBind(
                 Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"
             )
-
-    def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
-        """Remember which outputs of a capture it made, rather than found."""
-        self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""

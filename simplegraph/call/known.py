@@ -119,9 +119,13 @@ class KnownCalls:
             del known[next(iter(known))]  # its plan is made again when such a call comes
 
     def _state_of(self, module: Any) -> Hashable:
-        """Read the Python state that is part of the key: what extras know, unless `state_key` says which."""
-        self.state_key = _state_key(module, self._config.state_key)
-        state = None if self.state_key is None else self.state_key(module)
+        """Read the Python state that is part of the key: as declared, or else as extras know it, and a function's."""
+        key = known = self._config.state_key or state_key_of(module)
+        if isinstance(module, FunctionModule):
+            module.resolve()
+            key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))
+        self.state_key = key
+        state = None if key is None else key(module)
         try:
             hash(state)
         except TypeError:
@@ -153,15 +157,6 @@ class KnownCalls:
 
 # No method of the module itself: what refers to the module and is referred to by it is freed by the collector, late.
 _reached_state: StateKey = operator.methodcaller("state")
-
-
-def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
-    """Return what reads a module's Python state: as declared or else as extras know it, and what a function reads."""
-    key = declared or state_key_of(module)
-    if not isinstance(module, FunctionModule):
-        return key
-    module.resolve()
-    return _reached_state if key is None else lambda called: (_reached_state(called), key(called))
 
 
 class Refusal:

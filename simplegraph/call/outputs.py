@@ -246,13 +246,12 @@ def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
     for index in indices:
         if outputs[index].numel():
             found[outputs[index].untyped_storage().data_ptr()].append(index)
-    return [members for members in found.values() if _entwined([outputs[index] for index in members])]
-
-
-def _entwined(tensors: Sequence[Tensor]) -> bool:
-    if len(tensors) > 1:
-        return overlap(tensors)
-    return overlaps_itself(tensors[0]) and not _is_lazy(tensors[0])
+    groups = ((members, [outputs[index] for index in members]) for members in found.values())
+    return [
+        members
+        for members, (first, *others) in groups
+        if (overlap((first, *others)) if others else overlaps_itself(first) and not _is_lazy(first))
+    ]
 
 
 def _end(tensor: Tensor) -> int:

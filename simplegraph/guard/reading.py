@@ -73,9 +73,14 @@ class Reading:
         self._forwards = [kind.forward for kind in self._kinds]
         bases, self._levels = _levels(vars(root), attributes, links)
         self._held = [(filled, attributes, bases)]
-        self._deaths = _clear_at_death(children, self._held)
+        held = self._held  # cleared once a submodule is gone
+        self._deaths = [weakref.ref(child, lambda _: held.clear()) for child in children]
         values, self._lengths = self._read(vars(root))
-        tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
+        tensors = [
+            at
+            for at, value in enumerate(values)
+            if isinstance(value, Tensor) and (is_wrapper(value) or has_address(value))
+        ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
         numbers = [at for at in others if type(values[at]) in _BY_VALUE]
@@ -213,17 +218,13 @@ def _levels(
                 keys.append(key)
             is_last = depth + 1 == len(chain)
             known = isinstance(value, _CONTAINERS)
-            if not is_last or known or _is_bare(value):  # an empty one may be filled
+            # An empty one may be filled, an object without attributes get some; code is compared by identity.
+            if not is_last or known or (not callable(value) and own_dict(value) == {}):
                 step = at, not known if is_last else chain[depth + 1][0] is not value
                 container = opened.setdefault((depth, *step), len(containers))
                 if container == len(containers):
                     containers.append(step)
     return bases, levels
-
-
-def _is_bare(value: Any) -> bool:
-    """True for an object that has no attributes, and may get some; what can be called is compared by identity."""
-    return not callable(value) and own_dict(value) == {}
 
 
 def _layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -239,16 +240,3 @@ def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return (lambda values: (values[indices[0]],)) if indices else (lambda values: ())
-
-
-def _is_comparable(tensor: Tensor) -> bool:
-    return is_wrapper(tensor) or has_address(tensor)
-
-
-def _clear_at_death(modules: Iterable[nn.Module], held: list[Any]) -> list[Any]:
-    """Clear a list once one of the modules is gone; what is returned has to be kept until then."""
-
-    def clear(_: Any) -> None:
-        held.clear()
-
-    return [weakref.ref(module, clear) for module in modules]

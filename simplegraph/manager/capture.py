@@ -130,14 +130,18 @@ class GraphCapture:
         started = time.perf_counter()
         ranks.seconds.clear()
         with ranks.together():
-            shared = _shared_settings(table, self.settings, num_warmups)
+            names = [field.name for field in dataclasses.fields(table.config) if field.name != "progress"]
+            own = {"support": table.support.name, **self.settings, "warmups": num_warmups, "torch": torch.__version__}
+            shared = {name: repr(getattr(table.config, name)) for name in names} | {k: str(v) for k, v in own.items()}
             ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0)
         free_before, before = table.device.free_memory(), table.stats.captures
         with table.releasing_unused_pool():  # whatever happens
             self._run_session(num_warmups, warmed_up)
-        self._raise_own_error()
+        memory = any(isinstance(error, torch.OutOfMemoryError) for error in self._raised.values())
+        if ranks.size == 1 and not self.lazy and not memory and all(job.label in self._raised for job in jobs):
+            raise self._raised[jobs[0].label]
         captured = table.stats.captures - before
         others = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
         outcome = OTHERS_TOO if self.lazy else others
@@ -170,13 +174,6 @@ class GraphCapture:
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
-
-    def _raise_own_error(self) -> None:
-        """Raise what the forward raised if it fails at every size without graphs, too, and not for want of memory."""
-        memory = any(isinstance(error, torch.OutOfMemoryError) for error in self._raised.values())
-        alone = self._ranks.size == 1 and not self.lazy
-        if alone and not memory and all(job.label in self._raised for job in self.jobs):
-            raise self._raised[self.jobs[0].label]
 
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""
@@ -383,11 +380,3 @@ def _check_breaks(table: ProgramTable, job: CaptureJob, program: Program) -> Non
             "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe.",
             cause=cause,
         )
-
-
-def _shared_settings(table: ProgramTable, settings: dict[str, Any], num_warmups: int) -> dict[str, str]:
-    """Return what must be the same on ranks that capture together."""
-    config, support = table.config, table.support.name
-    names = [field.name for field in dataclasses.fields(config) if field.name != "progress"]
-    more = {"support": support, **settings, "warmups": num_warmups, "torch": torch.__version__}
-    return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}

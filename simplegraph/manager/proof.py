@@ -25,7 +25,6 @@ from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.program.breaks.eager import BreakTape, played
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.program import Program
 
 
 class Effects(NamedTuple):
@@ -100,18 +99,15 @@ class ReplayProof:
         )
         then = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
         self.written_inputs = {name for (name, _), before, now in then if difference(now, before, tolerance=EXACT)}
-        self._played = self._uncounted(
-            program if tape is None else played(program, tape.calls, self._differs, lambda: self.repeats)
-        )
+        if tape is not None:
+            program = played(program, tape.calls, self._differs, lambda: self.repeats)
+        graph = self._graph
+        counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
+        self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # whose replays do not count
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
         return None if self._scrambled else difference(passed, expected, tolerance=self.rounding)
-
-    def _uncounted(self, program: Program) -> CapturedGraph:
-        graph = self._graph
-        counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
-        return CapturedGraph(graph.mode, graph.descriptor, program, counters)
 
     def wrong_write(self) -> str | None:
         """Name memory that a replay writes where eager does not, if there is any; call after `rewind`.

@@ -198,11 +198,6 @@ class GraphStats:
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
 
-    def captured(self, key: Hashable, counters: GraphCounters) -> None:
-        """Count a graph that was captured."""
-        self.captures += 1
-        self.graphs[key] = counters
-
     def uncaptured(self, key: Hashable) -> None:
         """Take back a capture that turned out unusable; the totals of its replays stay."""
         self.captures -= not self.graphs[key].replays

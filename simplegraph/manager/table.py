@@ -216,7 +216,8 @@ class ProgramTable:
         self._forget_failure(job)
         rows: set[int] | None = set() if self.config.verify else None
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)
-        self.stats.captured(job.key, counters)
+        self.stats.captures += 1
+        self.stats.graphs[job.key] = counters
 
     def add_failures(self, failed: Mapping[CaptureJob, CaptureError], outcome: str) -> None:
         """Note jobs that failed: batches of their sizes run eagerly from now on.

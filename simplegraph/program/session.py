@@ -26,7 +26,7 @@ from simplegraph.base.errors import CaptureError, EscapeError, InputError, refus
 from simplegraph.base.extras import wait_before_captures
 from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
-from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import is_wrapper, parts, wait_collectives
 from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
@@ -310,8 +310,10 @@ class CaptureSession:
             result, steps = self._record(recorder, run)
             ended()
             seconds = time.perf_counter() - started
-            outputs, spec = self._borrowed(result)
-            del result
+            leaves, spec = flatten(result)
+            held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
+            outputs = [held[id(leaf)] for leaf in leaves]
+            del result, leaves, held
             taken = max(0, free_before - self.device.free_memory())
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
@@ -351,13 +353,8 @@ class CaptureSession:
             logger.debug("the memory that a failed capture left cannot be listed: %s", error)
             return set()
 
-    def _borrowed(self, result: Any) -> tuple[list[Any], TreeSpec]:
-        """Return outputs as the Program keeps them: pool memory is borrowed, so that smaller sizes reuse it."""
-        leaves, spec = flatten(result)
-        held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
-        return [held[id(leaf)] for leaf in leaves], spec
-
     def _held(self, leaf: Any) -> Any:
+        """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(self.pool, leaf)
         return leaf

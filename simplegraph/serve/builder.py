@@ -21,7 +21,7 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.call.arguments import invoke_watched
 from simplegraph.call.call import Call
-from simplegraph.call.inputs import InputSet
+from simplegraph.call.inputs import InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
@@ -176,9 +176,14 @@ class GraphBuilder:
             self.state.accept(survey)
 
     def _inputs(self, call: Call) -> InputSet:
-        known = self.inputs_of.get(call.key)
-        largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
-        return known or call.binding.inputs_for(call.padded, largest, call.layout.args, call.leaves)
+        """Find or make the static inputs of a call's padded size."""
+        sets, args = call.binding.inputs, call.layout.args
+        known = self.inputs_of.get(call.key) or next((each for each in sets if each.rows >= call.padded), None)
+        if known is None:
+            largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
+            known = InputSet(args, shared_rows(args, largest, call.padded), call.leaves)
+            sets.append(known)
+        return known
 
     # What graphs there are.
 
@@ -278,8 +283,8 @@ class GraphBuilder:
             _check_settings(call)
         summary = capture.inspect(summary)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
-            for observer in capture.observers:
-                binding.note_made(observer, graph.program.outputs)
+            outputs = ((at, leaf) for at, leaf in enumerate(graph.program.outputs) if isinstance(leaf, Tensor))
+            binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
         unseen = any(observer.unseen for observer in capture.observers)
         unknown = call.never_compared() if unseen else []
         refused = kept or unknown or (counted.names and len(summary.failed) < len(jobs))

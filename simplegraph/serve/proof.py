@@ -6,10 +6,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-from torch import nn
+from collections.abc import Callable
+from typing import Any
 
 from simplegraph.base.context import bypassed
 from simplegraph.base.errors import VerificationError
@@ -17,7 +15,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call, invoke
-from simplegraph.call.memory import MemoryInUse, WriteSaver, drawn_generators
+from simplegraph.call.memory import WriteSaver, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -39,24 +37,8 @@ _SHARE = 0.01  # of the time that replays take: what comparing some of them agai
 _COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
-class Owner(Protocol):
-    """Owns the graphs that are proven.
-
-    Attributes:
-        seen: memory that the forward was seen to use beside its arguments.
-    """
-
-    seen: MemoryInUse
-
-    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-
-    def refuse(self, call: Call, cause: str, remedy: str) -> None:
-        """Give up the graph of the call's size: it runs eagerly from now on."""
-
-
-def prove(owner: Owner, call: Call, plan: Plan) -> Any:
-    """Serve a call eagerly, and prove its graph by replays that start where eager did.
+def prove(owner: Any, call: Call, plan: Plan) -> Any:
+    """Serve a call eagerly, and prove its graph, which the owner (a `GraphBuilder`) built, by replays from eager's start.
 
     A graph whose effects differ serves no call: its size runs eagerly from now on or, if padding made the difference,
     every padded batch of such calls does.
@@ -69,7 +51,7 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
         return _CallProof(owner, call, plan).run()
 
 
-def learn_writes(owner: Owner, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory) -> bool:
+def learn_writes(owner: Any, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory) -> bool:
     """Note what a proof's eager run wrote; True if it is more than was known, so that a replay could not be undone."""
     binding, memory = call.binding, call.memory
     unknown = not proof.written_inputs <= binding.written
@@ -85,7 +67,7 @@ def first_distance(cost: float, verify: int) -> int:
 
 
 class _CallProof:
-    def __init__(self, owner: Owner, call: Call, plan: Plan) -> None:
+    def __init__(self, owner: Any, call: Call, plan: Plan) -> None:
         self._owner = owner
         self._call = call
         self._plan = plan

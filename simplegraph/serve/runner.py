@@ -235,8 +235,9 @@ class GraphRunner:
         table.order_streams()
         call.check()
         builder.seen.check(call)
-        if self._is_constant(builder, call):
-            call = call.at_exact_size()
+        again = call.padding > 0 and (call.spec, call.batch) in binding.ran
+        if again and self.config.capture == "lazy" and not call.confirmed(builder.reader):
+            call = call.at_exact_size()  # one batch size came again: batch dimensions are a guess, which this needs not
         captured = call.key in table.graphs
         if not captured:
             builder.check_may_capture(call)
@@ -255,11 +256,6 @@ class GraphRunner:
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
         return prove(builder, call, plan) if plan.unproven else plan.replay(call.leaves, copies)
-
-    def _is_constant(self, builder: GraphBuilder, call: Call) -> bool:
-        """True if one batch size came, and came again: batch dimensions are a guess, and an exact graph needs none."""
-        again = call.padding > 0 and (call.spec, call.batch) in call.binding.ran
-        return again and self.config.capture == "lazy" and not call.confirmed(builder.reader)
 
     def _drop_if_stale(self, builder: GraphBuilder) -> None:
         if builder.state is None or not builder.state.moved():
