@@ -23,6 +23,8 @@ state_keys: list[Callable[[Any], StateKey | None]] = []
 before_captures: set[Callable[[], object]] = set()
 # configuration -> the class that serves the calls of a module wrapped with it, or None.
 runner_kinds: list[Callable[[Any], Any]] = []
+# configuration -> what pads the lengths of calls before a wrapper's runner serves them, or None.
+length_servers: list[Callable[[Any], Any]] = []
 # Called with (wrapper's name, reason, detail) at each eager call.
 eager_listeners: list[Callable[[str, Any, str], object]] = []
 # report -> it as a page of HTML; the last one is used.

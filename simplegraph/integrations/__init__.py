@@ -10,7 +10,15 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
-from simplegraph.base.extras import Notes, StateKey, capture_contexts, report_pages, runner_kinds, state_keys
+from simplegraph.base.extras import (
+    Notes,
+    StateKey,
+    capture_contexts,
+    length_servers,
+    report_pages,
+    runner_kinds,
+    state_keys,
+)
 
 
 def register() -> None:
@@ -18,6 +26,7 @@ def register() -> None:
     capture_contexts.append(_transformers_masks)
     state_keys.append(_switches)
     runner_kinds.append(_training)
+    length_servers.append(_lengths)
     report_pages.append(_page)
 
 
@@ -41,6 +50,14 @@ def _training(config: Any) -> Any:
     from simplegraph.training.runner import TrainingRunner
 
     return TrainingRunner
+
+
+def _lengths(config: Any) -> Any:
+    if not config.lengths:
+        return None
+    from simplegraph.integrations.lengths import LengthBuckets
+
+    return LengthBuckets(config)
 
 
 def _page(report: Any) -> str:

@@ -38,7 +38,7 @@ _COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
 def prove(owner: Any, call: Call, plan: Plan) -> Any:
-    """Serve a call eagerly, and prove its graph, which the owner (a `GraphBuilder`) built, by replays from eager's start.
+    """Serve a call eagerly, and prove its graph, which a `GraphBuilder` owns, by replays that start where eager did.
 
     A graph whose effects differ serves no call: its size runs eagerly from now on or, if padding made the difference,
     every padded batch of such calls does.

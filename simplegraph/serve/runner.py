@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
-from simplegraph.base.extras import StateKey
+from simplegraph.base.extras import StateKey, length_servers
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
@@ -43,7 +43,6 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.builder import GraphBuilder, SettingsChanged
-from simplegraph.serve.lengths import LengthBuckets
 from simplegraph.serve.proof import prove
 
 logger = logging.getLogger("simplegraph")
@@ -91,7 +90,7 @@ class GraphRunner:
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
-        self.lengths = LengthBuckets(config) if config.lengths else None
+        self.lengths = next(filter(None, (find(config) for find in length_servers)), None)
         self._known = KnownCalls(config)
         self._refused = RefusedForms()
         self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None

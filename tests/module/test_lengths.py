@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph import Reason
 from simplegraph.device import memory
-from simplegraph.serve.lengths import SizeRule
+from simplegraph.integrations.lengths import SizeRule
 from tests.module.answers import reasons
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]

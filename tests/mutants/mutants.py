@@ -491,7 +491,7 @@ MUTANTS = [
     ),
     Mutant(
         "one length is compared before others are served",
-        "serve/lengths.py",
+        "integrations/lengths.py",
         "_COMPARED = 2 ",
         "_COMPARED = 1 ",
         ("tests/module/test_lengths.py",),

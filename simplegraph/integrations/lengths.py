@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +28,12 @@ from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.differences import EXACT, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.manager.stats import GraphStats
 from simplegraph.program.held import has_address, tensors_in
 from simplegraph.program.snapshot import Snapshot
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE = 256, 512, 4096
-
-
-class Server(Protocol):
-    """Serves calls of one length."""
-
-    stats: GraphStats
-
-    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve one call."""
-
-    def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
-        """Capture every batch size."""
 
 
 @dataclasses.dataclass
@@ -322,7 +309,7 @@ class LengthBuckets:
     _rules: dict[Hashable, OutputLengths] = dataclasses.field(default_factory=dict)
     _reader: CallReader | None = None
 
-    def call(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call."""
         context = CALLS.context
         wants_grad = torch.is_grad_enabled() and any_requires_grad(module.parameters())
@@ -344,7 +331,7 @@ class LengthBuckets:
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
         return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
 
-    def capture_all(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
+    def capture_all(self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every batch size at every length, the longest first. Raises InputError."""
         try:
             call = self._read(module, args, kwargs)
@@ -369,7 +356,7 @@ class LengthBuckets:
             self._rules.clear()
         return self._rules.setdefault(kind, OutputLengths())
 
-    def _learn(self, server: Server, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
+    def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         device, at = device_of(call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
