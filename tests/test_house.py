@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 CORE = {
     "base": 1_220,
     "batch": 300,
-    "device": 1_810,
+    "device": 1_790,
     "program": 1_670,
     "distributed": 220,
-    "manager": 1_300,
+    "manager": 1_290,
     "guard": 930,
-    "call": 1_350,
-    "serve": 950,
+    "call": 1_340,
+    "serve": 940,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
@@ -36,8 +36,8 @@ EXTRAS = {
     "training": 1_480,
     "attention": 1_940,
     "spec_decode": 310,
-    "doctor": 1_110,
-    "integrations": 2_600,
+    "doctor": 1_170,
+    "integrations": 2_610,
 }
 BENCH = 8_670 + 560  # and for the engine behind HTTP, under load
 SETTINGS, REASONS = 22, 40

@@ -27,6 +27,8 @@ runner_kinds: list[Callable[[Any], Any]] = []
 length_servers: list[Callable[[Any], Any]] = []
 # Called with (wrapper's name, reason, detail) at each eager call.
 eager_listeners: list[Callable[[str, Any, str], object]] = []
+# (module, its manager or None) -> lines about what the kernels of its graphs touch; the last one is used.
+touch_displays: list[Callable[[Any, Any], tuple[str, ...]]] = []
 # report -> it as a page of HTML; the last one is used.
 report_pages: list[Callable[[Any], str]] = []
 

@@ -17,7 +17,6 @@ from simplegraph.call.args import ConstantArg
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import Spans, overlaps_itself
 from simplegraph.device.generators import default_generator
-from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.memory import SavedMemory, copy_limit
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
@@ -130,15 +129,6 @@ def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator,
     """Find the generators that the forward may draw from on a device, the CPU's among them."""
     found = (default_generator(device), torch.default_generator, *held_generators(call))
     return tuple(dict.fromkeys(found))
-
-
-def named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
-    """Name the memory of every tensor that a module holds."""
-    found = []
-    for held in held_tensors(module):
-        for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
-            found.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
-    return tuple(found)
 
 
 class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
-
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 
 # Names of C++ carry the length of each part: "_ZN2at6native13reduce_kernel...".
 _OF_TORCH = re.compile("N(2at|3c10|5torch|7cutlass|3cub|6thrust|5flash|13pytorch_flash)")
@@ -48,41 +44,3 @@ def readable(kernel: str) -> str:
         shown += letter if depth == 0 and letter != "<" and letter != ">" else ""
         depth += letter == "<"
     return shown.removeprefix("void ").strip()
-
-
-def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Iterator[str]:
-    """Yield one line for each kernel with what it touches, under its module's name, and what could not be read.
-
-    A kernel belongs to the module whose memory it touches.
-
-    Args:
-        inventory: of a graph.
-        names: of memory, better ones than the driver's reader had.
-    """
-    modules: dict[str, dict[str, dict[str, None]]] = {}
-    for _, touches in itertools.groupby(inventory.touches, operator.attrgetter("number")):
-        named = [(touch, _name(touch, names)) for touch in touches]
-        owners = [name.rpartition(".")[0] for touch, name in named if name and touch.certain]
-        kernels = modules.setdefault(max(owners, key=len, default=""), {})
-        for touch, name in named:
-            kernels.setdefault(readable(touch.node), {}).setdefault(_shown(touch, name))
-    for module, kernels in modules.items():
-        if module:
-            yield f"{module}:"
-        for kernel, shown in kernels.items():
-            yield f"{'  ' * bool(module)}{kernel}: {', '.join(shown)}"
-    for note, count in inventory.notes.items():
-        yield f"not read: {count} x {note}"
-
-
-def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:
-    if touch.place is MemoryKind.POOL:
-        return ""
-    return next((each.name for each in names if each.start <= touch.address < each.end), touch.name)
-
-
-def _shown(touch: Touch, name: str) -> str:
-    if touch.place is MemoryKind.POOL:
-        return "pool"
-    what = name or f"{touch.place.value} at {touch.address:#x}"
-    return what if touch.certain else f"{what}?"

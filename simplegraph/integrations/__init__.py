@@ -18,6 +18,7 @@ from simplegraph.base.extras import (
     report_pages,
     runner_kinds,
     state_keys,
+    touch_displays,
 )
 
 
@@ -28,6 +29,7 @@ def register() -> None:
     runner_kinds.append(_training)
     length_servers.append(_lengths)
     report_pages.append(_page)
+    touch_displays.append(_touched)
 
 
 def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
@@ -58,6 +60,12 @@ def _lengths(config: Any) -> Any:
     from simplegraph.integrations.lengths import LengthBuckets
 
     return LengthBuckets(config)
+
+
+def _touched(module: Any, manager: Any) -> tuple[str, ...]:
+    from simplegraph.doctor.touches import touched_lines
+
+    return touched_lines(module, manager)
 
 
 def _page(report: Any) -> str:

@@ -6,14 +6,12 @@ import collections
 import dataclasses
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from simplegraph.base.extras import eager_listeners, report_pages
 from simplegraph.base.reasons import DOCUMENTATION, Reason
-from simplegraph.device.inventory import KnownMemory
-from simplegraph.device.kernels import report_lines
 from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats, counted
 
@@ -31,16 +29,14 @@ class GraphReport:
         device: where the graphs are.
         emulated: True if these are imitated graphs, without speed.
         optimizations: what `optimize` did to the module.
-        pointers: show what the kernels of those graphs touch that the driver was asked about.
-        names: names for memory in there.
+        touched: what the kernels of graphs touch, line by line, where that was asked for.
     """
 
     stats: GraphStats
     device: str
     emulated: bool = False
     optimizations: tuple[str, ...] = ()
-    pointers: bool = False
-    names: tuple[KnownMemory, ...] = ()
+    touched: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in the report as plain values; seconds, bytes, rows."""
@@ -84,8 +80,7 @@ class GraphReport:
         graphs = self.graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
-        if self.pointers:
-            lines += [line for graph in graphs for line in _touched(graph, self.names)] or [_NO_INVENTORY]
+        lines += self.touched
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
         slower = stats.slower.most_common()
@@ -107,9 +102,6 @@ class GraphReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-_NO_INVENTORY = "  what graphs touch is not known: only a GPU's driver can be asked"
 
 
 def _row(graph: GraphCounters) -> tuple[str, ...]:
@@ -140,13 +132,6 @@ def _shares(graph: GraphCounters) -> str:
     ]
     untimed = "" if times else " (timed at the second replay)"
     return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
-
-
-def _touched(graph: GraphCounters, names: Sequence[KnownMemory]) -> Iterator[str]:
-    if graph.inventory is not None:
-        count, seconds = graph.inventory.nodes, graph.inventory.seconds
-        yield f"  {graph.mode} {graph.size} touches, as {count} nodes tell (read in {seconds * 1e3:.1f} ms):"
-        yield from (f"    {line}" for line in report_lines(graph.inventory, names))
 
 
 def _mib(count: int) -> str:

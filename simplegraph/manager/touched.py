@@ -130,15 +130,6 @@ def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
     return _describe_freed(freed[0]) if freed else None
 
 
-def read_touches(table: ProgramTable) -> None:
-    """Read all that graphs touch of which something was read before, for a report."""
-    for graph in table.graphs.values():
-        before = graph.counters.inventory
-        if before is not None:
-            every = table.device.inventory(table.pool, graph.program.segments, table.accounted, every=True)
-            graph.counters.inventory = every or before
-
-
 def _read(table: ProgramTable, graph: CapturedGraph, known: Sequence[KnownMemory]) -> Inventory | None:
     kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
     found: Inventory | None = table.device.inventory(table.pool, graph.program.segments, kept)

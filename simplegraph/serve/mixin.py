@@ -15,10 +15,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from simplegraph.base.config import CudaGraphConfig, check_settings
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.extras import runner_kinds
+from simplegraph.base.extras import runner_kinds, touch_displays
 from simplegraph.base.patches import subclass
 from simplegraph.call.call import Graphed, invoke
-from simplegraph.call.memory import named_memory
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -29,7 +28,6 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
-from simplegraph.manager.touched import read_touches
 from simplegraph.serve.runner import GraphRunner
 
 # The attribute under which a module keeps what rewrote it, which lists that by `lines`.
@@ -145,11 +143,8 @@ class CudaGraphWrapper(Graphed):
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
         lines = tuple(line for each in kept if each is not None for line in each.lines())
-        names = named_memory(modules) if pointers else ()
-        if pointers and self.graph_manager is not None:
-            read_touches(self.graph_manager.table)
-        report = self._graph_runner.report()
-        return dataclasses.replace(report, optimizations=lines, pointers=pointers, names=names)
+        touched = touch_displays[-1](modules, self.graph_manager) if pointers else ()
+        return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
 
     @property
     def graph_stats(self) -> GraphStats:

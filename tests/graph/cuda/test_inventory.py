@@ -14,7 +14,7 @@ from simplegraph.device.cuda.inventory.host import ProcessMemory, readable_range
 from simplegraph.device.cuda.inventory.places import Places
 from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
-from simplegraph.device.kernels import report_lines
+from simplegraph.doctor.touches import report_lines
 
 BASE = 0x7F00_4000_0000
 POOL, OTHER_POOL, WORKSPACES = (0, 3), (0, 4), (0, 5)

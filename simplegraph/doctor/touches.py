@@ -1,0 +1,87 @@
+"""Shows what the kernels of captured graphs touch, by module, as the CUDA driver tells it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from simplegraph.base.tensors import parts
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.kernels import readable
+from simplegraph.guard.survey import held_tensors
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import ProgramTable
+from simplegraph.program.held import has_address
+
+
+def touched_lines(module: nn.Module, manager: CudaGraphManager | None) -> tuple[str, ...]:
+    """Say what the graphs of a module touch of which something was read before, asking the driver again."""
+    lines: list[str] = []
+    if manager is not None:
+        names = _named_memory(module)
+        _read_touches(manager.table)
+        for graph in manager.report().graphs():
+            if (found := graph.inventory) is not None:
+                told = f"as {found.nodes} nodes tell (read in {found.seconds * 1e3:.1f} ms):"
+                lines += [f"  {graph.mode} {graph.size} touches, {told}"]
+                lines += [f"    {line}" for line in report_lines(found, names)]
+    return tuple(lines) or ("  what graphs touch is not known: only a GPU's driver can be asked",)
+
+
+def _named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
+    """Name the memory of every tensor that a module holds."""
+    found = []
+    for held in held_tensors(module):
+        for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
+            found.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
+    return tuple(found)
+
+
+def _read_touches(table: ProgramTable) -> None:
+    """Read all that graphs touch of which something was read before, for a report."""
+    for graph in table.graphs.values():
+        before = graph.counters.inventory
+        if before is not None:
+            every = table.device.inventory(table.pool, graph.program.segments, table.accounted, every=True)
+            graph.counters.inventory = every or before
+
+
+def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Iterator[str]:
+    """Yield one line for each kernel with what it touches, under its module's name, and what could not be read.
+
+    A kernel belongs to the module whose memory it touches.
+
+    Args:
+        inventory: of a graph.
+        names: of memory, better ones than the driver's reader had.
+    """
+    modules: dict[str, dict[str, dict[str, None]]] = {}
+    for _, touches in itertools.groupby(inventory.touches, operator.attrgetter("number")):
+        named = [(touch, _name(touch, names)) for touch in touches]
+        owners = [name.rpartition(".")[0] for touch, name in named if name and touch.certain]
+        kernels = modules.setdefault(max(owners, key=len, default=""), {})
+        for touch, name in named:
+            kernels.setdefault(readable(touch.node), {}).setdefault(_shown(touch, name))
+    for module, kernels in modules.items():
+        if module:
+            yield f"{module}:"
+        for kernel, shown in kernels.items():
+            yield f"{'  ' * bool(module)}{kernel}: {', '.join(shown)}"
+    for note, count in inventory.notes.items():
+        yield f"not read: {count} x {note}"
+
+
+def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:
+    if touch.place is MemoryKind.POOL:
+        return ""
+    return next((each.name for each in names if each.start <= touch.address < each.end), touch.name)
+
+
+def _shown(touch: Touch, name: str) -> str:
+    if touch.place is MemoryKind.POOL:
+        return "pool"
+    what = name or f"{touch.place.value} at {touch.address:#x}"
+    return what if touch.certain else f"{what}?"
