@@ -29,12 +29,11 @@ from bench.tools.files import save_figures
 from bench.tools.lean_capture import LeanCapture
 from bench.tools.measure import Figures, host_microseconds, say, seconds, step_milliseconds, synchronize
 from bench.tools.options import add_model, add_names, count
-from bench.tools.replays import Replays, Served
+from bench.tools.replays import NotReplayed, Replays, Served
 from bench.tools.tables import cell, grid
 from simplegraph.batch.sizes import default_sizes
 
 TEN, LLAMA = "ten modules", "llama"
-WIDTH = 64
 READY_CALLS = 4  # after which a size is captured and proven
 BLOCK = 50  # calls of an arm before the other's turn
 BATCHES = 48  # different ones among mixed calls
@@ -109,9 +108,12 @@ def _steady(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figur
         if device.type == "cuda":
             calls["bare_"] = Served(_bare(module, batch), Replays())
         found: Figures = {}
-        for kind, call in calls.items():
-            found[f"{kind}us"] = host_microseconds(call, device, calls=200)
-            found[f"{kind}ms"] = step_milliseconds(call, device)
+        try:
+            for kind, call in calls.items():
+                found[f"{kind}us"] = host_microseconds(call, device, calls=200)
+                found[f"{kind}ms"] = step_milliseconds(call, device)
+        except NotReplayed as reason:  # the other models go on
+            found["failed"] = str(reason)
         yield name, found
 
 
@@ -119,8 +121,8 @@ def _modules(
     plan: ModelsPlan, device: torch.device
 ) -> Iterator[tuple[str, nn.Module, tuple[Tensor, ...], Callable[[], Any]]]:
     """Yield each module with its name, a batch, and what wraps it."""
-    ten = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9))).to(device).eval()
-    yield TEN, ten, (torch.randn(8, WIDTH, device=device),), lambda: _static(ten, 8)
+    ten = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9))).to(device).eval()
+    yield TEN, ten, (torch.randn(8, 64, device=device),), lambda: _static(ten, 8)
     llama = _Model(plan, device)
     yield LLAMA, llama.module, llama.batch(1), lambda: llama.wrap(capture_sizes=[1])
     for name in plan.models:
@@ -162,8 +164,8 @@ def _mixed(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figure
     ratios = [one / other for one, other in zip(*taken.values(), strict=True)]
     found = {f"{name}_seconds": sum(each) for name, each in taken.items()}
     found |= {f"{name}_eager_calls": each.graph_stats.eager.total() - eager[name] for name, each in arms.items()}
-    total = found["verified_seconds"] / found["unverified_seconds"]
-    yield f"{plan.calls} calls", found | {"ratio": total, "median_ratio": statistics.median(ratios)}
+    found["ratio"] = found["verified_seconds"] / found["unverified_seconds"]
+    yield f"{plan.calls} calls", found | {"median_ratio": statistics.median(ratios)}
 
 
 def _lazy(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figures]]:
@@ -194,10 +196,15 @@ def render(figures: Figures) -> str:
     parts = []
     for part in PARTS:
         found = figures.get(part, {})
-        names = list(next(iter(found.values()), {}))
+        names = [name for name in next(iter(found.values()), {}) if name != "failed"]
         rows = [(name, *(cell(each, key, ".3f") for key in names)) for name, each in found.items()]
         parts += [grid([(part, *names), *rows])] if found else []
     return "\n\n".join(parts)
+
+
+def failures(figures: Figures) -> list[str]:
+    """List the models that graphs did not serve."""
+    return [f"{name}: {each['failed']}" for name, each in figures.get("steady", {}).items() if "failed" in each]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -208,7 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_model(parser)
     parser.add_argument("--largest", type=count, help="the largest captured size; 512 on a GPU, else 8")
     parser.add_argument("--calls", type=count, help="mixed calls of an arm; 1,000 on a GPU, else 100")
-    command.run(parser, arguments, default_plan, measure, render)
+    command.run(parser, arguments, default_plan, measure, render, failures)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class ProcessFailed(RuntimeError):
 def preload(module: str, device: str) -> None:
     """Import a module once for all later processes; not if they then cannot use the device."""
     stop_server()
+    # Asked at import whether there is a GPU, torch would otherwise start CUDA, which no forked process can use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _PRELOADED.append(module)
     try:
         call(_use, device, seconds=_PRELOAD_SECONDS)
@@ -52,8 +54,6 @@ def _use(device: str) -> None:
 
 def import_installed(*modules: str) -> None:
     """Import those of the modules that can be imported: for a module that is preloaded."""
-    # Asked at import whether there is a GPU, torch would otherwise start CUDA, which no forked process can use then.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for module in modules:
         # Not installed, or built for another torch: what needs it says so.
         with contextlib.suppress(Exception):
