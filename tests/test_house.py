@@ -34,7 +34,7 @@ CORE = {
 EXTRAS = {
     "fused": 2_990,
     "training": 1_480,
-    "attention": 1_940,
+    "attention": 1_880,
     "spec_decode": 310,
     "doctor": 1_170,
     "integrations": 2_610,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.layers import LayerBackend, check_layer, current_backend
+from simplegraph.attention.layers import LayerBackend, current_backend
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
+from simplegraph.attention.metadata.bounds import check_layer
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.program.breaks.marks import eager_break
 

@@ -5,31 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
-from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.base.errors import ConfigError, InputError, ReplayError
+from simplegraph.base.errors import ConfigError, ReplayError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.table import GraphHooks
-
-
-class StepMetadata(Protocol):
-    """The persistent buffers of one step at a time, as a backend reads them; see `BatchMetadata`."""
-
-    max_num_reqs: int
-    batch: BatchState
-    graphs: GraphDevice
-
-    def set_dummy(
-        self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
-    ) -> CommonMetadata:
-        """Write a dummy step of this shape, which writes nothing to a cache."""
-
-    def live(self, num_tokens: int, num_reqs: int | None = None) -> CommonMetadata:
-        """Return the view of this shape if the current step can run in it."""
 
 
 class LayerBackend(GraphHooks):
@@ -55,7 +39,7 @@ class LayerBackend(GraphHooks):
                 "body what it can do inside a full graph, since a subclass may do less."
             )
 
-    def __init__(self, metadata: StepMetadata) -> None:
+    def __init__(self, metadata: BatchMetadata) -> None:
         self.metadata = metadata
         self.device = metadata.graphs
         self._live: CommonMetadata | None = None
@@ -291,14 +275,3 @@ def current_backend(caller: str, layer: int, kind: type) -> Any:
             f"{caller} was called for layer {layer}, which {backend.name} serves; expected an {kind.__name__}."
         )
     return backend
-
-
-def check_layer(layer: int, known: Sequence[int]) -> None:
-    """Refuse a layer that a cache does not have.
-
-    Raises:
-        InputError: it is not among the cache's layers.
-    """
-    if layer not in known:
-        found = f"0 to {len(known) - 1}" if isinstance(known, range) else ", ".join(map(str, known))
-        raise InputError(f"layer is {layer}; the cache has layers {found}.")

@@ -151,10 +151,9 @@ class TwoBatchOverlap(GraphHooks):
         self._step = None
         lengths = int64s("seq_lens", seq_lens)
         full = mode is CudaGraphMode.FULL
-        if parts is None or any(getattr(backend.metadata, "debug", False) for backend in self.whole.each):
+        if parts is None:
             reqs = descriptor.num_reqs if full else len(lengths)
             _write(self.whole, query_lens, lengths, tables, descriptor.num_tokens, reqs)
-        if parts is None:
             return
         for each, table in zip(self.whole.each, tables, strict=True):
             if isinstance(each.metadata, StateMetadata):  # a slot in both halves shows in neither
@@ -183,7 +182,7 @@ class TwoBatchOverlap(GraphHooks):
         """
         for attention in (self.whole,) if self._step is None else self.micro:
             for backend in attention.each:
-                backend.metadata.repeat()  # type: ignore[attr-defined]
+                backend.metadata.repeat()
 
     def capture(self, forward: Forward) -> CaptureSummary:
         """Capture every graph, after choosing those that are split, which "auto" measures.

@@ -83,14 +83,6 @@ def test_dummy_steps_hold_something_on_every_rank_and_fit_into_its_pages() -> No
         assert shared.set_dummy(8, 1).seq_lens.tolist() == [2]
 
 
-def test_with_debug_a_prompts_tokens_share_pages_but_no_place_in_them() -> None:
-    shared = metadata(share=ContextShare(0, 2), debug=True)
-    # Places of whole sequences are 8 to a page here.
-    assert shared.set([1, 1, 1], [9, 10, 11], [[1, 3]] * 3).slot_mapping.tolist() == [12, -1, 13]
-    with pytest.raises(sg.InputError, match="requests 0 and 2 both write to place 1 of page 3"):
-        shared.set([1, 1, 1], [10, 11, 10], [[1, 3]] * 3)
-
-
 def test_what_cannot_be_shared_is_refused_in_words() -> None:
     shared = metadata(share=ContextShare(0, 2))
     with pytest.raises(sg.InputError, match=r"query_lens\[1\] is 3; context parallel ranks take one token per request"):

@@ -70,7 +70,7 @@ class AttentionEngine:
         self.cache = PagedKVCache(LAYERS, num_pages, page_size, num_kv_heads, head_dim, layout=layout, **rows)
         limits: dict[str, Any] = {"max_num_tokens": max_tokens, "max_num_reqs": max_reqs, "max_model_len": max_len}
         limits |= {"page_size": page_size, "num_pages": num_pages, "window": window}
-        self.metadata = BatchMetadata(**limits, device=device, debug=True)
+        self.metadata = BatchMetadata(**limits, device=device)
         self.backend: AttentionBackend | BackendGroup = make(self.cache, self.metadata, num_heads=num_heads)
         self.q = torch.zeros(max_tokens, num_heads, head_dim, **rows)
         self.k, self.v = (torch.zeros(max_tokens, num_kv_heads, head_dim, **rows) for _ in range(2))

@@ -22,7 +22,7 @@ from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.base.errors import CaptureSizeError, ConfigError
+from simplegraph.base.errors import ConfigError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.manager.settings import Unpack
 
@@ -44,7 +44,6 @@ _NEEDED = {
         *("qkv_dtype", "cu_seqlens_q", "page_size", "causal", "num_splits"),
     ),
 }
-_OLD_BATCH_LIMIT = 992  # of FlashAttention-3 builds whose scheduler sorts a whole batch in one block
 
 
 class _Flash(AttentionBackend):
@@ -118,7 +117,6 @@ class FlashAttentionBackend(_Flash):
     Raises:
         ConfigError: the device is no Hopper GPU, no FlashAttention-3 is installed or not one with the arguments that
             are needed, or the cache's layout or a dtype is not supported.
-        CaptureSizeError: the metadata allows more requests than the installed build can schedule.
 
     Source: ahead-of-time scheduling, FlashAttention-3 (arXiv 2407.08608).
     """
@@ -148,11 +146,6 @@ class FlashAttentionBackend(_Flash):
         check_counts(max_splits=max_splits)
         self.max_splits = max_splits
         self._multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
-        limit = batch_limit(self._flash, cache.device)
-        if limit is not None and metadata.max_num_reqs > limit:
-            raise CaptureSizeError(
-                f"max_num_reqs is {metadata.max_num_reqs}; this build of FlashAttention-3 schedules at most {limit}."
-            )
         self._schedule: Tensor | None = None
         self._last_layer = -1
 
@@ -256,16 +249,3 @@ def problem_of(name: str, version: int) -> str | None:
     if not getattr(module, f"FA{version}_AVAILABLE", False):
         return f"has no version {version}"
     return missing_argument(module, {"flash_attn_varlen_func": _KERNEL} if version == 2 else _NEEDED)
-
-
-@functools.cache
-def batch_limit(flash: ModuleType, device: torch.device) -> int | None:
-    """Return the most requests that this build can schedule, found by trying; None if it has no such limit."""
-    lengths = torch.ones(_OLD_BATCH_LIMIT + 1, dtype=torch.int32, device=device)
-    heads = {"num_heads_q": 1, "num_heads_kv": 1, "headdim": 128}
-    smallest = {"max_seqlen_q": 1, "max_seqlen_k": 16, "page_size": 16, "num_splits": 1} | heads
-    try:
-        flash.get_scheduler_metadata(batch_size=len(lengths), cache_seqlens=lengths, causal=True, **smallest)
-    except RuntimeError:
-        return _OLD_BATCH_LIMIT
-    return None

@@ -36,9 +36,6 @@ class BatchMetadata:
         window: the keys that a token sees, its own included (``sliding_window`` of models' configs); None if it sees
             all before it. Pages outside of the windows of a step's tokens are not in the buffers, where a request's
             length counts from its first page inside: no kernel reads them, and the engine may give them to others.
-        debug: check at every step that no page is written by two requests, or listed twice for one, the pages of tokens
-            `ahead` included. With context parallel ranks, where a prompt's tokens are requests that share pages, it
-            checks that no place in a page is written twice.
 
     Attributes:
         max_blocks: the most pages that a step reads of a request.
@@ -61,13 +58,12 @@ class BatchMetadata:
         num_pages: int | None = None,
         share: ContextShare | None = None,
         window: int | None = None,
-        debug: bool = False,
     ) -> None:
         self.share = share or ContextShare()
         self.share.check(window)
         self._bounds = Bounds(max_num_tokens, max_num_reqs, max_model_len, page_size * self.share.size)
         self.max_num_tokens, self.max_num_reqs, self.max_model_len = max_num_tokens, max_num_reqs, max_model_len
-        self.page_size, self.num_pages, self.debug = page_size, num_pages, debug
+        self.page_size, self.num_pages = page_size, num_pages
         buffered, self.window = self._bounds.of_window(window), window and min(window, max_model_len)
         self.max_blocks, self.max_seq_len = buffered.max_blocks, buffered.max_model_len
         self.batch = BatchState()
@@ -122,11 +118,7 @@ class BatchMetadata:
         step.check_pages(self.num_pages)
         if self.share.size > 1:
             step.check_single_tokens()
-            if self.debug:
-                step.check_places(self._bounds.page_size)
             step = step._replace(slots=self.share.slots(step.slots), seq_lens=self.share.lengths(step.seq_lens))
-        elif self.debug:
-            step.check_written_once(self._bounds, ahead)
         return self._put(step, shape, ahead)
 
     def advance(self, seq_lens: Ints, *, ahead: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,17 @@ def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
+
+
+def check_layer(layer: int, known: Sequence[int]) -> None:
+    """Refuse a layer that a cache does not have.
+
+    Raises:
+        InputError: it is not among the cache's layers.
+    """
+    if layer not in known:
+        found = f"0 to {len(known) - 1}" if isinstance(known, range) else ", ".join(map(str, known))
+        raise InputError(f"layer is {layer}; the cache has layers {found}.")
 
 
 @dataclasses.dataclass(frozen=True)

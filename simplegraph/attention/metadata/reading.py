@@ -85,45 +85,6 @@ class StepArrays(NamedTuple):
                 "pages, each with the length up to itself: keys and values are written before any of them attends."
             )
 
-    def check_places(self, page_size: int) -> None:
-        """Refuse two requests of one token each that write to the same place; they may share pages.
-
-        Raises:
-            InputError: two requests write to one place.
-        """
-        twice = _first_twice(self.slots)
-        if twice is not None:
-            page, place = divmod(int(self.slots[twice[0]]), page_size)
-            raise InputError(
-                f"requests {twice[0]} and {twice[1]} both write to place {place} of page {page}. Give each request "
-                "pages of its own, or each token of a prompt the length up to itself."
-            )
-
-    def check_written_once(self, bounds: Bounds, ahead: int) -> None:
-        """Refuse a page that two requests write to, or one request has twice, in this step or the tokens ahead.
-
-        Args:
-            bounds: of the step.
-            ahead: tokens beyond the step's that each request has pages for.
-
-        Raises:
-            InputError: there is such a page.
-        """
-        starts = bounds.page_starts[: self.pages.shape[1]]
-        begun = starts + bounds.page_size > (self.seq_lens - np.diff(self.query_start_loc))[:, None]
-        owners, columns = np.nonzero(begun & (starts < (self.seq_lens + ahead)[:, None]))
-        pages = self.pages[owners, columns]
-        twice = _first_twice(pages)
-        if twice is None:
-            return
-        page, (first, second) = pages[twice[0]], owners[list(twice)]
-        if first == second:
-            raise InputError(f"request {first} has page {page} twice in its row of block_table; give it another page.")
-        raise InputError(
-            f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
-            "Give each request pages of its own for what it writes."
-        )
-
 
 def read_step(query_lens: int | Ints, seq_lens: Ints, block_table: Pages, bounds: Bounds, ahead: int = 0) -> StepArrays:
     """Read an engine's description of a step into new arrays; see `BatchMetadata.set`.
@@ -196,13 +157,6 @@ def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bo
         pages=np.zeros((num_reqs, -(-longest // bounds.page_size)), np.int32),
         max_query_len=longest,
     )
-
-
-def _first_twice(values: npt.NDArray[Any]) -> tuple[int, int] | None:
-    """Find the first two indices of the smallest value that occurs twice."""
-    order = np.argsort(values, kind="stable")
-    twice = np.flatnonzero(values[order][1:] == values[order][:-1])
-    return (int(order[twice[0]]), int(order[twice[0] + 1])) if len(twice) else None
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, bounds: Bounds) -> tuple[_Int64s, int]:

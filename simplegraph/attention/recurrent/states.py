@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from simplegraph.attention.layers import check_layer
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.bounds import check_counts
+from simplegraph.attention.metadata.bounds import check_counts, check_layer
 from simplegraph.attention.metadata.reading import Ints, int64s
 from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
 
@@ -76,8 +75,8 @@ class StateCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-class StateMetadata:
-    """Persistent buffers for the lengths and the state slots of one step at a time; as `BatchMetadata`, without pages.
+class StateMetadata(BatchMetadata):
+    """Persistent buffers for the lengths and state slots of one step at a time; a slot is the page of a whole request.
 
     A request whose length is that of its tokens in the step begins: its slot is read as zeros, whatever it holds. Other
     requests go on from the state in their slot.
@@ -87,12 +86,9 @@ class StateMetadata:
         max_num_reqs: the most requests; no more than the cache has slots.
         max_model_len: the most tokens of a request.
         device: where the layers run.
-        debug: check at every step that each request goes on where the last step with its slot ended.
 
     Attributes:
         num_slots: of the cache; set by the backend.
-        batch: the current step on the host.
-        graphs: the graph device of the buffers.
 
     Raises:
         ConfigError: a limit is below 1.
@@ -105,22 +101,17 @@ class StateMetadata:
         max_num_reqs: int,
         max_model_len: int,
         device: torch.device | str,
-        debug: bool = False,
     ) -> None:
-        # A state slot is a page that holds a whole request.
-        self._step = BatchMetadata(
+        super().__init__(
             max_num_tokens=max_num_tokens,
             max_num_reqs=max_num_reqs,
             max_model_len=max_model_len,
             page_size=max_model_len,
             device=device,
         )
-        self.max_num_reqs, self.max_model_len, self.debug = max_num_reqs, max_model_len, debug
         self.num_slots: int | None = None
-        self.batch, self.graphs, self.device = self._step.batch, self._step.graphs, self._step.device
-        self._ends: dict[int, int] = {}  # slot -> tokens that its state has seen, with `debug`
 
-    def set(
+    def set(  # type: ignore[override]
         self,
         query_lens: int | Ints,
         seq_lens: Ints,
@@ -148,22 +139,7 @@ class StateMetadata:
         """
         owned, lengths = int64s("slots", slots), int64s("seq_lens", seq_lens)
         self.check_slots(owned, len(lengths))
-        if self.debug:
-            self._check_continued(query_lens, lengths, owned)
-        view = self._step.set(query_lens, lengths, owned[:, None], num_tokens=num_tokens, num_reqs=num_reqs)
-        if self.debug:
-            self._ends.update(zip(owned.tolist(), self.batch.seq_lens.tolist(), strict=True))
-        return view
-
-    def set_dummy(
-        self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
-    ) -> CommonMetadata:
-        """Write a dummy step of this shape, all of it in slot 0; see `BatchMetadata.set_dummy`."""
-        return self._step.set_dummy(num_tokens, num_reqs, query_len, capturing=capturing)
-
-    def live(self, num_tokens: int, num_reqs: int | None = None) -> CommonMetadata:
-        """Return the view of this shape if the current step can run in it; see `BatchMetadata.live`."""
-        return self._step.live(num_tokens, num_reqs)
+        return super().set(query_lens, lengths, owned[:, None], num_tokens=num_tokens, num_reqs=num_reqs)
 
     def bind(self, num_slots: int) -> None:
         """Take over the number of slots that a cache has; its backend calls this.
@@ -177,15 +153,7 @@ class StateMetadata:
                 "expected a slot for each."
             )
         self.num_slots = min(num_slots, self.num_slots or num_slots)
-        self._step.num_pages = self.num_slots + 1  # slot 0 is page 0
-
-    def repeat(self) -> None:
-        """Allow the current step to run once more, from the states that it has left.
-
-        Raises:
-            ReplayError: no step is set.
-        """
-        self._step.repeat()
+        self.num_pages = self.num_slots + 1  # slot 0 is page 0
 
     def check_slots(self, slots: npt.NDArray[np.int64], num_reqs: int) -> None:
         """Refuse slots that do not exist or that two requests share.
@@ -210,14 +178,3 @@ class StateMetadata:
             slot = ordered[1:][ordered[1:] == ordered[:-1]][0]
             first, second = np.flatnonzero(slots == slot)[:2]
             raise InputError(f"requests {first} and {second} both have state slot {slot}; give each its own.")
-
-    def _check_continued(self, query_lens: int | Ints, lengths: npt.NDArray[np.int64], slots: Any) -> None:
-        """Refuse a request that does not go on where its slot's state ended, or begin."""
-        queries = query_lens if isinstance(query_lens, int) else int64s("query_lens", query_lens)
-        for row, before in enumerate((lengths - queries).tolist()):
-            seen = self._ends.get(int(slots[row]), 0)
-            if before and before != seen:
-                raise InputError(
-                    f"request {row} goes on after {before} tokens, but the state in slot {slots[row]} has seen {seen}; "
-                    "begin the request again, or give it the slot of its last step."
-                )

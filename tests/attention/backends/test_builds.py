@@ -96,7 +96,6 @@ class Flash(types.ModuleType):
 def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
     found = Flash()
     monkeypatch.setattr(flash_attention, "flash_module", lambda version, device: found)
-    monkeypatch.setattr(flash_attention, "batch_limit", lambda flash, device: None)
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     with torch.inference_mode():

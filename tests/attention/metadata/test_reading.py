@@ -59,25 +59,10 @@ def test_one_query_length_that_does_not_fit_is_refused_as_several_are(query_len:
 
 
 def test_what_an_engine_keeps_behind_the_needed_pages_does_not_matter() -> None:
-    built = metadata(debug=True, num_pages=40)
+    built = metadata(num_pages=40)
     view = built.set([1, 1], [5, 20], torch.tensor([[3, 4, -1, 999, 7], [5, 6, 7, 8, 9]]))
     assert view.block_table[0].tolist() == [3, 4, 0, 0, 0, 0]
     built.set([1], [5], torch.ones(1, 100, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ([[5, 2, 9], [8, 1, 9]], "requests 0 and 1 both write to page 9"),
-        ([[5, 2, 9], [8, 1, 1]], "request 1 has page 1 twice"),
-    ],
-)
-def test_debug_refuses_pages_that_steps_ahead_would_write_twice(table: list[list[int]], words: str) -> None:
-    built = metadata(debug=True)
-    built.set(1, [7, 8], table, ahead=0)
-    with pytest.raises(InputError, match=words):
-        built.set(1, [7, 8], table, ahead=2)
-    built.set(1, [7, 8], [[5, 2, 9], [5, 1, 3]], ahead=2)  # what is only read may be shared
 
 
 @pytest.mark.parametrize(
@@ -99,14 +84,12 @@ def test_debug_refuses_pages_that_steps_ahead_would_write_twice(table: list[list
         (([[1]], [1], [[1]]), InputError, "shape"),
         (([1], [5], [[39, 40]]), InputError, r"block_table\[0\]\[1\] is 40; .* 0 to 39"),
         (([1], [5], [[-1, 4]]), InputError, r"block_table\[0\]\[0\] is -1"),
-        (([1, 1], [3, 4], [[7], [7]]), InputError, "requests 0 and 1 both write to page 7"),
-        (([8], [8], [[5, 5]]), InputError, "page 5 twice"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_step_before_stays(
     step: tuple[Any, Any, Any], error: type[SimpleGraphError], words: str
 ) -> None:
-    built = metadata(debug=True, num_pages=40)
+    built = metadata(num_pages=40)
     built.set([1, 2], [5, 6], [[1, 2], [3, 4]], num_tokens=8, num_reqs=4)
     before, state = [field.clone() for field in fields(built)], dict(vars(built.batch))
     with pytest.raises(error, match=words):
@@ -117,7 +100,7 @@ def test_what_does_not_fit_is_refused_and_the_step_before_stays(
 
 @pytest.mark.parametrize("page", [40, -1])
 @pytest.mark.parametrize("column", [0, 1])
-def test_a_page_outside_of_the_cache_is_refused_without_debug(page: int, column: int) -> None:
+def test_a_page_outside_of_the_cache_is_refused(page: int, column: int) -> None:
     built = metadata(num_pages=40)
     rows = [[1, 2], [3, 4]]
     rows[1][column] = page
@@ -136,6 +119,6 @@ def test_page_ids_are_never_converted_silently(table: Any) -> None:
 
 
 def test_pages_may_be_shared_for_reading() -> None:
-    built = metadata(debug=True, num_pages=40)
+    built = metadata(num_pages=40)
     built.set([1, 1], [5, 6], [[7, 1], [7, 2]], num_tokens=2, num_reqs=2)
     assert built.live(2, 2).block_table[:, :2].tolist() == [[7, 1], [7, 2]]

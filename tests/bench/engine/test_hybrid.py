@@ -20,6 +20,7 @@ from bench.engine.spec_runner import SpecRunner  # noqa: E402
 from bench.models.checkpoint import load_checkpoint  # noqa: E402
 from bench.models.llama import CacheShape, Llama, build_llama  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
+from tests.support.state_slots import check_continued  # noqa: E402
 
 # Before 5.18 transformers normed all groups as one, which is right for one only.
 GATED_NORM = transformers.models.bamba.modeling_bamba.BambaRMSNormGated
@@ -63,7 +64,7 @@ def check_states(served: Engine) -> None:
     """Before every step fill the states of slots that nobody owns with NaN, and check that each request goes on."""
     states, schedule = served.runner.states, served.scheduler.schedule
     assert states is not None
-    states.metadata.debug = True
+    check_continued(states.metadata)
 
     def poisoned() -> Any:
         plan = schedule()
