@@ -96,7 +96,7 @@ class FailuresAtOnce:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Leave libraries out of garbage collections and searches; tests' own modules come later.
+    """Leave libraries out of garbage collections and searches, while tests' own modules are imported, too.
 
     Where all tests run, that is what they import, too: collections visited three times as many objects with it.
     """
@@ -104,6 +104,23 @@ def pytest_collection(session: pytest.Session) -> None:
         for library, needed in LIBRARIES.items():
             if importlib.util.find_spec(needed):
                 importlib.import_module(library)
+    _freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave out what a file's tests left behind, such as caches of libraries: it doubles in a run of all tests."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Leave everything there is out of later garbage collections, which captures that fail begin."""
     gc.collect()
     gc.freeze()
 

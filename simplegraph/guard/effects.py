@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import pickle
 import sys
@@ -14,10 +15,12 @@ from torch import nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import storage_key
 from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
+from simplegraph.program.held import in_memory
 from simplegraph.program.session import PythonState, holds_graph_memory
 from simplegraph.program.snapshot import Snapshot
 
@@ -32,11 +35,15 @@ class ModuleState(PythonState):
         module: what its forward may change.
         device, pool: where it is captured.
         counted: what every run changes, of the module.
+        inputs: storage keys of the static inputs, which the caller never passed: no place keeps one.
     """
 
-    def __init__(self, module: nn.Module, device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
+    def __init__(
+        self, module: nn.Module, device: GraphDevice, pool: GraphPool, counted: CountedState, inputs: Collection[int]
+    ) -> None:
         super().__init__([module])
         self._device, self._pool, self._counted = device, pool, counted
+        self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
         self._function = module if isinstance(module, FunctionModule) else None
         self._values: list[CodePlace] = []
 
@@ -51,6 +58,7 @@ class ModuleState(PythonState):
             changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
         self.snapshot.put_back(self._counted.undone)
+        kept += self.snapshot.release(self._is_input, caches=False)
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 
 

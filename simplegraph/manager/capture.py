@@ -219,14 +219,15 @@ class GraphCapture:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
         self.state.put_back()
         self.before_retry()
+        earlier, runs = copy.copy(self.state), len(self.observers)
         if self._warm_up(job):
-            return {job.label: error}
-        earlier = copy.copy(self.state)
-        if isinstance(error, EscapeError):
-            self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
-        again = on_all_ranks(self.table, "capturing", [job], self._capture_one(session, job))
+            again = {job.label: error}
+        else:
+            if isinstance(error, EscapeError):
+                self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
+            again = on_all_ranks(self.table, "capturing", [job], self._capture_one(session, job))
         if again:  # then nothing needs what the warmup changed
-            self.state.go_back_to(earlier)
+            self.state.go_back_to(earlier, [*self._traced, *self.observers[runs:]])
         return again
 
     def _capture_one(

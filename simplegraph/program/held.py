@@ -208,6 +208,11 @@ def has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_lazy(tensor))
 
 
+def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
+    """True if a thing is a tensor, or wraps one, whose memory is wanted."""
+    return issubclass(type(thing), Tensor) and any(has_address(part) and is_wanted(part) for part in parts(thing))
+
+
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:
     """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -32,7 +33,8 @@ from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.breaks.step import Break, BreakTrace
-from simplegraph.program.held import has_address, tensors_in
+from simplegraph.program.held import has_address, in_memory, tensors_in
+from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.snapshot import Snapshot
 
@@ -66,10 +68,16 @@ class PythonState:
         """Remember nothing any more, so that nothing lives for that alone."""
         self.snapshot = Snapshot()
 
-    def go_back_to(self, earlier: PythonState) -> None:
-        """Put back, and remember from now on, what a copy of this remembered earlier."""
+    def release(self, runs: Iterable[MemoryObserver]) -> None:
+        """Let places hold what they held where they came to hold tensors that these runs made."""
+        self.snapshot.release(
+            functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
+        )
+
+    def go_back_to(self, earlier: PythonState, runs: Iterable[MemoryObserver]) -> None:
+        """Put back, and remember from now on, what a copy of this remembered earlier, before these runs."""
         earlier.put_back()
-        self.snapshot.put_back_as(earlier.snapshot)
+        earlier.release(runs)
         vars(self).update(vars(earlier))
 
 
@@ -146,7 +154,8 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
     found = _living(kept)
     if not found:
         return names, []
-    names += [name for name in state.snapshot.release(found) if name not in names]
+    unwanted = set(map(id, found))
+    names += [name for name in state.snapshot.release(lambda thing: id(thing) in unwanted) if name not in names]
     found.clear()
     still = _living(kept)
     for tensor in still:

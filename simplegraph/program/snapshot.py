@@ -14,7 +14,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ class Snapshot:
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {}
         self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
-        self._changed: list[tuple[Any, Any]] = []  # places that held what they shall not, and the keys
         # What to look into, the id of what led there, and how much code lies on the way.
         near = collections.deque((plain(root), 0, 0) for root in roots)
         far: collections.deque[tuple[Any, int, int]] = collections.deque()
@@ -145,52 +144,46 @@ class Snapshot:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 
-    def _touched(self) -> list[tuple[Any, Any]]:
-        """List the places without code on the way that do not hold the very same objects, and what they held."""
+    def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
+        """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
         return [
             (holder, before)
             for holder, before, own in self._places.values()
-            if own and (before or type(holder) not in _EXACT or holder) and not is_untouched(holder, before)
+            if (own or code) and (before or type(holder) not in _EXACT or holder) and not is_untouched(holder, before)
         ]
 
     def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], Tensor]]:
         return [entry for entry in self._tensors if lies_at(entry[0]) != entry[2]]
 
-    def release(self, things: Collection[Any]) -> list[str]:
-        """Let every place hold what it held where it came to hold one of these things, or what leads to one.
+    def release(self, unwanted: Callable[[Any], bool], *, caches: bool = True) -> list[str]:
+        """Let every place hold what it held where it came to hold something unwanted, or what leads to that.
 
         Args:
-            things: what no place shall hold.
+            unwanted: returns True for what no place shall hold.
+            caches: clear those of functools where they hold it.
 
         Returns:
             The names of those places.
         """
-        wanted, names = set(map(id, things)), []
-        for holder, held, _ in list(self._places.values()):
+        names = []
+        for holder, held in self._touched(code=True):
             before = dict(items_of(held))
             new = ((key, value) for key, value in items_of(held_by(holder)) if value is not before.get(key, ABSENT))
-            keys = [key for key, value in new if self._leads_to(value, wanted)]
-            if type(holder) is _LRU and any(self._leads_to(item, wanted) for item in gc.get_referents(holder)):
-                names.append(f"the cache of {holder.__qualname__}")
-                holder.cache_clear()
-            elif keys:
+            keys = [key for key, value in new if self._leads_to(value, unwanted)]
+            if keys:
                 names.append(self._name(keys[0], holder))
-                self._changed += [(holder, key) for key in keys]
                 restore(holder, held, keys)
+        for cache in [thing for thing, *_ in self._places.values() if caches and type(thing) is _LRU]:
+            if any(self._leads_to(item, unwanted) for item in gc.get_referents(cache)):
+                names.append(f"the cache of {cache.__qualname__}")
+                cache.cache_clear()
         return list(dict.fromkeys(names))
 
-    def put_back_as(self, earlier: Snapshot) -> None:
-        """Let the places where `release` put something back hold what they held even earlier."""
-        for holder, key in self._changed:
-            if id(holder) in earlier._places:
-                before = earlier._places[id(holder)][1]
-                restore(holder, before, [key] if isinstance(before, dict) else None)
-
-    def _leads_to(self, value: Any, wanted: set[int]) -> bool:
-        """True if a value is one of the things, or holds one; what is a place itself is asked by itself."""
+    def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
+        """True if a value is unwanted, or holds what is; what is a place itself is asked by itself."""
         level, seen = [value], {id(value)}
         while level and len(seen) < _MAX_REACHED:
-            if any(id(thing) in wanted for thing in level):
+            if any(map(unwanted, level)):
                 return True
             below = [thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _FAR)]
             level = [thing for thing in gc.get_referents(*below) if id(thing) not in seen]

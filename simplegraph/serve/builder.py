@@ -37,7 +37,7 @@ from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.session import KEPT_REMEDY, kept_by
+from simplegraph.program.session import KEPT_REMEDY, PythonState, kept_by
 
 logger = logging.getLogger("simplegraph")
 
@@ -258,7 +258,7 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
-        state = ModuleState(call.module, manager.device, manager.pool, counted)
+        state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
         generators, rehearsed = drawn_generators(call, manager.device.torch_device), contextlib.ExitStack()
         # Called before runs beside the calls, once: what they write and draw is put back.
         rehearse = functools.cache(
@@ -277,7 +277,7 @@ class GraphBuilder:
             def warmed_up() -> None:
                 if not lazy:
                     _check_settings(call)
-                    self._observe_second_size(call, inputs, rehearse)
+                    self._observe_second_size(call, inputs, rehearse, state)
 
             summary = capture.run(0 if lazy else 1, warmed_up)
             _check_settings(call)
@@ -323,7 +323,9 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, rehearse: Callable[[], object]) -> None:
+    def _observe_second_size(
+        self, call: Call, inputs: InputSet, rehearse: Callable[[], object], state: PythonState
+    ) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -341,6 +343,7 @@ class GraphBuilder:
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
+            state.release([observer])
             binding.learn_outputs(other, *flatten(result))
             binding.learn_numbers(self.manager.table, observer.numbers)
             self.reader.learn(other, leaves, call.spec)

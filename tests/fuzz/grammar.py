@@ -145,12 +145,20 @@ STATE = {
     "escapes to a deque": Piece(
         "self.put$(h)",
         "cell = collections.deque(maxlen=2)\nself.put$ = cell.append\nself.seen$ = lambda cell=cell: list(cell)",
-        "second tries",
+        "escape",
+    ),
+    "input escapes to a global": Piece(
+        "ESCAPED[id(self.first), $] = x", "self.seen$ = lambda: ESCAPED.get((id(self.first), $))", "escape"
+    ),
+    "view of an input escapes": Piece(
+        "self.put$((x[:1], y))",
+        "cell = [None]\nself.put$ = lambda h, cell=cell: cell.__setitem__(0, h)\nself.seen$ = lambda cell=cell: cell[0]",
+        "escape",
     ),
     "read from a global": Piece(
         "h = h * 0.5 + ESCAPED.get((id(self.first), $), h)[:1] * 0.1\nESCAPED[id(self.first), $] = h.float()",
         "self.seen$ = lambda: ESCAPED.get((id(self.first), $))",
-        "second tries",
+        "escape",
     ),
 }
 
@@ -408,9 +416,8 @@ CHANGE_PROMISES = {
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
 
 # Promises that the library does not keep; programs that need them are left out, unless asked for. "rare data": rows
-# that meet only for some data are found when a call with such data is compared, and answers before may be wrong. "second
-# tries": the padded warmup before a failed capture's second try leaves its tensors in globals and closures.
-PENDING: frozenset[str] = frozenset({"rare data", "second tries"})
+# that meet only for some data are found when a call with such data is compared, and answers before may be wrong.
+PENDING: frozenset[str] = frozenset({"rare data"})
 
 GRAPHS = {
     "reset": "m.reset_graphs()",

@@ -80,6 +80,8 @@ NO_COPIES = {
     "escapes to a global",
     "escapes to a closure",
     "escapes to a deque",
+    "input escapes to a global",
+    "view of an input escapes",
     "read from a global",
     *("own random", "quiet random", "iterator", "count", "file"),
 }

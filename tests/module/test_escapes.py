@@ -195,6 +195,78 @@ def test_warmups_of_padded_sizes_leave_no_padded_rows_where_the_capture_is_refus
     assert net.graph_stats.eager[Reason.CAPTURE_FAILED]
 
 
+@pytest.mark.parametrize("reads_back", [False, True], ids=["escapes alone", "reads back"])
+@pytest.mark.parametrize(("make", "kept_by"), list(KEEPERS.items())[:5], ids=NAMES[:5])
+def test_a_second_try_leaves_no_padded_rows_though_its_call_raises(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], reads_back: bool, device: torch.device
+) -> None:
+    keep, raises = make(), []
+
+    def forward(y: Tensor) -> Tensor:
+        if raises and len(y) == 2:  # the padded rows of the second try are three
+            raise LookupError("two rows")
+        y = keep(y)
+        return y * 2 if reads_back and float(y.sum()) > 0 else y
+
+    model = sg.wrap(Net(forward).to(device).eval(), capture_sizes=[3], progress=False)
+    for rows in (3, 2):  # the next call captures
+        model(torch.randn(rows, 4, device=device))
+    left = [(tensor, tensor.clone()) for tensor in kept_by(keep)]
+    raises.append(True)
+    with pytest.raises(LookupError):
+        model(torch.randn(2, 4, device=device))
+    assert model.graph_stats.failures
+    assert [id(tensor) for tensor in kept_by(keep)] == [id(tensor) for tensor, _ in left]
+    for tensor, value in left:
+        torch.testing.assert_close(tensor, value)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["itself", "a view"])
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
+def test_an_input_that_a_forward_leaves_in_python_is_the_last_calls(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], rows: int, view: bool, device: torch.device
+) -> None:
+    keep = make()
+    given: Callable[[Tensor], Tensor] = (lambda x: x[1:]) if view else (lambda x: x)
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            keep(given(x))
+            return x * 2
+
+    model = sg.wrap(Keeps().to(device).eval(), capture_sizes=[4], progress=False)
+    xs = [torch.randn(rows, 4, device=device) for _ in range(6)]
+    seen = []
+    for x in xs:
+        torch.testing.assert_close(model(x), x * 2)
+        seen.append([tensor.clone() for tensor in kept_by(keep)])
+    forget()
+    keep = make()
+    for x, wanted in zip(xs, seen, strict=True):
+        keep(given(x))
+        torch.testing.assert_close([tensor.clone() for tensor in kept_by(keep)], wanted)
+    assert model.graph_stats.replays == 0
+
+
+def test_the_same_input_left_in_a_global_at_every_call_is_found_and_named(device: torch.device) -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            HOLDER.hidden = x
+            return x * 2
+
+    model, x, other = sg.wrap(Keeps().eval(), capture_sizes=[2], progress=False), *torch.randn(2, 2, 4, device=device)
+    for _ in range(4):
+        model(x)
+    model(other)
+    assert HOLDER.hidden is other
+    (failure,) = model.graph_stats.failures.values()
+    assert (
+        "the global HOLDER of tests.module.test_escapes would keep a tensor that exists only inside the graph"
+        in failure
+    )
+
+
 @pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
 def test_a_capture_that_fails_for_another_reason_leaves_nothing_either(
     make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], device: torch.device
