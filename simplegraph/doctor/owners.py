@@ -111,8 +111,14 @@ class MemoryOwner:
 
     @property
     def alive(self) -> bool:
-        """True if something holds it as it did, as far as Python sees."""
-        return not self.storages or not all(storage.expired() for storage in self.storages)
+        """True if something holds it as it did, as far as Python sees: its storages live, and are where they were."""
+        return not self.storages or any(map(self._holds, self.storages))
+
+    def _holds(self, reference: Any) -> bool:
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return (
+            storage is not None and self.block is not None and self.block.start <= storage.data_ptr() < self.block.end
+        )
 
     def slot(self, address: int) -> ModuleTensor | None:
         """Find the module's tensor that an address is in."""
