@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("mode", choices=["full", "default"])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--captures-only", action="store_true", help="measure no steps, and inject no faults")
     given = parser.parse_args(argv)
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -319,6 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     def save() -> None:
         given.json.write_text(json.dumps(figures, indent=1))
 
+    save()
+    if given.captures_only:
+        os._exit(0)
     figures["decode"] = decode(llm, audit)
     save()
     if audit is not None:
@@ -333,12 +336,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures["report"] = {"bytes": page.stat().st_size, "seconds": round(time.perf_counter() - started, 3)}
         say("report", figures["report"])
         save()
-        if not given.no_faults:
-            figures["faults"] = faults(llm, audit)
-            caught = [name for name, found in figures["faults"].items() if found]
-            say("faults found", f"{len(caught)} of {len(figures['faults'])}")
-            audit.path = None
-            audit.save(given.json.with_suffix(".faults.html"))
+        figures["faults"] = faults(llm, audit)
+        caught = [name for name, found in figures["faults"].items() if found]
+        say("faults found", f"{len(caught)} of {len(figures['faults'])}")
+        audit.path = None
+        audit.save(given.json.with_suffix(".faults.html"))
     save()
     sys.stdout.flush()
     os._exit(0)  # the pool is gone, if it was dropped

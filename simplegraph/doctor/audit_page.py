@@ -60,7 +60,8 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
     alike: dict[Any, list[dict[str, Any]]] = {}
     for graph in graphs:
         alike.setdefault(tuple((name, module) for name, _, module in graph["nodes"]), []).append(graph)
-    for members in alike.values():
+    # Those with findings first.
+    for members in sorted(alike.values(), key=lambda members: guilty.isdisjoint(graph["number"] for graph in members)):
         yield from _group(members, names, shown, guilty)
 
 
@@ -78,7 +79,9 @@ def _group(
     count = f"{len(graphs)} graphs alike" if graphs[1:] else f"graph {graphs[0]['number']}"
     mark = f' <b class="bad">findings in {_listed(sorted(bad))}</b>' if bad else ""
     nodes = graphs[0]["nodes"]
-    yield f"<details><summary>{count}, {len(nodes)} nodes each{mark}</summary>"
+    modules = [names[module] for *_, module in nodes if names[module]]
+    extent = f": {modules[0]}" + (f" to {modules[-1]}" if modules[-1] != modules[0] else "") if modules else ""
+    yield f"<details><summary>{count}, {len(nodes)} nodes{' each' * bool(graphs[1:])}{text(extent)}{mark}</summary>"
     yield _timeline(nodes, names, shown)
     yield table(_HEADER, map(_row, graphs))
     yield "</details>"

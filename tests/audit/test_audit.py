@@ -75,7 +75,7 @@ def test_the_report_is_one_file_of_html_and_one_of_json(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert page.startswith("<!doctype html>")
     assert not {"<script", "http://", "src="} & {word for word in ("<script", "http://", "src=") if word in page}
-    assert ">2 graphs alike, 3 nodes each<" in page
+    assert ">2 graphs alike, 3 nodes each: Mlp.up to Mlp.down<" in page
     assert [len(graph["nodes"]) for graph in report["graphs"]] == [3, 3]
     assert report["findings"] == []
     assert "None: at every check" in page
