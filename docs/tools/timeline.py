@@ -1,7 +1,15 @@
-"""Draws what torch's profiler sees of an eager call and of a replay: ``python -m docs.tools.timeline``."""
+"""Draws what torch's profiler sees of an eager call and of a replay: ``python -m docs.tools.timeline``.
+
+With ``--record FILE`` it writes the ranges of this machine instead, a GPU's if it has one; the picture is drawn from
+``bench/results/h200_trace.json``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,67 +17,112 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from bench.tools.files import save_figures
 from docs.tools.charts import OTHERS, OURS, draw
-from docs.tools.raw import ROOT
+from docs.tools.raw import ROOT, load
 
-PICTURE = ROOT / "docs" / "_static" / "trace.png"
-_LAYERS, _TRIES = 6, 30  # the quickest call is shown
+PICTURE, RANGES = ROOT / "docs" / "_static" / "trace.png", "h200_trace"
+_WIDTH, _BLOCKS, _ROWS, _TRIES = 256, 3, 6, 10  # the quickest call is shown
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_KERNELS = "#364fc7"
 
 
-def profiled() -> dict[str, list[tuple[str, int, float, float]]]:
-    """Profile an eager call and a replay of one model: name, depth, begin and length in µs of each range."""
-    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(64, 64), nn.GELU())]
-    module = nn.Sequential(*layers).eval()
-    model, x = sg.wrap(module, capture_sizes=[8], progress=False, verify=0), torch.randn(8, 64)
-    found = {}
+class Block(nn.Module):
+    """A block of a small model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the input."""
+        return x + self.parts(x)
+
+
+def record() -> dict[str, list[tuple[str, int, float, float]]]:
+    """Profile an eager call and a replay: name, line, begin and length in µs of each range; line -1 is the GPU's."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would fill the picture
+    module = nn.Sequential(*(Block() for _ in range(_BLOCKS))).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[8], progress=False, verify=0)
+    x = torch.randn(_ROWS, _WIDTH, device=device)
     with torch.inference_mode():
         model.capture_graphs(x)
-        for title, call in (("module(x), eager", module), ("model(x), a replay on the emulator", model)):
-            found[title] = min((_profile(call, x) for _ in range(_TRIES)), key=lambda ranges: sum(ranges[-1][2:]))
-    return found
+        calls = {"module(x), eager": module, "model(x), a replay": model}
+        return {title: min((_profile(call, x) for _ in range(_TRIES)), key=_end) for title, call in calls.items()}
 
 
 def _profile(call: Any, x: torch.Tensor) -> list[tuple[str, int, float, float]]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    for _ in range(3):
         call(x)
-    return _ranges(profile.events())
+    with torch.profiler.profile() as profile:
+        call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    ranges = [event for event in events if event.get("ph") == "X" and "Synchronize" not in event["name"]]
+    return list(_lines(ranges))
 
 
-def _ranges(events: Any) -> list[tuple[str, int, float, float]]:
-    spans = sorted(
-        ((each.time_range.start, each.time_range.end, each.name) for each in events), key=lambda one: one[:2]
+def _lines(events: list[dict[str, Any]]) -> Iterator[tuple[str, int, float, float]]:
+    """Put the host's ranges on lines, the outer ones first, and the GPU's on one of their own."""
+    found = sorted(
+        (float(event["ts"]), -float(event["dur"]), event["name"], event["cat"] in _GPU)
+        for event in events
+        if event["cat"] in _GPU | _HOST
     )
-    begin, open_ends, ranges = spans[0][0], [], []
-    for start, end, name in spans:
+    open_ends: list[float] = []
+    for start, less, name, on_gpu in found:
         open_ends = [other for other in open_ends if other > start]
-        ranges.append((name, len(open_ends), start - begin, end - start))
-        open_ends.append(end)
-    return ranges
+        yield name, -1 if on_gpu else len(open_ends), round(start - found[0][0], 2), round(-less, 2)
+        if not on_gpu:
+            open_ends.append(start - less)
+
+
+def _end(ranges: list[tuple[str, int, float, float]]) -> float:
+    return max(start + length for _, _, start, length in ranges)
 
 
 def store(path: Path = PICTURE) -> None:
-    """Draw the ranges of both calls, one above the other, the outer ones at the top."""
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would fill the picture
-    found = profiled()
+    """Draw the ranges of both calls on one scale of time, one above the other."""
+    calls = load(RANGES)["results"]
+    last = max(map(_end, calls.values()))
 
     def fill(chart: Any, axes: Any) -> None:
-        for axis, (title, ranges) in zip(axes, found.items(), strict=True):
-            last = max(start + length for _, _, start, length in ranges)
-            for name, depth, start, length in ranges:
-                ours = name.startswith("simplegraph")
-                axis.barh(
-                    -depth, length, left=start, height=0.9, color=OURS if ours else OTHERS, edgecolor="white", lw=0.3
-                )
-                if length > last / 9 and depth < 3:
-                    axis.text(start + length / 2, -depth, name, ha="center", va="center", fontsize=7, color="white")
-            axis.set_title(f"{title}: {len(ranges)} ranges", loc="left", fontsize="medium")
-            axis.set_yticks([])
-            axis.set_xlabel("µs")
+        for axis, (title, ranges) in zip(axes, calls.items(), strict=True):
+            lowest = 1 + max(line for _, line, _, _ in ranges)
+            for name, line, start, length in ranges:
+                color = _KERNELS if line < 0 else OURS if name.startswith("simplegraph") else OTHERS
+                place = -lowest - 0.3 if line < 0 else -line
+                axis.barh(place, length, left=start, height=0.9, color=color, edgecolor="white", lw=0.2)
+                if line >= 0 and length > last * 0.012 * len(name):
+                    axis.text(start + length / 2, place, name, ha="center", va="center", fontsize=7, color="white")
+            on_gpu = sum(line < 0 for _, line, _, _ in ranges)
+            kernels = f", {on_gpu} on the GPU" if on_gpu else ""
+            axis.set_title(f"{title}: {_end(ranges):.0f} µs{kernels}", loc="left", fontsize="medium")
+            axis.set_yticks([0, *([-lowest - 0.3] if on_gpu else [])], ["host", *(["GPU"] if on_gpu else [])])
             for side in ("top", "right", "left"):
                 axis.spines[side].set_visible(False)
+        axes[-1].set_xlabel("µs")
 
-    draw(path, fill, nrows=2, figsize=(10.5, 4.4))
+    draw(path, fill, nrows=2, figsize=(10.5, 4.4), sharex=True)
+
+
+def main() -> None:
+    """Record the ranges, or draw them."""
+    parser = argparse.ArgumentParser(prog="python -m docs.tools.timeline", description=__doc__)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write this machine's ranges")
+    path = parser.parse_args().record
+    if path is None:
+        store()
+    else:
+        save_figures(path, {"results": record()})
 
 
 if __name__ == "__main__":
-    store()
+    main()
