@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import torch
-from fastapi import FastAPI
-from prometheus_client import make_asgi_app
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from transformers import BertConfig, BertModel
 
@@ -50,7 +50,6 @@ async def warmed_up(app: FastAPI) -> AsyncIterator[None]:
 
 app = FastAPI(lifespan=warmed_up)
 prometheus.register()
-app.mount("/metrics", make_asgi_app())
 
 
 @app.post("/embed")
@@ -63,6 +62,12 @@ def embed(texts: Texts) -> list[list[float]]:
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
         means = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         return means.tolist()
+
+
+@app.get("/metrics")
+def metrics() -> Response:
+    """Return every wrapper's counters; a mounted `make_asgi_app` would redirect to /metrics/."""
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 @app.get("/graphs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.tools import dashboard, drawings, notebook, plots, screenshot, tables, timeline
+from docs.tools import dashboard, dashboard_picture, drawings, notebook, plots, screenshot, tables, timeline
 
 if __name__ == "__main__":
     for page in tables.PAGES:
@@ -11,5 +11,6 @@ if __name__ == "__main__":
     drawings.draw_all()
     notebook.store()
     dashboard.store()
+    dashboard_picture.store()
     screenshot.store()
     timeline.store()
