@@ -5,7 +5,6 @@ It uses the folder's tokenizer if there is one; otherwise prompt and output are 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,32 @@ from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
 from bench.models.workload import Workload
 from bench.tools.measure import device_of
-from bench.tools.options import add_model, count
+from bench.tools.options import Options, command_line, count, model_name
 from simplegraph import CudaGraphMode
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+OPTIONS: Options = {
+    "--model": model_name(default="") | {"required": True},
+    "--prompt": {"required": True, "nargs": "+", "help": "texts; token ids such as '5 17 3' without tokenizer"},
+    "--max-tokens": {"type": count, "default": 64, "help": "tokens to generate"},
+    "--temperature": {"type": float, "default": 0.0, "help": "0 takes the likeliest token"},
+    "--top-k": {"type": int, "default": 0, "help": "only the k likeliest tokens; 0 for all"},
+    "--top-p": {"type": float, "default": 1.0, "help": "only the likeliest tokens of this probability together"},
+    "--seed": {"type": int, "help": "makes the tokens repeatable"},
+    "--mode": {
+        "default": "FULL_AND_PIECEWISE",
+        "choices": tuple(CudaGraphMode.__members__),
+        "help": "of the graphs; NONE runs eagerly",
+    },
+    "--attention": {"default": "auto", "choices": ("auto", *BACKENDS), "help": "the backend"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Generate and print; return 1 if the model or a prompt is invalid."""
-    options = _parser().parse_args(arguments)
+    options = command_line("bench.generate", __doc__, OPTIONS).parse_args(arguments)
     device = device_of()
     try:
         workload = Workload(options.model, (1,), device, lm_head=True)
@@ -54,25 +70,6 @@ def main(arguments: list[str] | None = None) -> int:
     for output in outputs:
         print(" ".join(map(str, output)) if tokenizer is None else tokenizer.decode(output))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.generate", description=__doc__)
-    add_model(parser, required=True)
-    parser.add_argument(
-        "--prompt", required=True, nargs="+", help="texts; token ids such as '5 17 3' without tokenizer"
-    )
-    parser.add_argument("--max-tokens", type=count, default=64, help="tokens to generate")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0 for all")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="only the likeliest tokens of this probability together"
-    )
-    parser.add_argument("--seed", type=int, help="makes the tokens repeatable")
-    modes = tuple(CudaGraphMode.__members__)
-    parser.add_argument("--mode", default="FULL_AND_PIECEWISE", choices=modes, help="of the graphs; NONE runs eagerly")
-    parser.add_argument("--attention", default="auto", choices=("auto", *BACKENDS), help="the backend")
-    return parser
 
 
 def load_tokenizer(folder: Path) -> Any:

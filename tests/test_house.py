@@ -39,7 +39,7 @@ EXTRAS = {
     "doctor": 1_170,
     "integrations": 2_610,
 }
-BENCH = 8_670 + 560 + 220  # and for the engine behind HTTP, under load; for the audit of vLLM
+BENCH = 8_520 + 560 + 220  # and for the engine behind HTTP, under load; for the audit of vLLM
 SETTINGS, REASONS = 22, 40
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.

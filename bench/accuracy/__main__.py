@@ -5,7 +5,6 @@ Without --model it scores the trained pair of `data/eagle`, whose target has see
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
@@ -19,14 +18,38 @@ from bench.models.checkpoint import CheckpointError
 from bench.spec_decode.pairs import KINDS, TRAINED
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of, few_threads
-from bench.tools.options import add_json, add_names, changed, count, folder_or, listed
+from bench.tools.options import Options, changed, command_line, count, folder_or, json_file, listed, name_list
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
+OPTIONS: Options = {
+    "--model": {
+        "type": folder_or("model", TRAINED),
+        "default": TRAINED,
+        "help": f"{TRAINED}, or a folder with a checkpoint of transformers: config.json, safetensors, tokenizer",
+    },
+    "--draft": {
+        "type": folder_or("draft", *KINDS),
+        "default": KINDS[-1],
+        "help": f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint",
+    },
+    "--k": {"type": count, "dest": "num_draft_tokens", "help": "tokens drafted a round; 5 by default"},
+    "--ways": name_list(WAYS, "all by default") | {"default": WAYS},
+    "--dtype": {"choices": DTYPES, "help": "of the weights; float32, for a checkpoint on a GPU its own"},
+    "--questions": {"type": count, "help": "of each text, at most; 100 by default"},
+    "--windows": {"type": count, "help": "of each text, at most, for the perplexity; 100 by default"},
+    "--context": {"type": count, "help": "tokens before an answer; 64 by default"},
+    "--output": {"type": count, "help": "tokens of an answer; 24 by default"},
+    "--batch": {"type": count, "help": "requests at once; 32 on a GPU, else 8"},
+    "--attention": {"choices": ("auto", *BACKENDS), "help": "the engine's backend"},
+    **json_file(OUT / "accuracy.json"),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Score and print; return 1 if a score is not the eager one, or the model cannot be scored."""
-    options = _parser().parse_args(arguments)
+    options = command_line("bench.accuracy", __doc__, OPTIONS).parse_args(arguments)
     device = device_of()
     plan = changed(ScorePlan(batch=32 if device.type == "cuda" else 8), vars(options))
     try:
@@ -43,25 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {"model": options.model, "dtype": str(checkpoint.dtype), "draft": drafts, "k": plan.num_draft_tokens}
     save_figures(options.json, {"load": settings, "results": found})
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
-    help_text = f"{TRAINED}, or a folder with a checkpoint of transformers: config.json, safetensors, tokenizer"
-    parser.add_argument("--model", type=folder_or("model", TRAINED), default=TRAINED, help=help_text)
-    help_text = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
-    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=help_text)
-    parser.add_argument("--k", type=count, dest="num_draft_tokens", help="tokens drafted a round; 5 by default")
-    add_names(parser, "--ways", WAYS, "all by default", default=WAYS)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; float32, for a checkpoint on a GPU its own")
-    parser.add_argument("--questions", type=count, help="of each text, at most; 100 by default")
-    parser.add_argument("--windows", type=count, help="of each text, at most, for the perplexity; 100 by default")
-    parser.add_argument("--context", type=count, help="tokens before an answer; 64 by default")
-    parser.add_argument("--output", type=count, help="tokens of an answer; 24 by default")
-    parser.add_argument("--batch", type=count, help="requests at once; 32 on a GPU, else 8")
-    parser.add_argument("--attention", choices=("auto", *BACKENDS), help="the engine's backend")
-    add_json(parser, OUT / "accuracy.json")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import torch
@@ -11,7 +10,7 @@ from bench.fused_operators.libraries import LIBRARIES, TINY, Call, Maker, Shapes
 from bench.tools import command
 from bench.tools.compiler import empty_caches
 from bench.tools.measure import Figures, say, seconds, step_milliseconds
-from bench.tools.options import add_names, numbers
+from bench.tools.options import Options, name_list, numbers
 from bench.tools.side_by_side import answer
 from bench.tools.tables import grid
 
@@ -121,9 +120,8 @@ def failures(figures: Figures) -> list[str]:
     return failed if len(failed) == len(figures["results"]) else []
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fused_operators", description=__doc__)
-    add_names(parser, "--libraries", LIBRARIES, "all by default; those that are not installed are left out")
-    parser.add_argument("--rows", type=numbers, help="rows of the inputs, such as 1,8,64,256")
-    command.run(parser, arguments, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--libraries": name_list(LIBRARIES, "all by default; those that are not installed are left out"),
+    "--rows": {"type": numbers, "help": "rows of the inputs, such as 1,8,64,256"},
+}
+main = command.of("bench.fused_operators", __doc__, OPTIONS, default_plan, measure, render, failures)

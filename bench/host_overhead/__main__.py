@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from bench.host_overhead import calls
 from bench.tools import command
 from bench.tools.measure import Figures, say
-from bench.tools.options import count
+from bench.tools.options import Options, count
 from bench.tools.tables import grid
 from simplegraph.batch.sizes import default_sizes
 
@@ -41,11 +40,10 @@ def render(figures: Figures) -> str:
     return grid([("call, us", *medians), *rows])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host_overhead", description=__doc__)
-    parser.add_argument("--rounds", type=count, help="blocks that a median is taken over; 50 on a GPU, else 3")
-    command.run(parser, arguments, default_plan, measure, render)
+OPTIONS: Options = {
+    "--rounds": {"type": count, "help": "blocks that a median is taken over; 50 on a GPU, else 3"},
+}
+main = command.of("bench.host_overhead", __doc__, OPTIONS, default_plan, measure, render)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
 import socket
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from bench.tools import command
 from bench.tools.measure import Figures
-from bench.tools.options import count, numbers
+from bench.tools.options import Options, count, numbers
 from bench.tools.tables import grid
 from simplegraph import CudaGraphMode, ShapeConsensus
 from simplegraph.distributed import Vote
@@ -81,12 +80,19 @@ def render(figures: Figures) -> str:
     return grid([("ranks", "median us", "p99 us"), *rows])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
-    parser.add_argument("--sizes", type=numbers, help="numbers of ranks; 1,2,4 by default")
-    parser.add_argument("--steps", type=count, help="steps that the figures are of")
-    command.run(parser, arguments, lambda device: ConsensusPlan(), measure_all, render, of_graphs=False)
+OPTIONS: Options = {
+    "--sizes": {"type": numbers, "help": "numbers of ranks; 1,2,4 by default"},
+    "--steps": {"type": count, "help": "steps that the figures are of"},
+}
+main = command.of(
+    "bench.host_overhead.consensus",
+    __doc__,
+    OPTIONS,
+    lambda device: ConsensusPlan(),
+    measure_all,
+    render,
+    of_graphs=False,
+)
 
 
 if __name__ == "__main__":

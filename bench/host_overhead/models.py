@@ -8,7 +8,6 @@ the longest call of such batches while each size is captured as it comes, beside
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import random
@@ -28,7 +27,7 @@ from bench.tools import command
 from bench.tools.files import save_figures
 from bench.tools.lean_capture import LeanCapture
 from bench.tools.measure import Figures, host_microseconds, say, seconds, step_milliseconds, synchronize
-from bench.tools.options import add_model, add_names, count
+from bench.tools.options import Options, count, model_name, name_list
 from bench.tools.replays import NotReplayed, Replays, Served
 from bench.tools.tables import cell, grid
 from simplegraph.batch.sizes import default_sizes
@@ -207,15 +206,14 @@ def failures(figures: Figures) -> list[str]:
     return [f"{name}: {each['failed']}" for name, each in figures.get("steady", {}).items() if "failed" in each]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.models", description=__doc__)
-    add_names(parser, "--parts", PARTS, "all by default")
-    add_names(parser, "--models", MODELS, "all that are installed by default on a GPU, none on a CPU")
-    add_model(parser)
-    parser.add_argument("--largest", type=count, help="the largest captured size; 512 on a GPU, else 8")
-    parser.add_argument("--calls", type=count, help="mixed calls of an arm; 1,000 on a GPU, else 100")
-    command.run(parser, arguments, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--parts": name_list(PARTS, "all by default"),
+    "--models": name_list(MODELS, "all that are installed by default on a GPU, none on a CPU"),
+    "--model": model_name(),
+    "--largest": {"type": count, "help": "the largest captured size; 512 on a GPU, else 8"},
+    "--calls": {"type": count, "help": "mixed calls of an arm; 1,000 on a GPU, else 100"},
+}
+main = command.of("bench.host_overhead.models", __doc__, OPTIONS, default_plan, measure, render, failures)
 
 
 if __name__ == "__main__":

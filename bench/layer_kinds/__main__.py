@@ -5,7 +5,6 @@ On a GPU it measures bfloat16 shapes of 6 to 10 billion weights.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import torch
@@ -14,7 +13,7 @@ from bench.layer_kinds import steps
 from bench.layer_kinds.steps import KINDS
 from bench.tools import command
 from bench.tools.measure import Figures, say
-from bench.tools.options import add_names, numbers
+from bench.tools.options import Options, name_list, numbers
 from bench.tools.tables import grid
 
 
@@ -52,12 +51,11 @@ def render(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.layer_kinds", description=__doc__)
-    add_names(parser, "--kinds", KINDS, "all by default")
-    parser.add_argument("--batches", type=numbers, help="requests of a measured step; 1,8,64 on a GPU, else 1,4")
-    command.run(parser, arguments, default_plan, measure, render)
+OPTIONS: Options = {
+    "--kinds": name_list(KINDS, "all by default"),
+    "--batches": {"type": numbers, "help": "requests of a measured step; 1,8,64 on a GPU, else 1,4"},
+}
+main = command.of("bench.layer_kinds", __doc__, OPTIONS, default_plan, measure, render)
 
 
 if __name__ == "__main__":

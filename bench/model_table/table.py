@@ -11,7 +11,6 @@ others.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import time
@@ -26,7 +25,7 @@ from bench.model_table.times import AT_MOST_KERNELS, within_kernels
 from bench.tools import command, fresh
 from bench.tools.files import known_rows, save_figures
 from bench.tools.measure import Figures, say
-from bench.tools.options import add_names, count
+from bench.tools.options import Options, count, name_list
 from bench.tools.side_by_side import SideBySide
 from bench.tools.tables import NOTHING, cell
 
@@ -225,13 +224,12 @@ def summary(rows: dict[str, Figures]) -> list[str]:
     return lines
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.model_table", description=__doc__)
-    add_names(parser, "--only", (*CATEGORIES, *NAMES), "all by default; a category is all of its models")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--more", action="store_true", help="keep the file's good rows, measure all others")
-    parser.add_argument("--seconds", type=count, help="that a row may take")
-    parser.add_argument("--workers", type=count, help="processes at once")
-    parser.add_argument("--total", type=count, help="seconds after which the rest is left out")
-    command.run(parser, argv, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--only": name_list((*CATEGORIES, *NAMES), "all by default; a category is all of its models"),
+    "--tiny": {"action": "store_true", "help": "tiny shapes, as on a CPU"},
+    "--more": {"action": "store_true", "help": "keep the file's good rows, measure all others"},
+    "--seconds": {"type": count, "help": "that a row may take"},
+    "--workers": {"type": count, "help": "processes at once"},
+    "--total": {"type": count, "help": "seconds after which the rest is left out"},
+}
+main = command.of("bench.model_table", __doc__, OPTIONS, default_plan, measure, render, failures)

@@ -10,7 +10,6 @@ makes the first calls of an arm, and they are timed one after the other while th
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -34,7 +33,7 @@ from bench.tools.compiler import empty_caches
 from bench.tools.files import known_rows, save_figures
 from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name, say
-from bench.tools.options import add_names, count, numbers
+from bench.tools.options import Options, count, name_list, numbers
 from bench.tools.replays import Replays, Served
 from bench.tools.side_by_side import side_by_side
 from bench.tools.tables import cell, grid, in_line, ratio
@@ -353,15 +352,14 @@ def summary(rows: dict[str, Figures]) -> list[str]:
     ]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.optimized", description=__doc__)
-    add_names(parser, "--models", available(), "all that are installed by default")
-    parser.add_argument("--batches", type=numbers, help="rows of the calls; 1,8 by default")
-    add_names(parser, "--arms", ARMS, f"all but {DEFAULT} and {AUTOTUNED} by default")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--more", action="store_true", help="keep the rows that the file has, and measure the others")
-    parser.add_argument("--at-once", type=count, help="processes that prepare side by side")
-    parser.add_argument("--timeout", type=count, help="seconds that a process may take")
-    parser.add_argument("--total", type=count, help="seconds after which rows that are not done are left out")
-    command.run(parser, argv, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--models": name_list(MODELS, "all that are installed by default"),
+    "--batches": {"type": numbers, "help": "rows of the calls; 1,8 by default"},
+    "--arms": name_list(ARMS, f"all but {DEFAULT} and {AUTOTUNED} by default"),
+    "--tiny": {"action": "store_true", "help": "tiny shapes, as on a CPU"},
+    "--more": {"action": "store_true", "help": "keep the rows that the file has, and measure the others"},
+    "--at-once": {"type": count, "help": "processes that prepare side by side"},
+    "--timeout": {"type": count, "help": "seconds that a process may take"},
+    "--total": {"type": count, "help": "seconds after which rows that are not done are left out"},
+}
+main = command.of("bench.optimized", __doc__, OPTIONS, default_plan, measure, render, failures)

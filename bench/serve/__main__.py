@@ -25,7 +25,20 @@ from bench.spec_decode.pairs import KINDS, TRAINED, load_draft
 from bench.tools import torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
-from bench.tools.options import add_json, add_model, add_names, count, folder_or, listed, numbers, positive, rates
+from bench.tools.options import (
+    TP,
+    Options,
+    command_line,
+    count,
+    folder_or,
+    json_file,
+    listed,
+    model_name,
+    name_list,
+    numbers,
+    positive,
+    rates,
+)
 from bench.tools.tables import cell, grid, measured
 
 COLUMNS = (
@@ -46,9 +59,45 @@ COLUMNS = (
 )
 
 
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected HOST:PORT, such as 127.0.0.1:8000")
+    return host or "127.0.0.1", int(port)
+
+
+OPTIONS: Options = {
+    "--model": model_name(TRAINED),
+    "--arms": name_list(ARMS, "all by default, with --tp those that compile nothing and do not speculate"),
+    "--attention": name_list(("auto", *BACKENDS), "auto by default") | {"default": ("auto",)},
+    "--requests": {"type": count, "help": "how many in each load; 400 on a GPU, else 12"},
+    "--rate": {"type": rates, "help": "requests a second, such as 20,40,80; inf for all at once; 40 on a GPU"},
+    "--in-flight": {"type": numbers, "default": (), "help": "loads with so many requests all the time: 2,8,32"},
+    "--seed": {"type": int, "default": 0, "help": "of arrival times and lengths"},
+    "--draft": {
+        "type": folder_or("draft", *KINDS),
+        "default": KINDS[-1],
+        "help": f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint",
+    },
+    "--k": {"type": count, "default": 5, "help": "tokens drafted a round"},
+    "--mean-length": {"type": positive, "help": "tokens a round; by default 2.4 where weights are random"},
+    "--limit": {"type": positive, "default": float("inf"), "help": "seconds after which no other load begins"},
+    "--http": {
+        "type": _address,
+        "nargs": "?",
+        "const": "127.0.0.1:8000",
+        "metavar": "HOST:PORT",
+        "help": "serve completions there",
+    },
+    "--most": {"type": count, "default": 256, "help": "requests that --http lets in at once; others get 429"},
+    **TP,
+    **json_file(OUT / "serve.json"),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Serve every load with every arm; return 1 if a request was dropped, or the models do not fit the settings."""
-    parser = _parser()
+    parser = command_line("bench.serve", __doc__, OPTIONS)
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
     if options.http is not None and options.tp > 1:
@@ -106,13 +155,6 @@ def _serve_http(options: argparse.Namespace, model: str, device: torch.device) -
     return 0
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected HOST:PORT, such as 127.0.0.1:8000")
-    return host or "127.0.0.1", int(port)
-
-
 def folders(model: str, draft: str) -> tuple[str, str]:
     """Return model and draft with the names of the trained pair replaced by its folders."""
     if model != TRAINED:
@@ -133,33 +175,6 @@ def _plan(options: argparse.Namespace, on_gpu: bool, *, trained: bool) -> ServeP
         mean_length=options.mean_length or (None if trained else 2.4),
         limit=options.limit,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
-    add_model(parser, TRAINED)
-    add_names(parser, "--arms", ARMS, "all by default, with --tp those that compile nothing and do not speculate")
-    add_names(parser, "--attention", ("auto", *BACKENDS), "auto by default", default=("auto",))
-    parser.add_argument("--requests", type=count, help="how many in each load; 400 on a GPU, else 12")
-    parser.add_argument(
-        "--rate", type=rates, help="requests a second, such as 20,40,80; inf for all at once; 40 on a GPU"
-    )
-    parser.add_argument(
-        "--in-flight", type=numbers, default=(), help="loads with so many requests all the time: 2,8,32"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of arrival times and lengths")
-    help_text = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
-    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=help_text)
-    parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
-    parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
-    parser.add_argument("--limit", type=positive, default=float("inf"), help="seconds after which no other load begins")
-    parser.add_argument(
-        "--http", type=_address, nargs="?", const="127.0.0.1:8000", metavar="HOST:PORT", help="serve completions there"
-    )
-    parser.add_argument("--most", type=count, default=256, help="requests that --http lets in at once; others get 429")
-    torchrun.add_option(parser)
-    add_json(parser, OUT / "serve.json")
-    return parser
 
 
 def render(results: dict[str, Figures], title: str) -> str:

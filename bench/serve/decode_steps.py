@@ -8,7 +8,6 @@ fuses itself, with their own cache and the same attention kernels. Every step co
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -27,7 +26,7 @@ from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import command, text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
-from bench.tools.options import numbers
+from bench.tools.options import Options, numbers
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
 
@@ -208,12 +207,11 @@ def render(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.decode_steps", description=__doc__)
-    parser.add_argument("--batches", type=numbers, help="requests of a step, such as 1,8")
-    parser.add_argument("--launches", type=numbers, help="tokens that a graph of the generation makes, such as 1,4,8")
-    command.run(parser, arguments, default_plan, measure, render)
+OPTIONS: Options = {
+    "--batches": {"type": numbers, "help": "requests of a step, such as 1,8"},
+    "--launches": {"type": numbers, "help": "tokens that a graph of the generation makes, such as 1,4,8"},
+}
+main = command.of("bench.serve.decode_steps", __doc__, OPTIONS, default_plan, measure, render)
 
 
 if __name__ == "__main__":

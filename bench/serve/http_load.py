@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import Figures, say
-from bench.tools.options import add_json, count, positive
+from bench.tools.options import Options, command_line, count, json_file, positive
 
 FLAT = ("in_flight", "free_pages", "tasks")  # the same after the load as before
 TOTALS = ("accepted", "answered", "cancelled")
@@ -28,15 +28,18 @@ MODEL = "bench/data/eagle/target"
 _GROWTH_MIB = 32  # of the second half of the load: allocators and counters settle
 
 
+OPTIONS: Options = {
+    "--minutes": {"type": positive, "default": 10.0},
+    "--callers": {"type": count, "default": 24, "help": "more than --most, so that some are refused"},
+    "--most": {"type": count, "default": 16, "help": "requests that the server lets in at once"},
+    "--port": {"type": count, "default": 8765},
+    **json_file(OUT / "http_load.json"),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the load; return 1 if something was lost or grew."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.http_load", description=__doc__)
-    parser.add_argument("--minutes", type=positive, default=10.0)
-    parser.add_argument("--callers", type=count, default=24, help="more than --most, so that some are refused")
-    parser.add_argument("--most", type=count, default=16, help="requests that the server lets in at once")
-    parser.add_argument("--port", type=count, default=8765)
-    add_json(parser, OUT / "http_load.json")
-    options = parser.parse_args(arguments)
+    options = command_line("bench.serve.http_load", __doc__, OPTIONS).parse_args(arguments)
     address = f"127.0.0.1:{options.port}"
     command = [sys.executable, "-m", "bench.serve", "--http", address, "--model", MODEL, "--most", str(options.most)]
     with subprocess.Popen(command) as server:

@@ -6,7 +6,6 @@ On a CPU it runs a tiny trained target and draft, with their real acceptance.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from bench.engine import EngineError
@@ -16,12 +15,40 @@ from bench.spec_decode.pairs import KINDS, TRAINED, load_pair
 from bench.spec_decode.rounds import ARMS, SpecPlan, measure, ratios, render
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, device_of
-from bench.tools.options import add_json, add_model, add_names, count, folder_or, listed, numbers, positive
+from bench.tools.options import (
+    Options,
+    command_line,
+    count,
+    folder_or,
+    json_file,
+    listed,
+    model_name,
+    name_list,
+    numbers,
+    positive,
+)
+
+OPTIONS: Options = {
+    "--model": model_name(TRAINED),
+    "--draft": {
+        "type": folder_or("draft", *KINDS),
+        "default": "eagle3",
+        "help": f"{listed(KINDS)}, or a folder with a checkpoint",
+    },
+    "--k": {"type": count, "default": 5, "help": "tokens drafted a round"},
+    "--batches": {"type": numbers, "help": "requests that decode at once; 1,8,32 on a GPU, else 1,4"},
+    "--arms": name_list(ARMS, "all by default") | {"default": tuple(ARMS)},
+    "--attention": {"default": "auto", "choices": ("auto", *BACKENDS), "help": "the backend"},
+    "--mean-length": {"type": positive, "help": "tokens a round; by default 2.4 where weights are random"},
+    "--prompt": {"type": count, "help": "tokens of each prompt; 128 on a GPU, else 24"},
+    "--output": {"type": count, "help": "tokens of each output; 128 on a GPU, else 24"},
+    **json_file(OUT / "spec_decode.json"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; return 1 if models or settings are invalid."""
-    options = _parser().parse_args(arguments)
+    options = command_line("bench.spec_decode", __doc__, OPTIONS).parse_args(arguments)
     device = device_of()
     on_gpu = device.type == "cuda"
     model = options.model or ("8b" if on_gpu else TRAINED)
@@ -53,26 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
     results = {"load": load, "results": found, "ratios": ratios(found)}
     save_figures(options.json, results)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.spec_decode", description=__doc__)
-    add_model(parser, TRAINED)
-    parser.add_argument(
-        "--draft",
-        type=folder_or("draft", *KINDS),
-        default="eagle3",
-        help=f"{listed(KINDS)}, or a folder with a checkpoint",
-    )
-    parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
-    parser.add_argument("--batches", type=numbers, help="requests that decode at once; 1,8,32 on a GPU, else 1,4")
-    add_names(parser, "--arms", ARMS, "all by default", default=tuple(ARMS))
-    parser.add_argument("--attention", default="auto", choices=("auto", *BACKENDS), help="the backend")
-    parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
-    parser.add_argument("--prompt", type=count, help="tokens of each prompt; 128 on a GPU, else 24")
-    parser.add_argument("--output", type=count, help="tokens of each output; 128 on a GPU, else 24")
-    add_json(parser, OUT / "spec_decode.json")
-    return parser
 
 
 if __name__ == "__main__":

@@ -14,13 +14,16 @@ from bench.tools import fresh, torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
 from bench.tools.options import (
-    add_device,
-    add_json,
-    add_model,
-    add_names,
-    add_preloaded,
+    DEVICE,
+    PRELOADED,
+    TP,
+    Options,
     changed,
+    command_line,
     count,
+    json_file,
+    model_name,
+    name_list,
     numbers,
     positive,
 )
@@ -35,9 +38,25 @@ SMOKE_STEPS = 5
 TP_ARMS = ("eager", "plain-loop", "lean-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
 
 
+OPTIONS: Options = {
+    "--model": model_name(),
+    "--layers": {"type": count, "help": "in place of the model's number of layers"},
+    "--arms": name_list(ARMS, "all that run here by default"),
+    "--sizes": {"type": numbers, "help": "batch sizes, such as 1,2,4; the default sizes to 512 on a GPU"},
+    "--rounds": {"type": count, "help": "processes per arm that compiles nothing; 3 on a GPU, else 1"},
+    **json_file(OUT / "startup.json"),
+    **DEVICE,
+    "--timeout": {"type": positive, "default": 300.0, "help": "seconds a process may take"},
+    "--lm-head": {"action": "store_true", "help": "return logits in place of hidden states"},
+    **TP,
+    **PRELOADED,
+    "--smoke": {"action": "store_true", "help": "tiny model, few sizes, few arms, any machine"},
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 if an arm failed, or none could be measured."""
-    parser = _parser()
+    parser = command_line("bench", __doc__, OPTIONS)
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
     plan = plan_of(options)
@@ -57,23 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not measured:
             print("python -m bench: no arm has figures; the reasons are above.", file=sys.stderr)
     return int(not measured or any(result["status"] == "failed" for result in results.values()))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    add_model(parser)
-    parser.add_argument("--layers", type=count, help="in place of the model's number of layers")
-    add_names(parser, "--arms", ARMS, "all that run here by default")
-    parser.add_argument("--sizes", type=numbers, help="batch sizes, such as 1,2,4; the default sizes to 512 on a GPU")
-    parser.add_argument("--rounds", type=count, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
-    add_json(parser, OUT / "startup.json")
-    add_device(parser)
-    parser.add_argument("--timeout", type=positive, default=300.0, help="seconds a process may take")
-    parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
-    torchrun.add_option(parser)
-    add_preloaded(parser)
-    parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
-    return parser
 
 
 def plan_of(options: argparse.Namespace) -> runs.StartupPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import threading
@@ -13,7 +12,7 @@ import torch
 
 from bench.tools.files import save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads, say
-from bench.tools.options import add_device, add_json, changed
+from bench.tools.options import DEVICE, Options, changed, command_line, json_file
 
 P = TypeVar("P")
 
@@ -33,32 +32,36 @@ def limited(seconds: float) -> Iterator[None]:
     timer.cancel()
 
 
-def run(
-    parser: argparse.ArgumentParser,
-    arguments: list[str] | None,
+def of(
+    name: str,
+    doc: str | None,
+    options: Options,
     default_plan: Callable[[torch.device], P],
     measure: Callable[[P, torch.device], Figures],
     render: Callable[[Figures], str],
     failures: Callable[[Figures], list[str]] = lambda figures: [],
     *,
     of_graphs: bool = True,
-) -> None:
-    """Measure as the command line says, print the table, and write the figures to the ``--json`` file.
+) -> Callable[[list[str] | None], None]:
+    """Return the `main` of a benchmark: it measures as the command line says, prints the table and writes ``--json``.
 
-    With `of_graphs`, it says of a CPU's figures that they are the emulator's.
-
-    Raises:
-        SystemExit: a required model or arm failed.
+    Args:
+        name: of its module; doc: its help.
+        options: by name, as `add_argument` takes them; each changes the plan's field of that name.
+        failures: required models or arms that failed, for which it raises SystemExit.
+        of_graphs: say of a CPU's figures that they are the emulator's.
     """
-    add_device(parser)
-    add_json(parser)
-    given = parser.parse_args(arguments)
-    device = device_of(given.device)
-    with few_threads(device):
-        figures = measure(changed(default_plan(device), vars(given)), device)
-    print(render(figures))
-    if of_graphs and device.type == "cpu":
-        print(NOT_SPEED)
-    save_figures(given.json, figures)
-    if failures(figures):
-        raise SystemExit("\n\n".join(failures(figures)))
+
+    def main(arguments: list[str] | None = None) -> None:
+        given = command_line(name, doc, {**options, **DEVICE, **json_file()}).parse_args(arguments)
+        device = device_of(given.device)
+        with few_threads(device):
+            figures = measure(changed(default_plan(device), vars(given)), device)
+        print(render(figures))
+        if of_graphs and device.type == "cpu":
+            print(NOT_SPEED)
+        save_figures(given.json, figures)
+        if failures(figures):
+            raise SystemExit("\n\n".join(failures(figures)))
+
+    return main

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 P = TypeVar("P")
+Options = Mapping[str, Mapping[str, Any]]  # by name, as `add_argument` takes them
 
 CONFIGS = Path(__file__).parents[1] / "models" / "configs"
 SHAPES = tuple(sorted(path.name for path in CONFIGS.iterdir()))
@@ -74,10 +75,10 @@ def written(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def add_names(parser: argparse.ArgumentParser, option: str, known: Collection[str], what: str, **settings: Any) -> None:
-    """Add an option that takes some of these names, which its help lists."""
+def name_list(known: Collection[str], what: str) -> dict[str, Any]:
+    """Return the settings of an option that takes some of these names, which its help lists."""
     help_text = f"{what}; separated by commas, of {listed(map(written, known))}"
-    parser.add_argument(option, type=names(known), metavar="NAME[,NAME]", help=help_text, **settings)
+    return {"type": names(known), "metavar": "NAME[,NAME]", "help": help_text}
 
 
 def folder_or(kind: str, *known: str) -> Callable[[str], str]:
@@ -98,11 +99,9 @@ def model(*others: str) -> Callable[[str], str]:
     return folder_or("model", *others, *SHAPES)
 
 
-def add_model(parser: argparse.ArgumentParser, *others: str, **settings: Any) -> None:
-    """Add ``--model``; without a default 8b on a GPU, else tiny."""
-    help_text = f"{listed((*others, *SHAPES))}, or a folder with a config.json"
-    help_text += "" if "default" in settings or settings.get("required") else "; 8b on a GPU, else tiny by default"
-    parser.add_argument("--model", type=model(*others), help=help_text, **settings)
+def model_name(*others: str, default: str = "; 8b on a GPU, else tiny by default") -> dict[str, Any]:
+    """Return the settings of ``--model``."""
+    return {"type": model(*others), "help": f"{listed((*others, *SHAPES))}, or a folder with a config.json{default}"}
 
 
 def device(text: str) -> str:
@@ -116,21 +115,32 @@ def device(text: str) -> str:
     return text
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add ``--device``."""
-    parser.add_argument("--device", type=device, metavar="{cuda,cpu}", help="the GPU where there is one by default")
+DEVICE: Options = {
+    "--device": {"type": device, "metavar": "{cuda,cpu}", "help": "the GPU where there is one by default"}
+}
+TP: Options = {
+    "--tp": {"type": count, "default": 1, "help": "ranks of tensor parallelism: torchrun --nproc-per-node N"}
+}
+PRELOADED: Options = {
+    "--preloaded": {
+        "action": "store_true",
+        "help": "call simplegraph.preload before the clock, in every arm: what it loads is in no figure",
+    }
+}
 
 
-def add_json(parser: argparse.ArgumentParser, default: Path | str | None = None, beside: str = "") -> None:
-    """Add ``--json FILE``."""
-    help_text = f"file for the figures{beside}" + (f"; {default} by default" if default else "")
-    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help=help_text)
+def json_file(default: Path | None = None) -> Options:
+    """Return ``--json FILE``."""
+    help_text = "file for the figures" + (f"; {default} by default" if default else "")
+    return {"--json": {"type": Path, "default": default, "metavar": "FILE", "help": help_text}}
 
 
-def add_preloaded(parser: argparse.ArgumentParser) -> None:
-    """Add ``--preloaded``."""
-    help_text = "call simplegraph.preload before the clock, in every arm: what it loads is in no figure"
-    parser.add_argument("--preloaded", action="store_true", help=help_text)
+def command_line(name: str, doc: str | None, options: Options) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark's command line; `name` is its module's."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc)
+    for option, settings in options.items():
+        parser.add_argument(option, **settings)
+    return parser
 
 
 def changed(plan: P, given: dict[str, Any]) -> P:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bench.tools.options import count
-
 if TYPE_CHECKING:
     import torch
 
@@ -18,11 +16,6 @@ if TYPE_CHECKING:
     from simplegraph import RankGroup
 
 SECONDS = 120.0  # time limit for ranks to wait for each other
-
-
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--tp N``."""
-    parser.add_argument("--tp", type=count, default=1, help="ranks of tensor parallelism: torchrun --nproc-per-node N")
 
 
 def check_launched(parser: argparse.ArgumentParser, tp: int) -> None:

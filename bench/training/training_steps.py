@@ -9,7 +9,6 @@ once, ``--at-once`` of them, then timed one after the other.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -25,7 +24,7 @@ from bench.tools import command, fresh
 from bench.tools.files import save_figures
 from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, in_turn, say, step_milliseconds, synchronize
-from bench.tools.options import add_names, count
+from bench.tools.options import Options, count, name_list
 from bench.tools.replays import Served
 from bench.tools.side_by_side import answer, side_by_side
 from bench.tools.tables import MIB, cell, grid, measured
@@ -293,13 +292,12 @@ def failures(figures: Figures) -> list[str]:
     ]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.training", description=__doc__)
-    add_names(parser, "--workloads", WORKLOADS, "all that are installed by default")
-    add_names(parser, "--arms", ARMS, "those that compile nothing by default")
-    add_names(parser, "--shapes", WORKLOADS, "whose memory with eight shapes is measured")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--at-once", type=count, help="processes that compile side by side")
-    parser.add_argument("--timeout", type=count, help="seconds that a process may take")
-    command.run(parser, argv, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--workloads": name_list(WORKLOADS, "all that are installed by default"),
+    "--arms": name_list(ARMS, "those that compile nothing by default"),
+    "--shapes": name_list(WORKLOADS, "whose memory with eight shapes is measured"),
+    "--tiny": {"action": "store_true", "help": "tiny shapes, as on a CPU"},
+    "--at-once": {"type": count, "help": "processes that compile side by side"},
+    "--timeout": {"type": count, "help": "seconds that a process may take"},
+}
+main = command.of("bench.training", __doc__, OPTIONS, default_plan, measure, render, failures)

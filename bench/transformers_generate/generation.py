@@ -9,7 +9,6 @@ generation then takes longer than it does alone.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -21,7 +20,7 @@ import torch
 from bench.tools import command, compiler
 from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
-from bench.tools.options import add_names, count
+from bench.tools.options import Options, count, name_list
 from bench.tools.replays import Replays, Served
 from bench.tools.side_by_side import side_by_side
 from bench.tools.tables import cell, ratio
@@ -243,12 +242,10 @@ _NUMBERS = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures to the file that ``--json`` names."""
-    parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
-    add_names(parser, "--models", families.FAMILIES, "llama by default")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    add_names(parser, "--arms", ALL_ARMS, f"by default {', '.join(ARMS)}")
-    for name, help_text in _NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=count, help=help_text)
-    command.run(parser, argv, default_plan, measure, render, failures)
+OPTIONS: Options = {
+    "--models": name_list(families.FAMILIES, "llama by default"),
+    "--tiny": {"action": "store_true", "help": "tiny shapes, as on a CPU"},
+    "--arms": name_list(ALL_ARMS, f"by default {', '.join(ARMS)}"),
+    **{f"--{name.replace('_', '-')}": {"type": count, "help": text} for name, text in _NUMBERS.items()},
+}
+main = command.of("bench.transformers_generate", __doc__, OPTIONS, default_plan, measure, render, failures)

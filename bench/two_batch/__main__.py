@@ -14,16 +14,27 @@ from bench.tools import torchrun
 from bench.tools.command import limited
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, few_threads, say
-from bench.tools.options import add_json, add_model, count, numbers, positive
+from bench.tools.options import TP, Options, command_line, count, json_file, model_name, numbers, positive
 from bench.tools.tables import cell, grid
 from bench.two_batch import steps
 
 MOST_ERROR = {"cuda": 0.1, "cpu": 1e-4}  # of logits, relative; products of other shapes round otherwise in bfloat16
 
 
+OPTIONS: Options = {
+    "--model": model_name(),
+    "--layers": {"type": count, "help": "a part of the model"},
+    "--batches": {"type": numbers, "help": "requests that decode; 64,128,256,512 on a GPU, else 2,4"},
+    "--prompt-tokens": {"type": count, "help": "tokens of a step of prompts; 2048 on a GPU, else 16"},
+    "--limit": {"type": positive, "default": 540.0, "help": "seconds after which it stops; 540 by default"},
+    **TP,
+    **json_file(OUT / "two_batch.json"),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure every step; figures are written as they come. Return 1 if halves give other logits than whole steps."""
-    parser = _parser()
+    parser = command_line("bench.two_batch", __doc__, OPTIONS)
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
     shard, ranks, device = torchrun.start(options.tp, "two_batch")
@@ -56,18 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _save(options: argparse.Namespace, found: Figures, rank: int) -> None:
     if rank == 0:
         save_figures(options.json, {"results": found})
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.two_batch", description=__doc__)
-    add_model(parser)
-    parser.add_argument("--layers", type=count, help="a part of the model")
-    parser.add_argument("--batches", type=numbers, help="requests that decode; 64,128,256,512 on a GPU, else 2,4")
-    parser.add_argument("--prompt-tokens", type=count, help="tokens of a step of prompts; 2048 on a GPU, else 16")
-    parser.add_argument("--limit", type=positive, default=540.0, help="seconds after which it stops; 540 by default")
-    torchrun.add_option(parser)
-    add_json(parser, OUT / "two_batch.json")
-    return parser
 
 
 def render(found: Figures) -> str:

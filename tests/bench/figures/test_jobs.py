@@ -12,6 +12,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from bench.figures import __main__ as command
 from bench.figures.jobs import JSON, all_jobs
+from bench.tools.options import command_line
 from docs.tools import layer_kinds, model_table, optimized, raw, several_gpus, tables
 
 COMPUTED = {"modes"}  # not measured
@@ -90,17 +91,17 @@ def test_every_jobs_options_are_those_of_its_command() -> None:
     import bench.startup.__main__
     import bench.two_batch.__main__
 
-    parsers = {
-        "bench": bench.startup.__main__._parser(),
-        "bench.serve": bench.serve.__main__._parser(),
-        "bench.accuracy": bench.accuracy.__main__._parser(),
-        "bench.two_batch": bench.two_batch.__main__._parser(),
+    options = {
+        "bench": bench.startup.__main__.OPTIONS,
+        "bench.serve": bench.serve.__main__.OPTIONS,
+        "bench.accuracy": bench.accuracy.__main__.OPTIONS,
+        "bench.two_batch": bench.two_batch.__main__.OPTIONS,
     }
     checked = 0
     for job in all_jobs():
         line = [*job.command]
         module = line[len(line) - line[::-1].index("-m")]
-        if module in parsers:
-            parsers[module].parse_args(line[len(line) - line[::-1].index("-m") + 1 :])
+        if module in options:
+            command_line(module, "", options[module]).parse_args(line[len(line) - line[::-1].index("-m") + 1 :])
             checked += 1
-    assert checked >= 10, shlex.join(parsers)
+    assert checked >= 10, shlex.join(options)
