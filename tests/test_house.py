@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_220,
+    "base": 1_230,
     "batch": 300,
     "device": 1_790,
     "program": 1_670,
@@ -28,7 +28,7 @@ CORE = {
     "manager": 1_290,
     "guard": 930,
     "call": 1_340,
-    "serve": 940,
+    "serve": 950,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
@@ -37,9 +37,10 @@ EXTRAS = {
     "attention": 1_880,
     "spec_decode": 310,
     "doctor": 1_170,
-    "integrations": 2_610,
+    "sleeping": 600,
+    "integrations": 2_620,
 }
-BENCH = 8_520 + 560 + 220  # and for the engine behind HTTP, under load; for the audit of vLLM
+BENCH = 8_520 + 150 + 560 + 220  # and for sleep, for the engine behind HTTP, under load; for the audit of vLLM
 SETTINGS, REASONS = 22, 40
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.

@@ -6,7 +6,7 @@ The package's door has `simplegraph.integrations` fill them, so an extra works w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,6 +31,32 @@ eager_listeners: list[Callable[[str, Any, str], object]] = []
 touch_displays: list[Callable[[Any, Any], tuple[str, ...]]] = []
 # report -> it as a page of HTML; the last one is used.
 report_pages: list[Callable[[Any], str]] = []
+# What allocates memory that can sleep, once the process asked for such: `graph_pool_id` and `static_memory`, see below.
+memory_sources: list[Any] = []
+# -> what puts holders of graphs to sleep and wakes them, see `Sleeps`; the last one is used.
+sleepers: list[Callable[[], Any]] = []
+
+
+class Sleeps:
+    """Mixin of what holds graphs and can give the memory of these, and of what they read, back to the driver."""
+
+    def sleep(self, **options: Any) -> Any:
+        """Give the memory of graphs, static inputs, caches and weights back until `wake`; see `simplegraph.sleep`."""
+        return sleepers[-1]().sleep(self, **options)
+
+    def wake(self, parts: Collection[str] | None = None) -> None:
+        """Take the memory again, at the same addresses: of these parts, or of all; see `simplegraph.wake`."""
+        sleepers[-1]().wake(self, parts)
+
+
+def graph_pool_id(device: Any, new_id: Callable[[], Any]) -> Any:
+    """Make a memory pool of torch's allocator for the graphs of a device, and return its id."""
+    return memory_sources[-1].graph_pool_id(device) if memory_sources else new_id()
+
+
+def static_memory(args: Any) -> AbstractContextManager[Any]:
+    """Surround the allocation of the static inputs of some arguments."""
+    return memory_sources[-1].static_memory(args) if memory_sources else contextlib.nullcontext()
 
 
 def wait_before_captures() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simplegraph.base.extras import static_memory
 from simplegraph.base.tensors import storage_key
 from simplegraph.call.args import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
 
@@ -28,8 +29,7 @@ class StaticInput:
     """
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
-        self.arg = arg
-        self.pad = arg.pad
+        self.arg, self.pad = arg, arg.pad
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
@@ -107,13 +107,13 @@ class InputSet:
 
     def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
         self.rows = rows
-        self.dirty = 0
-        self.handed_out = False
-        self.inputs: dict[str, StaticInput] = {
-            arg.name: StaticInput(arg, rows, leaf)
-            for arg, leaf in zip(args, leaves, strict=True)
-            if isinstance(arg, TensorArg)
-        }
+        self.dirty, self.handed_out = 0, False
+        with static_memory(args):
+            self.inputs: dict[str, StaticInput] = {
+                arg.name: StaticInput(arg, rows, leaf)
+                for arg, leaf in zip(args, leaves, strict=True)
+                if isinstance(arg, TensorArg)
+            }
         storages = [item.view(rows).untyped_storage() for item in self.inputs.values() if item._reference is None]
         self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 

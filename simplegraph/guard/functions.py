@@ -33,7 +33,7 @@ _CHANGING = (
 _METHODS = frozenset(
     {
         *("configure_graphs", "use_graph_pool", "use_ranks", "static_inputs", "reset_graphs"),
-        *("graph_report", "graph_stats", "graph_manager"),
+        *("graph_report", "graph_stats", "graph_manager", "sleep", "wake"),
     }
 )
 

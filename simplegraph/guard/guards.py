@@ -74,10 +74,13 @@ class CapturedState:
 
     Args:
         module: the module that is captured.
+
+    Attributes:
+        module: it, by a weak reference.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self._own_gradients = computes_gradients(module)
         self._read = MemoryRead()
         self._reading: Reading | None = None
@@ -128,7 +131,7 @@ class CapturedState:
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""
-        module, reading = self._module(), self._reading
+        module, reading = self.module(), self._reading
         if (
             reading is not None
             and module is not None
@@ -145,7 +148,7 @@ class CapturedState:
 
     def wants_grad(self) -> bool:
         """True if anything that the graphs read requires grad, or if somebody has to look first."""
-        module, reading = self._module(), self._reading
+        module, reading = self.module(), self._reading
         if reading is None or module is None:
             return True
         wanted = reading.requires_grad(vars(module))
@@ -156,7 +159,7 @@ class CapturedState:
         return self._differences(self._survey())
 
     def _survey(self) -> Survey:
-        module = self._module()
+        module = self.module()
         if module is None:
             raise ReplayError("the module of these graphs is gone.")
         return Survey(module)

@@ -17,6 +17,7 @@ from simplegraph.base.extras import (
     length_servers,
     report_pages,
     runner_kinds,
+    sleepers,
     state_keys,
     touch_displays,
 )
@@ -30,6 +31,7 @@ def register() -> None:
     length_servers.append(_lengths)
     report_pages.append(_page)
     touch_displays.append(_touched)
+    sleepers.append(_sleeper)
 
 
 def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
@@ -72,3 +74,9 @@ def _page(report: Any) -> str:
     from simplegraph.doctor.page import page
 
     return page(report)
+
+
+def _sleeper() -> Any:
+    from simplegraph.sleeping import sleeper
+
+    return sleeper

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.base.errors import ConfigError, ReplayError, refuse_inside_capture
+from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
@@ -49,7 +50,7 @@ class RankHooks(GraphHooks):
             self.ranks.any(f"a {mode.name} replay of {descriptor}", True)
 
 
-class CudaGraphManager:
+class CudaGraphManager(Sleeps):
     """Programs by key: captures them, replays them, runs eagerly where there is none, and counts it all.
 
     Args:
@@ -64,6 +65,9 @@ class CudaGraphManager:
         consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Give `ranks` too,
             so that all have the same graphs.
         stats: counters to go on with; None for new ones.
+
+    Attributes:
+        kept_alive: what engines' graphs read.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -106,7 +110,7 @@ class CudaGraphManager:
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))
-        self._kept_alive: list[Any] = []  # what engines' graphs read
+        self.kept_alive: list[Tensor] = []
         if stats is None:
             register(self)
 
@@ -211,7 +215,7 @@ class CudaGraphManager:
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
         capture = self.new_capture(jobs, state=PythonState([forward]))
         summary = capture.inspect(capture.run(1))
-        self._kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
+        self.kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
         return summary
 
@@ -304,5 +308,5 @@ class CudaGraphManager:
         """Drop every graph and what they own, all at once: graphs may share a cuBLAS workspace."""
         with self.pool.lock:
             self.table.clear()
-            self._kept_alive.clear()
+            self.kept_alive.clear()
             self.table.release_pool()

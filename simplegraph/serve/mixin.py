@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from simplegraph.base.config import CudaGraphConfig, check_settings
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.extras import runner_kinds, touch_displays
+from simplegraph.base.extras import Sleeps, runner_kinds, touch_displays
 from simplegraph.base.patches import subclass
 from simplegraph.call.call import Graphed, invoke
 from simplegraph.call.signature import check_names
@@ -35,7 +35,7 @@ OPTIMIZED = "_simplegraph_optimized"
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-class CudaGraphWrapper(Graphed):
+class CudaGraphWrapper(Sleeps, Graphed):
     """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
 
     A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
@@ -115,7 +115,9 @@ class CudaGraphWrapper(Graphed):
             Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
         """
         runner = self._graph_runner
-        return (runner.lengths.capture_all if runner.lengths else _capture_all)(runner, self, args, kwargs)
+        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        summary: CaptureSummary = capture(self, args, kwargs)
+        return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
         """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
@@ -157,7 +159,6 @@ class CudaGraphWrapper(Graphed):
         return self._graph_runner.manager
 
 
-_capture_all = GraphRunner.capture_all
 _SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 

@@ -107,6 +107,11 @@ class GraphRunner:
         """The manager that keeps the programs; None until a call told the device."""
         return self.builder.manager if self.builder is not None else None
 
+    @property
+    def builders(self) -> list[GraphBuilder]:
+        """All that build graphs of the module."""
+        return [self.builder] if self.builder is not None else []
+
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call."""
         context = CALLS.context

@@ -115,10 +115,13 @@ class TrainingRunner(GraphRunner):
                 return super().call(module, args, kwargs)
         return super().call(module, args, kwargs)
 
+    @property
+    def builders(self) -> list[Any]:
+        return [*super().builders, *(builder for pairs in self._pairs.values() for builder in pairs.builders)]
+
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
-        managers = [self.manager, *(pairs.manager for pairs in self._pairs.values())]
-        used = next(filter(None, managers), None)
+        used = next((builder.manager for builder in self.builders), None)
         return super().report() if used is None else used.report()
 
     def reset(self, what: str = "reset_graphs") -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.extras import wait_before_captures
+from simplegraph.base.extras import graph_pool_id, wait_before_captures
 from simplegraph.device.cuda import allocator, forks
 from simplegraph.device.cuda.allocator import Allocations, owned_addresses, segments
 from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
@@ -96,13 +96,13 @@ class CudaDevice:
         """Let captures go to a fresh pool of the allocator from now on."""
         graveyard.clear()
         cell = self._scratch
-        handle.id = torch.cuda.graph_pool_handle()
+        pool_id = handle.id = graph_pool_id(self, torch.cuda.graph_pool_handle)
         order_draws(self)
         anchor = torch.cuda.CUDAGraph()
         handle.anchors[handle.id] = OwnedGraph(anchor)
         for generator in generators:
             anchor.register_generator_state(generator)
-        anchor.capture_begin(pool=handle.id, capture_error_mode="thread_local")
+        anchor.capture_begin(pool=pool_id, capture_error_mode="thread_local")
         try:
             cell.zero_()
         finally:

@@ -1,0 +1,168 @@
+"""Memory of a GPU whose addresses outlive its pages: CUDA's virtual memory, behind pools of torch's allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.errors import ConfigError
+from simplegraph.device.cuda.allocator import segments
+from simplegraph.device.cuda.driver import cuda_driver
+from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.sleeping.regions import MemoryRegion, Segments, Span
+
+_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_RESERVED: dict[int, int] = {}  # the bytes at each address that is reserved for torch's allocator
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("index", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+def _map(address: int, size: int, index: int) -> int:
+    """Put new pages behind addresses; return the driver's error, 0 for none."""
+    driver, handle, location = cuda_driver(), ctypes.c_uint64(), _Location(_DEVICE, index)
+    pages, access = _Properties(kind=1, location=location), _Access(location, _READ_WRITE)
+    at, count = ctypes.c_uint64(address), ctypes.c_size_t(size)
+    error: int = driver.cuMemCreate(ctypes.byref(handle), count, ctypes.byref(pages), ctypes.c_uint64(0))
+    if error:
+        return error
+    error = driver.cuMemMap(at, count, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+    if not error:
+        error = driver.cuMemSetAccess(at, count, ctypes.byref(access), ctypes.c_size_t(1))
+        if error:
+            _unmap(address, size)
+    driver.cuMemRelease(handle)  # the mapping keeps the pages
+    return error
+
+
+def _unmap(address: int, size: int) -> None:
+    cuda_driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+
+def _release(address: int) -> None:
+    size = _RESERVED.pop(address)
+    cuda_driver().cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+
+def _allocate(size: int, index: int, _: int) -> int | None:
+    """Give torch's allocator memory at addresses of its own; None where there is none, which it raises as an error."""
+    address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+    if cuda_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), zero, zero):
+        return None
+    _RESERVED[address.value] = size
+    if _map(address.value, size, index):
+        _release(address.value)
+        return None
+    return address.value
+
+
+# It lives as long as torch may call it.
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(_allocate)
+
+
+@functools.cache
+def _allocator() -> Any:
+    """Make what pools allocate with.
+
+    Its callback takes the interpreter's lock. Torch's allocator may not hold its own meanwhile: a thread that frees a
+    tensor has the one, and waits for the other.
+    """
+    driver = cuda_driver()
+    if driver is None or not hasattr(torch._C, "_cuda_customAllocator"):
+        raise ConfigError("this driver, or this torch, has no virtual memory for pools of torch's allocator.")
+    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    options = ",".join([*filter(None, [before]), "release_lock_on_cudamalloc:True"])
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.10
+    (configure or torch.cuda.memory._set_allocator_settings)(options)
+    # Pages are unmapped by the driver's own function, which needs no lock and waits for nothing: see `close`.
+    allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (_CALLBACK, driver.cuMemUnmap))
+    return torch._C._cuda_customAllocator(allocate or 0, free or 0)
+
+
+class CudaRegion(MemoryRegion):
+    """The memory of one pool of torch's allocator, which gives none of it back by itself while the region is open."""
+
+    def __init__(self, part: str, device: GraphDevice) -> None:
+        super().__init__(part, device)
+        self._index: int = device.torch_device.index or 0
+        with torch.cuda.device(self._index):
+            self._pool = torch.cuda.MemPool(_allocator())
+        # Never destroyed: that ends the process where anybody captures, or uses a pool, just then.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+        self.pool_id: tuple[int, int] = self._pool.id
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        with torch.cuda.use_mem_pool(self._pool, self._index):
+            yield
+
+    def look(self, present: Segments) -> None:
+        own = {segment["address"]: segment for segment in present.get(self.pool_id, ())}
+        self.blocks = [Span(at, _RESERVED[at]) for at in own if at in _RESERVED]
+        self.live = []
+        for address, segment in own.items():
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    self.live.append(Span(address, block["size"]))
+                address += block["size"]
+
+    def holds_graphs(self, pool: GraphPool) -> bool:
+        return self.pool_id in pool.handle.anchors
+
+    @property
+    def unused(self) -> bool:
+        return bool(self.blocks) and not self.live and self._pool.use_count() == 1  # graphs count, too
+
+    def close(self) -> None:
+        torch._C._cuda_releasePool(self._index, self.pool_id)
+        self.device.release_cached_memory()
+        left = {segment["address"] for segment in segments((self.pool_id,))}
+        for block in self.blocks:
+            if block.address not in left:  # else torch unmaps it later
+                _release(block.address)
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, host: int, span: Span) -> None:
+        self._queue("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), ctypes.c_uint64(span.address), span.size)
+
+    def copy_in(self, host: int, span: Span) -> None:
+        self._queue("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(span.address), ctypes.c_void_p(host), span.size)
+
+    def fill(self, span: Span, byte: int) -> None:
+        self._queue("cuMemsetD8Async", ctypes.c_uint64(span.address), ctypes.c_ubyte(byte), span.size)
+
+    def _queue(self, function: str, target: Any, source: Any, size: int) -> None:
+        stream = ctypes.c_void_p(self.device.current_stream())
+        error = getattr(cuda_driver(), function)(target, source, ctypes.c_size_t(size), stream)
+        if error:
+            raise RuntimeError(f"CUDA error {error} in {function} of {size} bytes")
+
+    def unmap(self, block: Span) -> None:
+        _unmap(*block)
+
+    def map(self, block: Span) -> bool:
+        return not _map(*block, self._index)

@@ -1,0 +1,116 @@
+"""Memory of the CPU that sleeps as a GPU's does: what is given back is poisoned, so that whoever reads it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplegraph.device.emulator.memory import Arena, living
+from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_span
+
+_POISON = 0xFF  # NaN for floating point, -1 for an integer
+_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+_storage: Callable[[Any], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
+            yield leaf.untyped_storage()
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators make."""
+
+    def __init__(self, made: dict[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        new = (storage for storage in _storages(result) if storage._cdata not in given)
+        self._made.update({storage._cdata: _reference(storage) for storage in new})
+        return result
+
+
+class EmulatedRegion(MemoryRegion):
+    """Storages that were made while this region was the one to allocate from."""
+
+    def __init__(self, part: str, device: GraphDevice) -> None:
+        super().__init__(part, device)
+        self._made: dict[int, Any] = {}
+        self._held: list[Any] = []  # while it is asleep: nothing else may get the addresses
+        self._open = False
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        self._open = True
+        try:
+            with _Allocations(self._made):
+                yield
+        finally:
+            self._open = False
+
+    def storages(self) -> Iterable[torch.UntypedStorage]:
+        """List the storages that are alive."""
+        found = (_storage(reference.cdata) for reference in self._made.values())
+        return [storage for storage in found if storage is not None]
+
+    def look(self, present: Segments) -> None:
+        if not self.asleep:
+            self.live = self.blocks = [span for span in map(storage_span, self.storages()) if span.size]
+
+    @property
+    def unused(self) -> bool:
+        return not (self.live or self._open)
+
+    def give_back(self) -> None:
+        self._held = [*self.storages()]
+        super().give_back()
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy_out(self, host: int, span: Span) -> None:
+        ctypes.memmove(host, *span)
+
+    def copy_in(self, host: int, span: Span) -> None:
+        ctypes.memmove(span.address, host, span.size)
+
+    def fill(self, span: Span, byte: int) -> None:
+        ctypes.memset(span.address, byte, span.size)
+
+    def unmap(self, block: Span) -> None:
+        self.fill(block, _POISON)
+
+    def map(self, block: Span) -> bool:
+        return block.size <= self.device.free_memory()
+
+    def forget(self) -> None:
+        super().forget()
+        self._held = []
+
+
+class EmulatedPool(EmulatedRegion):
+    """The memory of an emulated pool of graphs."""
+
+    def __init__(self, device: GraphDevice, arena: Arena) -> None:
+        super().__init__("graphs", device)
+        self._arena = arena
+
+    def holds_graphs(self, pool: GraphPool) -> bool:
+        return pool.handle is self._arena
+
+    def storages(self) -> Iterable[torch.UntypedStorage]:
+        memories = living(self._arena.memories)
+        return [memory.storage for memory in memories if memory.pool is self._arena]

@@ -1,0 +1,153 @@
+"""What holds graphs, and the memory that its graphs read: what sleeps with it, and what stays awake."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from simplegraph.base.tensors import parts as parts_of
+from simplegraph.call.call import Graphed
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
+from simplegraph.device.kernels import readable
+from simplegraph.guard.survey import held_tensors
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.report import wrappers
+from simplegraph.program.held import has_address
+from simplegraph.program.program import Program
+from simplegraph.sleeping.regions import MemoryRegion, Span, gib, storage_span
+
+_TOUCHED: weakref.WeakKeyDictionary[Program, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_SHOWN = 3  # names in a line
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    """What holds graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
+
+    graphs: Any
+    module: nn.Module | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        return str(self.graphs.stats.name)
+
+    @property
+    def builders(self) -> list[Any]:
+        """What builds its graphs; a manager's owner does that itself."""
+        return [] if isinstance(self.graphs, CudaGraphManager) else self.graphs.builders
+
+    @property
+    def managers(self) -> list[CudaGraphManager]:
+        """Its managers."""
+        return [self.graphs] if isinstance(self.graphs, CudaGraphManager) else [each.manager for each in self.builders]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Its module, and those that its graphs were captured from."""
+        captured = [each.state.module() for each in self.builders if each.state is not None]
+        return list({id(each): each for each in (self.module, *captured) if each is not None}.values())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that its module holds or its graphs read, with names."""
+        for module in self.modules:
+            yield from ((held.name, held.tensor) for held in held_tensors(module))
+        for builder in self.builders:
+            yield from (("a tensor from elsewhere", each) for each in builder.seen.read.elsewhere.values())
+            for inputs in builder.inputs_of.values():
+                yield from ((f"argument {name}", each.view(inputs.rows)) for name, each in inputs.inputs.items())
+        for manager in self.managers:
+            yield from (("a buffer of the engine", each) for each in manager.kept_alive)
+            yield from (("a tensor that no operator named", each) for each in manager.table.foreign)
+
+    def memory(self, kind: str) -> dict[Span, str]:
+        """Name the memory of its tensors on a kind of device."""
+        found: dict[Span, str] = {}
+        for name, tensor in self.tensors():
+            for part in parts_of(tensor):
+                if has_address(part) and part.device.type == kind:
+                    found.setdefault(storage_span(part.untyped_storage()), name)
+        return {span: name for span, name in found.items() if span.size}
+
+    def loaded(self) -> Iterator[int]:
+        """Yield where the memory begins that a checkpoint of its modules would load."""
+        for module in self.modules:
+            for value in module.state_dict(keep_vars=True).values():
+                if isinstance(value, Tensor):
+                    yield from (part.untyped_storage().data_ptr() for part in parts_of(value) if has_address(part))
+
+
+def holders_of(owner: Any) -> list[Holder]:
+    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None."""
+    if owner is None:
+        return [Holder(each) for each in wrappers()]
+    if isinstance(owner, CudaGraphManager):
+        return [Holder(owner)]
+    wrapped: list[Any] = [each for each in owner.modules() if isinstance(each, Graphed)]
+    return [Holder(each._graph_runner, each) for each in wrapped]
+
+
+class RegionMap:
+    """Finds the region that an address is in."""
+
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        blocks = sorted((*block, index) for index, region in enumerate(regions) for block in region.blocks)
+        self._starts, self._blocks, self.regions = [block[0] for block in blocks], blocks, regions
+
+    def find(self, address: int) -> MemoryRegion | None:
+        """Return the region; None if the address is in none."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address >= self._blocks[at][0] + self._blocks[at][1]:
+            return None
+        return self.regions[self._blocks[at][2]]
+
+    def of(self, holder: Holder) -> set[MemoryRegion]:
+        """Find the regions that have memory of a holder's graphs."""
+        own = {region for each in holder.managers for region in self.regions if region.holds_graphs(each.pool)}
+        found = {self.find(span.address) for kind in ("cuda", "cpu") for span in holder.memory(kind)}
+        touched = {self.find(address) for address in _addresses(holder)}
+        return own | {region for region in found | touched if region is not None}
+
+
+def _addresses(holder: Holder) -> Iterator[int]:
+    """Yield addresses outside of the graphs' own memory that the driver said they touch."""
+    for manager in holder.managers:
+        for graph in manager.table.graphs.values():
+            found: Inventory | None = graph.counters.inventory
+            yield from (touch.address for touch in (found.touches if found is not None else ()) if touch.certain)
+
+
+def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
+    """Say what a holder's graphs read and no region holds, so that it stays where it is."""
+    kept: list[str] = []
+    for kind in dict.fromkeys(manager.device.torch_device.type for manager in holder.managers):
+        left = {span: name for span, name in holder.memory(kind).items() if places.find(span.address) is None}
+        if left:
+            names = ", ".join(list(dict.fromkeys(left.values()))[:_SHOWN])
+            kept.append(f"{holder.name}: {names} ({len(left)} in all, {gib(sum(each.size for each in left))} GiB)")
+    for manager in holder.managers:
+        table = manager.table
+        if table.graphs and not any(region.holds_graphs(manager.pool) for region in places.regions):
+            kept.append(f"{holder.name}: memory of graphs from before the first sg.sleepable()")
+        known = [KnownMemory(span.address, sum(span), name) for span, name in holder.memory("cuda").items()]
+        known += [KnownMemory(block.address, sum(block), each.part) for each in places.regions for block in each.blocks]
+        for graph in table.graphs.values():
+            if graph.program not in _TOUCHED:
+                found = table.device.inventory(table.pool, graph.program.segments, known)
+                _TOUCHED[graph.program] = () if found is None else tuple(_foreign(found))
+            kept += [f"{holder.name}: {line}" for line in _TOUCHED[graph.program]]
+    return list(dict.fromkeys(kept))
+
+
+def _foreign(inventory: Inventory) -> Iterator[str]:
+    for kind in (MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED):
+        touches = inventory.certain(kind)
+        if touches:
+            yield f"{kind.value}, read by the kernel {readable(touches[0].node)}"
+    if inventory.certain(MemoryKind.WORKSPACE):
+        yield MemoryKind.WORKSPACE.value

@@ -1,0 +1,174 @@
+"""Regions: memory that goes back to the driver and comes again together, whose addresses stay."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.errors import ReplayError
+from simplegraph.device.protocol import GraphDevice, GraphPool
+
+PARTS = ("weights", "caches", "graphs")
+Segments = Mapping[Any, Sequence[Mapping[str, Any]]]  # of torch's allocator, by pool
+_CHUNK = 1 << 28  # bytes of one host buffer; a power of two, to which torch rounds pinned memory
+
+
+class AsleepError(ReplayError):
+    """What was called is asleep, or cannot wake yet."""
+
+
+class Span(NamedTuple):
+    """A range of addresses."""
+
+    address: int
+    size: int
+
+
+class MemoryRegion(abc.ABC):
+    """Memory that sleeps together.
+
+    Args:
+        part: "weights", "caches" or "graphs".
+        device: where it is.
+
+    Attributes:
+        asleep: its pages are with the driver.
+        blocks: all of it, as of the last `look`; live: what of it somebody uses.
+    """
+
+    def __init__(self, part: str, device: GraphDevice) -> None:
+        self.part, self.device = part, device
+        self.asleep = False
+        self.blocks: list[Span] = []
+        self.live: list[Span] = []
+        self._copies: list[tuple[Span, int]] = []  # and where on the host they are
+        self._chunks: list[Tensor] = []
+        self._discarded: list[Span] = []
+
+    @abc.abstractmethod
+    def allocating(self) -> AbstractContextManager[None]:
+        """Let this thread's allocations go here."""
+
+    @abc.abstractmethod
+    def look(self, present: Segments) -> None:
+        """Find `blocks` and `live` again, where torch's allocator has such segments."""
+
+    def holds_graphs(self, pool: GraphPool) -> bool:
+        """True if it is the memory of a pool's graphs."""
+        return False
+
+    @property
+    @abc.abstractmethod
+    def unused(self) -> bool:
+        """True if nothing of it is in use, as of the last `look`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give unused memory back for good. Call once the device is idle: pages go whatever is queued."""
+
+    @abc.abstractmethod
+    def host_buffer(self, size: int) -> Tensor:
+        """Make a host buffer of so many bytes for copies."""
+
+    @abc.abstractmethod
+    def copy_out(self, host: int, span: Span) -> None:
+        """Queue a copy to the host."""
+
+    @abc.abstractmethod
+    def copy_in(self, host: int, span: Span) -> None:
+        """Queue a copy from the host."""
+
+    @abc.abstractmethod
+    def fill(self, span: Span, byte: int) -> None:
+        """Queue a fill."""
+
+    @abc.abstractmethod
+    def unmap(self, block: Span) -> None:
+        """Give a block's pages back; its addresses stay reserved."""
+
+    @abc.abstractmethod
+    def map(self, block: Span) -> bool:
+        """Take pages for a block again; False if there is no memory."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def copied(self) -> int:
+        """The bytes that are on the host."""
+        return sum(span.size for span, _ in self._copies)
+
+    def save(self, discards: Callable[[Span], bool]) -> None:
+        """Queue copies of its contents to the host, but of what is discarded."""
+        spans = self.blocks if self.part == "graphs" else self.live  # static outputs lie in blocks that nobody owns
+        self._discarded = [span for span in spans if discards(span)]
+        pieces = list(_pieces(span for span in spans if not discards(span)))
+        total = sum(span.size for span, _, _ in pieces)
+        self._chunks = [self.host_buffer(min(_CHUNK, total - start)) for start in range(0, total, _CHUNK)]
+        self._copies = [(span, self._chunks[chunk].data_ptr() + offset) for span, chunk, offset in pieces]
+        for span, host in self._copies:
+            self.copy_out(host, span)
+
+    def give_back(self) -> None:
+        """Give the pages back. Call once nothing uses them and the copies are made."""
+        self.asleep = True
+        for block in self.blocks:
+            self.unmap(block)
+
+    def restore(self) -> None:
+        """Queue copies from the host, once it is mapped; what was discarded is NaN in weights, 0 in caches."""
+        for span, host in self._copies:
+            self.copy_in(host, span)
+        for span in self._discarded:
+            self.fill(span, 0xFF if self.part == "weights" else 0)
+        self.asleep = False
+
+    def forget(self) -> None:
+        """Drop the host's copies. Call once they are read."""
+        self._copies, self._chunks, self._discarded = [], [], []
+
+
+def map_all(regions: Sequence[MemoryRegion], undo: contextlib.ExitStack) -> None:
+    """Take the pages of all regions, or of none; `undo` gives them back.
+
+    Raises:
+        AsleepError: there is not enough memory.
+    """
+    for region in regions:
+        for block in region.blocks:
+            if not region.map(block):
+                undo.close()
+                needed, free = sum(each.size for each in regions), region.device.free_memory()
+                raise AsleepError(
+                    f"waking needs {gib(needed)} GiB, and {gib(free)} GiB is free on {region.device.torch_device}. "
+                    "Nothing was woken: free memory, and wake again."
+                )
+            undo.callback(region.unmap, block)
+
+
+def gib(size: int) -> str:
+    """Show a number of bytes in GiB."""
+    return f"{size / 2**30:.2f}"
+
+
+def _pieces(spans: Iterable[Span]) -> Iterator[tuple[Span, int, int]]:
+    """Cut spans so that each piece fits into a chunk: the piece, its chunk and its place there."""
+    at = 0
+    for span in spans:
+        done = 0
+        while done < span.size:
+            size = min(span.size - done, _CHUNK - at % _CHUNK)
+            yield Span(span.address + done, size), at // _CHUNK, at % _CHUNK
+            at, done = at + size, done + size
+
+
+def storage_span(storage: torch.UntypedStorage) -> Span:
+    """Return the addresses of a storage."""
+    return Span(storage.data_ptr(), storage.nbytes())

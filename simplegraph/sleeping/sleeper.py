@@ -1,0 +1,280 @@
+"""Put what holds graphs to sleep, and wake it: the memory goes and comes, addresses and graphs stay."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean, refuse_inside_capture
+from simplegraph.base.reasons import Reason
+from simplegraph.distributed.ranks import SingleRank
+from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
+from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
+from simplegraph.sleeping.sleepable import look, regions
+
+_DOORS = {True: ("run", "replay", "capture", "memory_estimate"), False: ("call", "capture_all", "static_inputs")}
+_NO_STREAM = -1
+_STATE = threading.RLock()  # taken after pools' locks
+_NAPS: list[Nap] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class SleepReport:
+    """What a `sleep` did.
+
+    Attributes:
+        given_back: bytes of device memory that went to the driver.
+        on_host: bytes whose contents are on the host.
+        kept: what stayed awake though graphs read it, and its size where that is known.
+        seconds: the time it took.
+    """
+
+    given_back: int
+    on_host: int
+    kept: tuple[str, ...]
+    seconds: float
+
+
+class Nap:
+    """One sleep, until all of it is awake again.
+
+    Args:
+        holders: whose calls are refused meanwhile.
+        asleep: what sleeps.
+        wake_on_call: a call wakes it.
+    """
+
+    def __init__(self, holders: Sequence[Holder], asleep: Iterable[MemoryRegion], *, wake_on_call: bool) -> None:
+        self.regions, self._wake_on_call = list(asleep), wake_on_call
+        self.name = " and ".join(sorted({holder.name for holder in holders})) or "the process's sleepable memory"
+        self.graphs = weakref.WeakSet(holder.graphs for holder in holders)
+        self.ranks = {id(each.ranks): each.ranks for holder in holders for each in holder.managers}.values()
+        self._undo = contextlib.ExitStack()
+
+    def close_doors(self, holders: Sequence[Holder]) -> None:
+        """Let every way to the memory `knock` first. Call with the pools' locks held."""
+        for holder in holders:
+            self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
+            for pool in {id(each.pool): each.pool for each in holder.managers}.values():
+                self._undo.callback(setattr, pool, "stream", pool.stream)
+                pool.stream = _NO_STREAM  # every replay is ordered behind it, with the pool's lock held
+            for manager in holder.managers:
+                self._close(manager.table, ["order_streams"])
+            for module in holder.modules:
+                self._close(module, ["forward"])
+                self._close(module, ["_apply", "load_state_dict"], "weights")
+
+    def _close(self, owner: Any, names: Iterable[str], part: str = "") -> None:
+        own = vars(owner)
+        for name in names:
+            if name in own:
+                call, undo = own[name], functools.partial(own.__setitem__, name, own[name])
+            else:
+                call = functools.partial(_call_weakly, getattr(type(owner), name), weakref.ref(owner))
+                undo = functools.partial(own.pop, name, None)
+            own[name] = functools.partial(self._knock_first, call, part)
+            self._undo.callback(undo)
+
+    def _knock_first(self, call: Callable[..., Any], part: str, /, *args: Any, **kwargs: Any) -> Any:
+        self.knock(part)
+        return call(*args, **kwargs)
+
+    def knock(self, part: str) -> None:
+        """Wake for a call that needs this part, or any if it is empty; or refuse it.
+
+        Raises:
+            AsleepError: it is asleep, or there is not enough memory to wake.
+        """
+        needed = [region for region in self.regions if part in ("", region.part)]
+        if not needed:
+            return
+        if not self._wake_on_call or needed[0].device.is_capturing():
+            asleep = ", ".join(dict.fromkeys(region.part for region in self.regions))
+            raise AsleepError(f"{self.name} is asleep ({asleep}): call wake() first, or sleep with wake_on_call=True.")
+        self.wake(PARTS)
+
+    def wake(self, parts: Collection[str]) -> None:
+        """Wake these parts, or none of them if memory is short."""
+        with _STATE:
+            waking = [region for region in self.regions if region.part in parts]
+            look(waking)
+            with contextlib.ExitStack() as undo:
+                with _agreed(self.ranks, "waking"):
+                    map_all(waking, undo)
+                undo.pop_all()
+            for region in waking:
+                region.restore()
+            for device in {region.device for region in waking}:
+                device.synchronize()
+            for region in waking:
+                region.forget()
+            self.regions = [region for region in self.regions if region not in waking]
+            if not self.regions and self in _NAPS:
+                self._undo.close()
+                _NAPS.remove(self)
+
+
+def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(owner(), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _agreed(ranks: Iterable[SingleRank], what: str) -> Iterator[None]:
+    """Let what fails in here on one rank fail on all that act together."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    for each in ranks:
+        found = each.failure(what, failed)
+        if found is not None and failed is None:
+            failed = AsleepError(f"{what} failed on rank {found[0]}, so nothing was done here:\n  {found[1]}")
+    if failed is not None:
+        raise failed
+
+
+def sleep(
+    owner: Any = None,
+    *,
+    weights: str = "host",
+    caches: str = "host",
+    foreign: str = "keep",
+    wake_on_call: bool = False,
+) -> SleepReport:
+    """Give device memory back to the driver until `wake`; its addresses and all graphs stay.
+
+    What goes is memory of graphs and static inputs, and what was built inside `sleepable`. Also a method of wrapped
+    modules, functions, steps and `CudaGraphManager`, for what these hold. Calls meanwhile raise `AsleepError`.
+
+    Args:
+        owner: a wrapped module or manager; everything in the process if None.
+        weights: their contents: "host" copies them to pinned memory, "discard" drops what a checkpoint of the wrapped
+            modules would load (NaN until it is loaded again), "keep" leaves the memory where it is.
+        caches: likewise; discarded ones are zeros after waking.
+        foreign: "keep" leaves memory that graphs read awake which cannot sleep, and reports it; "refuse" raises.
+        wake_on_call: a call wakes it, instead of raising.
+
+    Raises:
+        AsleepError: it is asleep already.
+        ConfigError: an option is invalid, nothing of it can sleep, or it shares memory with what stays awake.
+        CaptureError: a capture is under way in this thread, or the forward of a wrapped module.
+        RankError: a rank did not come.
+    """
+    started = time.perf_counter()
+    for name, value, known in (
+        ("weights", weights, _CONTENTS),
+        ("caches", caches, _CONTENTS),
+        ("foreign", foreign, _FOREIGN),
+    ):
+        _check(name, value, known)
+    kept_parts = {part for part, contents in (("weights", weights), ("caches", caches)) if contents == "keep"}
+    if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
+        raise CaptureError("sleep was called inside the forward of a wrapped module; call it before or after.")
+    holders = holders_of(owner)
+    awake = [holder for holder in holders if not any(holder.graphs in nap.graphs for nap in _NAPS)]
+    if owner is not None and len(awake) < len(holders):
+        raise AsleepError(f"{holders[0].name} is asleep already; call wake() first.")
+    with _paused(awake), _STATE:
+        found = [each for each in regions(_pools(awake)) if not each.asleep]
+        places = RegionMap(found)
+        chosen = set(found) if owner is None else {region for holder in awake for region in places.of(holder)}
+        asleep = [region for region in found if region in chosen and region.part not in kept_parts]
+        nap = Nap(awake, asleep, wake_on_call=wake_on_call)
+        kept: tuple[str, ...] = ()
+        try:
+            with _agreed(nap.ranks, "going to sleep"):
+                _check_complete(nap, awake, places)
+                kept = tuple(line for holder in awake for line in kept_awake(holder, places))
+                if kept and foreign == "refuse":
+                    raise ConfigError(f"{nap.name} cannot sleep: its graphs read what stays awake: {'; '.join(kept)}.")
+                loaded = {address for holder in awake for address in holder.loaded()} if weights == "discard" else set()
+                for region in nap.regions:
+                    region.save(_discards(region.part, caches, loaded))
+                for device in {region.device for region in nap.regions}:
+                    device.synchronize()
+        except BaseException:
+            for region in nap.regions:
+                region.forget()
+            raise
+        nap.close_doors(awake)
+        for region in nap.regions:
+            region.give_back()
+        _NAPS.append(nap)
+    sizes = sum(region.size for region in nap.regions), sum(region.copied for region in nap.regions)
+    return SleepReport(*sizes, kept, time.perf_counter() - started)
+
+
+def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
+    """Take the memory that `sleep` gave back, at the same addresses and with the same contents.
+
+    Harmless where nothing is asleep.
+
+    Args:
+        owner: a wrapped module or manager; everything in the process if None.
+        parts: some of "weights", "caches" and "graphs"; None for all. Calls are refused until all are awake.
+
+    Raises:
+        AsleepError: there is not enough memory: it says how much is needed. It is still asleep, and can wake later.
+        ConfigError: a part is unknown.
+    """
+    for part in parts or ():
+        _check("part", part, PARTS)
+    own = None if owner is None else {holder.graphs for holder in holders_of(owner)}
+    for nap in [nap for nap in _NAPS if own is None or not own.isdisjoint(nap.graphs)]:
+        nap.wake(PARTS if parts is None else parts)
+
+
+_CONTENTS, _FOREIGN = ("host", "discard", "keep"), ("keep", "refuse")
+
+
+def _check(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{name} is {value!r}; expected one of {', '.join(known)}{did_you_mean([str(value)], known)}."
+        )
+
+
+def _pools(holders: Sequence[Holder]) -> list[Any]:
+    pools = {id(each.pool): each.pool for holder in holders for each in holder.managers}
+    return [pools[number] for number in sorted(pools)]  # two threads lock them in one order
+
+
+@contextlib.contextmanager
+def _paused(holders: Sequence[Holder]) -> Iterator[None]:
+    """Let no replay or capture of these run in here; what was queued is done."""
+    with contextlib.ExitStack() as locks:
+        for holder in holders:
+            for manager in holder.managers:
+                refuse_inside_capture(manager.device.is_capturing())
+        for pool in _pools(holders):
+            locks.enter_context(pool.lock)
+        for device in {id(each.device): each.device for holder in holders for each in holder.managers}.values():
+            device.synchronize()
+        yield
+
+
+def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> None:
+    """Refuse to put memory to sleep that is not there, or that what stays awake uses."""
+    if not nap.regions:
+        raise ConfigError(f"nothing of {nap.name} can sleep: build it, and capture, after or inside sg.sleepable().")
+    own, pools = {id(holder.graphs) for holder in holders}, {id(pool) for pool in _pools(holders)}
+    others = [holder for holder in holders_of(None) if id(holder.graphs) not in own]
+    for other in others:
+        if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):
+            raise ConfigError(
+                f"{nap.name} shares sleepable memory with {other.name}, which would stay awake. Build each in an "
+                "sg.sleepable() block of its own, or put everything to sleep with sg.sleep()."
+            )
+
+
+def _discards(part: str, caches: str, loaded: Collection[int]) -> Callable[[Span], bool]:
+    """Return what tells if the contents of a block in this part are dropped."""
+    return lambda span: span.address in loaded if part == "weights" else part == "caches" and caches == "discard"

@@ -1,0 +1,218 @@
+"""Engines, training steps, generation and ranks sleep and wake between two steps, with answers as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from tests.manager.engines import WIDTH, Engine
+
+
+@pytest.fixture
+def engine(device: torch.device, inference_mode: None) -> Engine:
+    with torch.inference_mode(False), sg.sleepable(device=device):
+        made = Engine(device)
+    made.manager.capture(made.forward)
+    return made
+
+
+def test_an_engines_manager_sleeps_with_what_its_graphs_read(engine: Engine) -> None:
+    for size in (1, 3, 8):
+        engine.step(size)
+    eager = engine.eager_runs
+    report = engine.manager.sleep()
+    assert report.given_back >= engine.model.weight.nbytes + engine.x.nbytes
+    batch = engine.manager.dispatch(4)
+    for use in (
+        lambda: engine.manager.run(batch, engine.forward),
+        lambda: engine.manager.replay(batch),
+        lambda: engine.manager.capture(engine.forward),
+        lambda: engine.manager.memory_estimate(engine.forward),
+    ):
+        with pytest.raises(sg.AsleepError, match="model is asleep"):
+            use()
+    engine.manager.wake()
+    for size in (1, 3, 8):
+        engine.step(size)
+    assert engine.eager_runs == eager
+
+
+def test_a_replay_that_holds_the_graph_already_is_refused(engine: Engine) -> None:
+    """Whoever has a table's graph in hand asks to be ordered on its pool's stream first."""
+    engine.manager.sleep()
+    with pytest.raises(sg.AsleepError):
+        engine.manager.table.order_streams()
+    engine.manager.wake()
+    engine.manager.table.order_streams()
+    engine.step(4)
+
+
+def test_managers_of_one_pool_sleep_together(device: torch.device, inference_mode: None) -> None:
+    pool = sg.graph_pool(device)
+    with torch.inference_mode(False), sg.sleepable(device=device):
+        first = Engine(device, pool=pool)
+    with torch.inference_mode(False), sg.sleepable(device=device):
+        second = Engine(device, pool=pool)
+    for each in (first, second):
+        each.manager.capture(each.forward)
+    with pytest.raises(sg.ConfigError, match="shares sleepable memory"):
+        first.manager.sleep()
+    sg.sleep()
+    sg.wake()
+    for each in (first, second):
+        each.step(3)
+        assert each.eager_runs == 1
+
+
+def training(device: torch.device, *, sleeps: bool) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    with sg.sleepable(device=device):
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=device.type == "cuda")
+
+        def train(x: Tensor) -> Tensor:
+            loss = (model(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = sg.train_step(train, optimizers=optimizer)
+        step(torch.ones(4, 8, device=device))
+    losses = []
+    for number in range(10):
+        torch.manual_seed(number)
+        losses.append(step(torch.randn(4, 8, device=device)).item())
+        if sleeps and number in (1, 5, 8):
+            states = [each for entry in optimizer.state.values() for each in entry.values()]
+            report = step.sleep()
+            assert report.given_back >= sum(each.nbytes for each in states)
+            if device.type == "cpu":
+                assert all(each.isnan().all() for each in states)
+            with pytest.raises(sg.AsleepError):
+                step(torch.randn(4, 8, device=device))
+            step.wake()
+    return losses, step.graph_stats
+
+
+def test_a_training_step_sleeps_with_its_optimizers_state(device: torch.device) -> None:
+    losses, stats = training(device, sleeps=True)
+    assert losses == training(device, sleeps=False)[0]
+    assert stats.replays > 2
+    assert not stats.recaptures
+
+
+def test_forward_and_backward_graphs_sleep(device: torch.device) -> None:
+    torch.manual_seed(0)
+    with sg.sleepable(device=device):
+        model = sg.wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device), training=True)
+    x, found = torch.randn(4, 8, device=device), []
+    for number in range(9):
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+        found.append(model[0].weight.grad.clone())
+        if number in (4, 6):
+            replays = model.graph_stats.replays
+            model.sleep()
+            with pytest.raises(sg.AsleepError):
+                model(x)
+            model.wake()
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert model.graph_stats.replays > replays > 0
+    assert not model.graph_stats.recaptures
+
+
+def test_generation_sleeps_between_two_texts(device: torch.device, inference_mode: None) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    import tiny_models as tiny
+    from tiny_generation import GREEDY, graphed, inputs
+
+    with torch.inference_mode(False), sg.sleepable(device=device):
+        model = tiny.build(tiny.DECODERS["llama"], device)
+    graphed(model)
+    batch = inputs("llama", [3, 6], device)
+    model.generate(**batch, **GREEDY)
+    wanted = model.generate(**batch, **GREEDY)
+    sg.sleep()
+    with pytest.raises(sg.AsleepError):
+        model.generate(**batch, **GREEDY)
+    sg.wake()
+    assert torch.equal(model.generate(**batch, **GREEDY), wanted)
+
+
+def test_an_engine_that_speculates_sleeps_between_two_rounds(device: torch.device) -> None:
+    pytest.importorskip("transformers")
+    from bench.engine import SamplingParams
+    from bench.engine.spec import SpecEngine
+    from bench.engine.spec_config import SpecConfig
+    from bench.models.eagle import tiny_pair
+
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 32, "max_model_len": 64, "num_pages": 60}
+
+    def outputs(*sleeps: int) -> tuple[list[list[int]], int]:
+        with sg.sleepable(device=device):
+            pair = tiny_pair("eagle", device=device)
+        with sg.sleepable("caches", device):
+            engine = SpecEngine(*pair, SpecConfig(**limits, num_draft_tokens=2, capture_sizes=(1, 2, 4)))
+        engine.capture()
+        requests = [engine.add([7 + index, 3, 11], SamplingParams(max_tokens=12)) for index in range(3)]
+        for number in range(100):
+            if engine.idle:
+                break
+            engine.step()
+            if number in sleeps:
+                sg.sleep()
+                sg.wake()
+        return [request.output for request in requests], sum(each.stats.captures for each in engine.managers)
+
+    assert outputs(2, 4) == outputs()
+
+
+class OneOfTwo(sg.RankGroup):
+    """A rank whose peer answers as it is told."""
+
+    def __init__(self) -> None:
+        sg.RankGroup.__mro__[1].__init__(self)  # no process group
+        self.peer: dict[str, tuple[int, str]] = {}
+        self.asked: list[str] = []
+
+    def failures(self, what: str, errors: Any) -> dict[str, tuple[int, str]]:
+        self.asked.append(what)
+        own = {name: (0, str(error)) for name, error in errors.items()}
+        return own | ({what: self.peer[what]} if what in self.peer else {})
+
+    def begin(self, settings: Any, captures: str, device: Any) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def _ask(self, question: str, answer: Any) -> list[Any]:
+        return [answer]
+
+    def together(self) -> Any:
+        return sg.RankGroup.__mro__[1].together(self)
+
+
+def test_what_fails_on_another_rank_is_done_on_none(device: torch.device, inference_mode: None) -> None:
+    ranks = OneOfTwo()
+    with torch.inference_mode(False), sg.sleepable(device=device):
+        engine = Engine(device, ranks=ranks)
+    engine.manager.capture(engine.forward)
+    ranks.peer = {"going to sleep": (1, "no pinned memory")}
+    with pytest.raises(sg.AsleepError, match=r"going to sleep failed on rank 1.*\n  no pinned memory"):
+        engine.manager.sleep()
+    engine.step(3)
+    ranks.peer = {"waking": (1, "no memory")}
+    engine.manager.sleep()
+    with pytest.raises(sg.AsleepError, match="waking failed on rank 1"):
+        engine.manager.wake()
+    with pytest.raises(sg.AsleepError, match="is asleep"):
+        engine.manager.run(engine.manager.dispatch(2), engine.forward)
+    ranks.peer = {}
+    engine.manager.wake()
+    engine.step(3)
+    assert ranks.asked[-4:] == ["going to sleep", "going to sleep", "waking", "waking"]
+    assert engine.x.shape[1] == WIDTH

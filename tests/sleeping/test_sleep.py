@@ -1,0 +1,456 @@
+"""Models sleep and wake: their memory is poisoned meanwhile, and no graph is captured again."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.device.emulator.device import EmulatorDevice
+from simplegraph.sleeping.cuda import CudaRegion
+from simplegraph.sleeping.emulated import EmulatedRegion
+
+SIZES, WIDTH = [1, 2, 4], 6
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+def on(device: torch.device) -> Any:
+    return sg.sleepable(device=device)
+
+
+def built(device: torch.device, *, width: int = WIDTH) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)).to(device).eval()
+
+
+def captured(device: torch.device, **settings: Any) -> tuple[Any, Tensor, list[Tensor]]:
+    """A wrapped model that can sleep, its input, and its answers."""
+    with torch.inference_mode(False), on(device):
+        model = sg.wrap(built(device), capture_sizes=SIZES, progress=False, **settings)
+    x = torch.randn(4, WIDTH, device=device)
+    model.capture_graphs(x)
+    answers(model, x)
+    return model, x, answers(model, x)
+
+
+def answers(model: Any, x: Tensor) -> list[Tensor]:
+    return [model(x[:size]).clone() for size in (1, 2, 3, 4)]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(map(torch.equal, found, wanted))
+
+
+def test_answers_after_waking_are_the_same_bits_and_nothing_is_captured_again(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    captures, eager = model.graph_stats.captures, model.graph_stats.eager.total()
+    for _ in range(3):
+        model.sleep()
+        model.wake()
+        assert same(answers(model, x), wanted)
+    stats = model.graph_stats
+    assert (stats.captures, stats.recaptures, stats.eager.total()) == (captures, 0, eager)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reads memory that sleeps")
+def test_weights_are_poisoned_while_they_sleep() -> None:
+    model, _, _ = captured(torch.device("cpu"))
+    before = model[0].weight.clone()
+    model.sleep()
+    assert model[0].weight.isnan().all()
+    model.wake(["weights"])
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reads memory that sleeps")
+def test_a_graph_that_reads_sleeping_memory_behind_our_back_shows() -> None:
+    model, x, wanted = captured(torch.device("cpu"))
+    graph = next(iter(model.graph_manager.table.graphs.values()))
+    model.sleep()
+    graph.program.replay()
+    assert graph.program.outputs[0].isnan().all()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_the_report_says_what_went_and_what_is_on_the_host(device: torch.device) -> None:
+    model, _, _ = captured(device)
+    weights = sum(each.nbytes for each in model.parameters())
+    report = model.sleep()
+    assert report.given_back >= weights
+    assert weights <= report.on_host <= report.given_back
+    assert report.kept == ()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x: model(x),
+        lambda model, x: sg.unwrap(model)(x),
+        lambda model, x: model.capture_graphs(x),
+        lambda model, x: model.static_inputs(),
+        lambda model, x: model.half(),
+        lambda model, x: model.to(torch.float64),
+        lambda model, x: model.load_state_dict(model.state_dict()),
+        lambda model, x: model.sleep(),
+    ],
+)
+def test_what_needs_sleeping_memory_is_refused_with_the_remedy(device: torch.device, use: Any) -> None:
+    model, x, wanted = captured(device)
+    model.sleep()
+    with pytest.raises(sg.AsleepError, match=r"wake\(\)"):
+        use(model, x)
+    model.wake()
+    assert same(answers(model, x), wanted)
+    assert not {"forward", "_apply", "load_state_dict"} & vars(model).keys()
+
+
+def test_eager_calls_are_refused_too(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    model.sleep()
+    with sg.eager(), pytest.raises(sg.AsleepError):
+        model(x)
+    with pytest.raises(sg.AsleepError):
+        model(torch.randn(9, WIDTH, device=device))  # larger than every size
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_a_call_wakes_it_where_that_is_asked_for(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    model.sleep(wake_on_call=True)
+    assert same(answers(model, x), wanted)
+    model.sleep(wake_on_call=True)
+    assert torch.equal(sg.unwrap(model)(x), wanted[3])
+
+
+def test_calls_are_refused_until_all_parts_are_awake(device: torch.device) -> None:
+    with torch.inference_mode(False), sg.sleepable("caches", device):
+        cache = torch.full((32,), 3.0, device=device)
+    model, x, wanted = captured(device)
+    sg.sleep()
+    for parts in (["weights"], ["caches"]):
+        sg.wake(parts=parts)
+        with pytest.raises(sg.AsleepError, match="graphs"):
+            model(x)
+    assert cache.eq(3).all()
+    sg.wake(parts=["graphs"])
+    assert same(answers(model, x), wanted)
+
+
+def test_discarded_weights_are_nan_until_they_are_loaded(device: torch.device) -> None:
+    with torch.inference_mode(False), on(device):
+        module = built(device)
+        module.register_buffer("scale", torch.full((WIDTH,), 2.0, device=device), persistent=False)
+        model = sg.wrap(module, capture_sizes=SIZES, progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    model.capture_graphs(x)
+    answers(model, x)
+    wanted, checkpoint = answers(model, x), {name: each.clone() for name, each in model.state_dict().items()}
+    report = model.sleep(weights="discard")
+    assert report.on_host < report.given_back
+    model.wake()
+    assert all(each.isnan().all() for each in model.parameters())
+    assert model.scale.eq(2).all()  # no checkpoint has it
+    model.load_state_dict(checkpoint)
+    assert same(answers(model, x), wanted)
+    assert model.graph_stats.recaptures == 0
+
+
+def test_discarded_caches_are_zeros(device: torch.device) -> None:
+    with torch.inference_mode(False), sg.sleepable("caches", device):
+        cache = torch.full((32,), 3.0, device=device)
+    sg.sleep(caches="discard")
+    sg.wake()
+    assert not cache.any()
+
+
+def test_weights_that_are_kept_can_be_read(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    before = model[0].weight.clone()
+    model.sleep(weights="keep")
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(sg.AsleepError, match=r"asleep \(graphs\)"):
+        model(x)
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_a_parameter_that_is_replaced_meanwhile_is_seen_by_the_guards(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    model.sleep()
+    with torch.inference_mode(False):
+        model[2].bias = nn.Parameter(torch.full((WIDTH,), 5.0, device=device))
+    model.wake()
+    found = [answers(model, x) for _ in range(3)][-1]
+    assert not same(found, wanted)
+    torch.testing.assert_close(found[3], sg.unwrap(model)(x))
+    assert model.graph_stats.recaptures == 1
+
+
+def test_what_cannot_sleep_is_named_and_kept_or_refused(device: torch.device) -> None:
+    outside = torch.full((WIDTH,), 2.0, device=device)
+    with torch.inference_mode(False), on(device):
+        module = built(device)
+    module.table = outside
+    model = sg.wrap(Scaled(module), capture_sizes=SIZES, progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    model.capture_graphs(x)
+    answers(model, x)
+    wanted = answers(model, x)
+    with pytest.raises(sg.ConfigError, match=r"inner\.table \(1 in all"):
+        model.sleep(foreign="refuse")
+    assert same(answers(model, x), wanted)
+    (line,) = model.sleep().kept
+    assert "inner.table" in line
+    assert outside.eq(2).all()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.table
+
+
+def test_nothing_to_put_to_sleep_is_an_error(device: torch.device) -> None:
+    model = sg.wrap(built(device), capture_sizes=SIZES, progress=False)
+    with pytest.raises(sg.ConfigError, match=r"sg\.sleepable"):
+        model.sleep()
+
+
+def test_models_that_share_memory_sleep_together_or_not_at_all(device: torch.device) -> None:
+    with torch.inference_mode(False), on(device):
+        first, second = (sg.wrap(built(device), capture_sizes=SIZES, progress=False) for _ in range(2))
+    x = torch.randn(4, WIDTH, device=device)
+    for model in (first, second):
+        model.capture_graphs(x)
+        answers(model, x)
+    wanted = [answers(model, x) for model in (first, second)]
+    with pytest.raises(sg.ConfigError, match="shares sleepable memory"):
+        first.sleep()
+    assert same(answers(second, x), wanted[1])
+    sg.sleep()
+    for model in (first, second):
+        with pytest.raises(sg.AsleepError):
+            model(x)
+    sg.wake()
+    assert [same(answers(model, x), each) for model, each in zip((first, second), wanted, strict=True)] == [True, True]
+
+
+def test_one_of_two_models_sleeps_while_the_other_replays(device: torch.device) -> None:
+    first, x, wanted = captured(device)
+    second, y, others = captured(device)
+    first.sleep()
+    replays = second.graph_stats.replays
+    assert same(answers(second, y), others)
+    assert second.graph_stats.replays == replays + 4
+    sg.sleep()
+    first.wake()
+    assert same(answers(first, x), wanted)
+    with pytest.raises(sg.AsleepError):
+        second(y)
+
+
+def test_functions_sleep(device: torch.device) -> None:
+    with torch.inference_mode(False), on(device):
+        weight = torch.randn(WIDTH, WIDTH, device=device)
+        scale = sg.wrap(lambda x: x @ weight, capture_sizes=SIZES, progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    scale.capture_graphs(x)
+    answers(scale, x)
+    wanted = answers(scale, x)
+    scale.sleep()
+    with pytest.raises(sg.AsleepError):
+        scale(x)
+    scale.wake()
+    assert same(answers(scale, x), wanted)
+
+
+def test_static_outputs_are_what_they_were(device: torch.device) -> None:
+    model, x, _ = captured(device, outputs="static")
+    result = model(x)
+    before = result.clone()
+    model.sleep()
+    model.wake()
+    assert torch.equal(result, before)
+
+
+def test_inputs_that_were_written_in_place_are_what_they_were(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    (static,) = model.static_inputs(4).values()
+    static.copy_(x)
+    model.sleep()
+    model.wake()
+    assert torch.equal(static, x)
+    assert torch.equal(model(static), wanted[3])
+
+
+def test_waking_without_memory_names_how_much_and_works_later(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        pytest.skip("tests/gpu has this")
+    model, x, wanted = captured(device)
+    model.sleep()
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatorDevice, "free_memory", lambda self: 8)
+        with pytest.raises(sg.AsleepError, match=r"waking needs 0\.00 GiB, and 0\.00 GiB is free on cpu"):
+            model.wake()
+        with pytest.raises(sg.AsleepError, match="is asleep"):
+            model(x)
+    assert model[0].weight.isnan().all()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_a_sleep_that_fails_leaves_everything_awake(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, wanted = captured(device)
+
+    def fails(self: object, size: int) -> Tensor:
+        raise RuntimeError("no pinned memory")
+
+    for kind in (EmulatedRegion, CudaRegion):
+        monkeypatch.setattr(kind, "host_buffer", fails)
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        model.sleep()
+    assert same(answers(model, x), wanted)
+    monkeypatch.undo()
+    model.sleep()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_a_replay_on_another_thread_is_done_before_and_refused_after(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    refused, wrong, done, stop = [0], [0], [0], threading.Event()
+
+    def replay() -> None:
+        with torch.inference_mode():
+            while not stop.is_set():
+                try:
+                    wrong[0] += not torch.equal(model(x), wanted[3])
+                    done[0] += 1
+                except sg.AsleepError:
+                    refused[0] += 1
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    try:
+        for _ in range(20):
+            model.sleep()
+            model.wake()
+        before = done[0]
+        while done[0] < before + 3 and thread.is_alive():
+            pass
+    finally:
+        stop.set()
+        thread.join()
+    assert wrong == [0]
+    assert same(answers(model, x), wanted)
+
+
+def test_a_replay_that_waited_for_the_pool_is_refused(device: torch.device) -> None:
+    """It passed every check before the model went to sleep."""
+    model, x, wanted = captured(device)
+    lock, found = model.graph_manager.pool.lock, []
+
+    def replay() -> None:
+        with torch.inference_mode():
+            try:
+                found.append(model(x))
+            except sg.AsleepError as error:
+                found.append(error)
+
+    with lock:
+        thread = threading.Thread(target=replay)
+        thread.start()
+        thread.join(0.2)
+        model.sleep()
+    thread.join()
+    assert isinstance(found[0], sg.AsleepError)
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_a_sleep_inside_a_capture_or_a_forward_is_refused(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+
+    class Sleeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(sg.CaptureError):
+                model.sleep()
+            return x + 1
+
+    other = sg.wrap(Sleeps().eval(), capture_sizes=[4], progress=False)
+    other.capture_graphs(x)
+    assert torch.equal(other(x), x + 1)
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"weights": "disk"}, "weights"), ({"caches": "drop"}, "caches"), ({"foreign": "ignore"}, "foreign")],
+)
+def test_unknown_options_are_errors(device: torch.device, options: dict[str, Any], message: str) -> None:
+    model, x, wanted = captured(device)
+    with pytest.raises(sg.ConfigError, match=f"{message} is .*expected one of"):
+        model.sleep(**options)
+    with pytest.raises(sg.ConfigError, match=r"part is 'weight'.*did you mean weights"):
+        model.wake(["weight"])
+    with pytest.raises(sg.ConfigError, match="expected 'weights' or 'caches'"), sg.sleepable("graphs"):
+        pass
+    assert same(answers(model, x), wanted)
+
+
+def test_waking_what_is_awake_does_no_harm(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    model.wake()
+    sg.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_graphs_may_be_dropped_while_they_sleep(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    model.sleep()
+    model.reset_graphs()
+    model.wake()
+    assert same([answers(model, x) for _ in range(3)][-1], wanted)
+
+
+def test_a_model_that_is_dropped_asleep_leaves_nothing(device: torch.device) -> None:
+    model, _, _ = captured(device)
+    model.sleep()
+    del model
+    gc.collect()
+    sg.wake()
+    other, x, wanted = captured(device)
+    other.sleep()
+    other.wake()
+    assert same(answers(other, x), wanted)
+
+
+def test_a_process_may_end_asleep(device: torch.device) -> None:
+    script = (
+        "import torch, simplegraph as sg\n"
+        f"with sg.sleepable(device='{device.type}'):\n"
+        f"    model = sg.wrap(torch.nn.Linear(8, 8).to('{device.type}').eval(), progress=False)\n"
+        "with torch.inference_mode():\n"
+        f"    model(torch.ones(2, 8, device='{device.type}'))\n"
+        "sg.sleep()\n"
+        "print('asleep')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert (run.returncode, run.stdout) == (0, "asleep\n"), run.stderr
