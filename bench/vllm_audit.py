@@ -236,11 +236,11 @@ def summarize(audit: Audit, clock: Clock) -> dict[str, Any]:
     own += clock.seconds.get("CudaGraphs._read", 0.0)
     notes: dict[str, int] = {}
     for graph in audit.graphs:
-        for note, count in graph.notes.items():
+        for note, count in graph.reading.notes.items():
             notes[note] = notes.get(note, 0) + count
     return {
         "graphs": len(audit.graphs),
-        "inventoried": sum(bool(graph.nodes) for graph in audit.graphs),
+        "inventoried": sum(bool(graph.reading.nodes) for graph in audit.graphs),
         "nodes": sum(len(graph.nodes) for graph in audit.graphs),
         "named nodes": sum(bool(module) for graph in audit.graphs for _, _, module in graph.nodes),
         "uses": sum(len(graph.uses) for graph in audit.graphs),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from simplegraph import __version__
-from simplegraph.base.errors import install_command
+from simplegraph.base.errors import ConfigError, install_command
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
     from torch import Tensor, device
@@ -275,7 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.program = options.program[options.program[:1] == ["--"] :]
         if not options.program:
             audited.error("no program to run; expected -- python script.py ...")
-        return _audit(options)
+        try:
+            return _audit(options)
+        except ConfigError as error:
+            audited.error(str(error))
     findings = doctor()
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))

@@ -28,25 +28,24 @@ from simplegraph.device.cuda.inventory.host import ProcessMemory
 from simplegraph.device.cuda.inventory.nodes import NodeReader
 from simplegraph.device.cuda.inventory.reading import device_memory
 
-_FIRST, _LAST = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
+_ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams")
 _OTHERS = ("cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
 _CALLS = (*(f"cuGraph{name}" for name in _GRAPH), *_OTHERS)
 
 
-class Address(NamedTuple):
-    """An address that a node of a graph has; not `certain` if it is a word of a struct, which may be padding."""
-
-    value: int
-    certain: bool
-
-
 class Node(NamedTuple):
-    """One node of a graph: a kernel's name in the driver, or what else it does, and its grid and block."""
+    """One node of a graph.
+
+    Attributes:
+        name: of a kernel in the driver, or what else the node does; shape: grid and block of a launch.
+        addresses: that it has for sure; words: of structs, which may be addresses, or padding that holds anything.
+    """
 
     name: str
     shape: str
-    addresses: Sequence[Address]
+    addresses: Sequence[int]
+    words: Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -81,6 +80,9 @@ class Watcher(Protocol):
 class CudaGraphs:
     """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
 
+    Attributes:
+        span: between which addresses words of parameters are read.
+
     Raises:
         ConfigError: the driver lacks a call that reading graphs needs.
     """
@@ -96,6 +98,7 @@ class CudaGraphs:
         self._hooks: Any = importlib.import_module("torch.cuda.graphs")
         self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
         self._handles: dict[str, Any] = {}
+        self.span = _ADDRESSES
 
     def attach(self) -> None:
         """Show captures from now on."""
@@ -197,7 +200,7 @@ class CudaGraphs:
             with ProcessMemory() as memory:
                 reader = _ShapedReader(self._driver, memory)
                 reader.walk([handle] if handle else [])
-                recording.nodes, recording.notes = reader.read(), reader.notes
+                recording.nodes, recording.notes = reader.read(*self.span), reader.notes
         except Exception as error:
             recording.notes[f"{type(error).__name__}: {error}"] += 1
         recording.seconds = time.perf_counter() - started
@@ -211,11 +214,16 @@ class _ShapedReader(NodeReader):
         super().__post_init__()
         self._described: dict[int, tuple[str, str]] = {}
 
-    def read(self) -> list[Node]:
-        words: dict[int, list[Address]] = {}
-        for node in self.words(_FIRST, _LAST, list):
-            words[node[0][0]] = [Address(value, certain) for _, _, value, certain, _ in node]
-        return [Node(*self._described.get(index, ("event", "")), words.get(index, ())) for index in range(self.nodes)]
+    def read(self, low: int, high: int) -> list[Node]:
+        """Return the nodes, with the words of their parameters that lie between two addresses."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for node in self.words(low, high, list):
+            parts = found[node[0][0]] = ([], [])
+            for _, _, value, certain, _ in node:
+                parts[not certain].append(value)
+        nothing: tuple[list[int], list[int]] = ([], [])
+        described = (self._described.get(index, ("event", "")) for index in range(self.nodes))
+        return [Node(*shown, *found.get(index, nothing)) for index, shown in enumerate(described)]
 
     def _launch(self, index: int, node: Any) -> None:
         super()._launch(index, node)
@@ -310,7 +318,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
     nodes = []
     for call in segment._calls or ():
         tensors = [leaf for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
-        addresses = [Address(tensor.data_ptr(), True) for tensor in tensors if tensor.numel()]
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
         nodes.append(Node(str(call.func), "", addresses))
     return CaptureReading(nodes)
 

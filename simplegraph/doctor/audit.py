@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.kernels import readable
-from simplegraph.doctor.attach import Address, CaptureReading, graph_source
+from simplegraph.doctor.attach import CaptureReading, graph_source
 from simplegraph.doctor.owners import Blocks, MemoryOwner, MemorySurvey, State, Use, credible, judge
 
 logger = logging.getLogger("simplegraph")
@@ -73,63 +74,76 @@ class AuditedGraph:
 
     Attributes:
         number: in order of capture; captured_at: the line that did.
-        nodes: (name, shape of launch, module) of each.
-        seconds: the capture took; reading: of these, reading it took.
-        notes: what could not be read.
+        reading: its nodes, and what could not be read.
+        seconds: that the capture took, reading included.
+        modules: by node, the module whose tensor it uses.
         pools: of the allocator, that it uses.
-        replays: since the capture, as far as they are watched.
+        replays: since the capture, as far as they are watched; due: the next that is checked.
         uses: memory that it uses.
-        pending: addresses, of which it is not known yet whose they are: node, and if it is surely one.
-        beside: all addresses of each node, while some are pending.
+        addresses: by which node they are used first, while it is not known whose they are; words: that may be some.
         dropped: True once it was reset, or is gone.
     """
 
     number: int
     captured_at: str
-    nodes: list[tuple[str, str, str]]
+    reading: CaptureReading
     seconds: float
-    reading: float
-    notes: collections.Counter[str]
+    modules: dict[int, str] = dataclasses.field(default_factory=dict)
     pools: set[str] = dataclasses.field(default_factory=set)
     replays: int = 0
     due: int = 1
     uses: dict[tuple[MemoryOwner, Any], Use] = dataclasses.field(default_factory=dict)
-    pending: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
-    beside: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    addresses: dict[int, int] = dataclasses.field(default_factory=dict)
+    words: dict[int, int] = dataclasses.field(default_factory=dict)
     dropped: bool = False
+    reference: weakref.ref[Any] | None = None
+
+    def __post_init__(self) -> None:
+        nodes = self.reading.nodes
+        for index in reversed(range(len(nodes))):
+            self.addresses.update(dict.fromkeys(nodes[index].addresses, index))
+            self.words.update(dict.fromkeys(nodes[index].words, index))
+
+    @property
+    def nodes(self) -> list[tuple[str, str, str]]:
+        """Return name, shape of launch and module of each node."""
+        return [(node.name, node.shape, self.modules.get(at, "")) for at, node in enumerate(self.reading.nodes)]
 
     def settle(self, survey: MemorySurvey, *, only_known: bool = False) -> None:
-        """Say whose the pending addresses are.
+        """Say whose the addresses are.
 
         Args:
             survey: of the memory.
             only_known: it is of a while ago; leave what may have changed since.
         """
+        self.addresses = self._settled(self.addresses, survey, only_known, certain=True)
+        self.words = self._settled(self.words, survey, only_known, certain=False)
+
+    def _settled(
+        self, pending: dict[int, int], survey: MemorySurvey, only_known: bool, *, certain: bool
+    ) -> dict[int, int]:
         left = {}
-        for value, (node, certain) in self.pending.items():
-            owner = survey.find(value)
+        for address, node in pending.items():
+            owner = survey.find(address)
             if only_known and (owner is None or owner.state in (State.POOL, State.FREED) or not owner.alive):
-                left[value] = node, certain
-            elif owner is not None and not (owner.state is State.FREED and self._is_end(value, node, survey)):
-                self._use(owner, Address(value, certain), node)
-        self.pending = left
-        if not left:
-            self.beside = {}
+                left[address] = node
+            elif owner is not None and not (owner.state is State.FREED and self._is_end(address, node, survey)):
+                self._use(owner, address, node, certain)
+        return left
 
     def _is_end(self, address: int, node: int, survey: MemorySurvey) -> bool:
         """True if another of the node's addresses is in memory that ends there, as the end of a tensor does."""
-        blocks = (survey.blocks.find(other) for other in self.beside[node])
+        blocks = map(survey.blocks.find, self.reading.nodes[node].addresses)
         return any(block is not None and block.end == address for block in blocks)
 
-    def _use(self, owner: MemoryOwner, address: Address, node: int) -> None:
+    def _use(self, owner: MemoryOwner, address: int, node: int, certain: bool) -> None:
         if owner.state is State.POOL and owner.block is not None:
             self.pools.add(str(owner.block.pool))
-        slot = owner.slot(address.value)
-        name, shape, _ = self.nodes[node]
+        slot = owner.slot(address)
         if slot is not None:
-            self.nodes[node] = name, shape, slot.name.rpartition(".")[0]
-        if credible(owner, address, name):
-            self.uses.setdefault((owner, slot), Use(owner, slot, address.value, node))
+            self.modules.setdefault(node, slot.name.rpartition(".")[0])
+        if (owner, slot) not in self.uses and credible(owner, address, self.reading.nodes[node].name, certain=certain):
+            self.uses[owner, slot] = Use(owner, slot, address, node)
 
 
 class Audit:
@@ -171,7 +185,7 @@ class Audit:
         self.survey_seconds = 0.0
         self._source = graph_source(self)
         self._by_id: dict[int, AuditedGraph] = {}
-        self._found: dict[tuple[str, MemoryOwner], AuditFinding] = {}
+        self._found: dict[tuple[str, int, str], AuditFinding] = {}
         self._begun: dict[int, float] = {}
         self._survey: MemorySurvey | None = None
         self._next_survey, self._hurried = 0.0, 0
@@ -238,10 +252,10 @@ class Audit:
                 "captured_at": graph.captured_at,
                 "pools": sorted(graph.pools),
                 "seconds": round(graph.seconds, 6),
-                "reading_seconds": round(graph.reading, 6),
+                "reading_seconds": round(graph.reading.seconds, 6),
                 "replays": graph.replays,
                 "dropped": graph.dropped,
-                "notes": dict(graph.notes),
+                "notes": dict(graph.reading.notes),
                 "nodes": [[names[part] for part in node] for node in graph.nodes],
                 "memory": dict(collections.Counter(use.owner.state.name.lower() for use in graph.uses.values())),
             }
@@ -268,7 +282,7 @@ class Audit:
         return {pool: size for pool, size in sizes.items() if pool in used}
 
     def __str__(self) -> str:
-        nodes = sum(len(graph.nodes) for graph in self.graphs)
+        nodes = sum(len(graph.reading.nodes) for graph in self.graphs)
         head = f"{len(self.graphs)} graphs, {nodes} nodes, {self.checks} checks, {len(self.findings)} findings"
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
@@ -280,24 +294,17 @@ class Audit:
                 self._look_around()
             self._begun[threading.get_ident()] = time.perf_counter()
 
-    def capture_ended(self, graph: Any, recording: CaptureReading) -> None:
+    def capture_ended(self, graph: Any, reading: CaptureReading) -> None:
         with self._telling():
             now = time.perf_counter()
-            nodes = [(name, shape, "") for name, shape, _ in recording.nodes]
             seconds = now - self._begun.pop(threading.get_ident(), now)
-            new = AuditedGraph(
-                len(self.graphs) + 1, _capturing_line(), nodes, seconds, recording.seconds, recording.notes
-            )
-            for index, node in enumerate(recording.nodes):
-                new.beside[index] = [value for value, _ in node.addresses]
-                for value, certain in node.addresses:
-                    if value not in new.pending or (certain and not new.pending[value][1]):
-                        new.pending[value] = index, certain
+            new = AuditedGraph(len(self.graphs) + 1, _capturing_line(), reading, seconds)
             if self._survey is not None:
                 new.settle(self._survey, only_known=True)
             self.graphs.append(new)
             self.graph_dropped(id(graph))  # an object that is captured into again
             self._by_id[id(graph)] = new
+            new.reference = weakref.ref(graph, functools.partial(self._gone, id(graph)))
             if not self._watching:
                 self._watching = True
                 self._source.watch_replays(True)
@@ -305,7 +312,10 @@ class Audit:
     def graph_dropped(self, key: int) -> None:
         graph = self._by_id.pop(key, None)
         if graph is not None:
-            graph.dropped, graph.pending = True, {}
+            graph.dropped = True
+
+    def _gone(self, key: int, reference: object) -> None:
+        self.graph_dropped(key)
 
     def replay_begins(self, key: Any) -> None:
         graph = self._by_id.get(id(key))
@@ -323,7 +333,7 @@ class Audit:
 
     def _check_before(self, graph: AuditedGraph) -> None:
         known = len(self.findings)
-        if graph.pending:
+        if graph.addresses or graph.words:
             if self.every != 1 and self._hurried >= _AT_ONCE and time.perf_counter() < self._next_survey:
                 return  # at a later replay
             self._hurried += 1
@@ -377,15 +387,15 @@ class Audit:
         return MemorySurvey(self._blocks(), self._source.device)
 
     def _report(self, graph: AuditedGraph, use: Use, kind: str, now: str) -> AuditFinding:
-        finding = self._found.get((kind, use.owner))
+        then = use.owner.described(use.address)
+        place = kind, use.owner.block.start if use.owner.block is not None else use.address, then
+        finding = self._found.get(place)
         if finding is None:
-            kernel, _, module = graph.nodes[use.node]
+            kernel, module = graph.reading.nodes[use.node].name, graph.modules.get(use.node, "")
             shown = f"{readable(kernel)} of {module}" if module else readable(kernel)
             where = use.owner.block.where if use.owner.block is not None else ""
-            finding = AuditFinding(
-                kind, use.address, use.owner.described(use.address), now, shown, where, [graph.number]
-            )
-            self._found[kind, use.owner] = finding
+            finding = AuditFinding(kind, use.address, then, now, shown, where, [graph.number])
+            self._found[place] = finding
             self.findings.append(finding)
             FOUND[kind] += 1
             logger.warning("simplegraph audit: %s", finding)
@@ -405,18 +415,15 @@ audit = Audit
 
 def start_from_environment() -> None:
     """Attach an audit if the environment asks for one; called in every process of an engine that loads plugins."""
-    path, other = os.environ.get(VARIABLE), Audit.attached
+    path, every, other = os.environ.get(VARIABLE), os.environ.get(EVERY, "100"), Audit.attached
     if not path or (other is not None and other._process == os.getpid()):
         return
     try:
-        Audit.start(int(os.environ.get(EVERY, "100")), path=path)
+        if not every.isdecimal():
+            raise ConfigError(f"{EVERY} is {every!r}; expected a number of replays, or 0 for none.")
+        Audit.start(int(every), path=path)
     except ConfigError as error:
         logger.warning("simplegraph audit: %s", error)
-
-
-def failing(findings: Iterable[AuditFinding], kinds: Collection[str]) -> list[AuditFinding]:
-    """Return the findings of these kinds."""
-    return [finding for finding in findings if finding.kind in kinds]
 
 
 def _own_path(path: str | os.PathLike[str] | None) -> Path | None:

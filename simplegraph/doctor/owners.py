@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
 from simplegraph.device.kernels import launched_by_torch
-from simplegraph.doctor.attach import Address
 
 # Typed loosely because torch leaves it untyped.
 _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
@@ -242,18 +241,19 @@ class Use(NamedTuple):
     node: int
 
 
-def credible(owner: MemoryOwner, address: Address, kernel: str) -> bool:
+def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) -> bool:
     """True if a word in a kernel's parameters is surely an address that the kernel uses.
 
-    A word of a struct may be padding that holds anything, unless it is where a tensor begins. Libraries that torch
-    calls leave arguments that a kernel does not use as they were, so what was given back before is none of theirs.
+    A word of a struct is not certain: it may be padding that holds anything, unless it is where a tensor begins.
+    Libraries that torch calls leave arguments that a kernel does not use as they were, so what was given back before is
+    none of theirs.
     """
     if owner.state in (State.OUTSIDE, State.FREED):
-        return address.certain and not launched_by_torch(kernel)
-    if address.certain or owner.block is None:
-        return address.certain
-    slot = owner.slot(address.value)
-    return address.value in (owner.block.start, slot.start if slot is not None else 0) and owner.state is not State.POOL
+        return certain and not launched_by_torch(kernel)
+    if certain or owner.block is None or owner.state is State.POOL:
+        return certain
+    slot = owner.slot(address)
+    return address in (owner.block.start, slot.start if slot is not None else 0)
 
 
 class Verdict(NamedTuple):
@@ -277,11 +277,10 @@ def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict 
             return None if owner.state is State.OUTSIDE else Verdict("taken", State.OUTSIDE.value)
         return Verdict("unmapped", "no memory of the device any more")
     if owner.state in (State.TENSOR, State.WORKSPACE, State.FREED):
-        moved = use.slot.address() if use.slot is not None else None
         state = "" if block.active else State.FREED.value
-        if use.slot is not None and moved is not None and not use.slot.start <= moved < use.slot.end:
-            what = state or "still allocated"
-            return Verdict("stale", f"{what}, and {use.slot.name} is at {moved:#x}")
+        moved = _moved(use)
+        if moved:
+            return Verdict("stale", f"{state or 'still allocated'}, and {moved}")
         if state:
             return Verdict("freed", state)
     if not owner.alive and block.active:
@@ -289,3 +288,16 @@ def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict 
         if other is not None and other.storages:
             return Verdict("taken", other.described(use.address))
     return None
+
+
+def _moved(use: Use) -> str:
+    """Say where the module's tensor is that was at an address; nothing if one by another name is there still."""
+    if use.slot is None:
+        return ""
+    places = {
+        slot: slot.address() for slot in use.owner.slots if slot.start <= use.slot.start and slot.end >= use.slot.end
+    }
+    now = places[use.slot]
+    if now is None or any(place == slot.start for slot, place in places.items()):
+        return ""
+    return f"{use.slot.name} is at {now:#x}"

@@ -124,6 +124,16 @@ def test_the_environment_asks_for_an_audit(tmp_path: Path, monkeypatch: pytest.M
     audit.stop()
 
 
+def test_a_wrong_environment_is_a_warning_and_stops_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_AUDIT", str(tmp_path / "report.html"))
+    monkeypatch.setenv("SIMPLEGRAPH_AUDIT_EVERY", "often")
+    auditing.start_from_environment()
+    assert sg.Audit.attached is None
+    assert "SIMPLEGRAPH_AUDIT_EVERY is 'often'; expected a number of replays" in caplog.text
+
+
 def test_an_engine_finds_the_plugin() -> None:
     text = (ROOT / "setup.cfg").read_text()
     assert "vllm.general_plugins =\n    simplegraph_audit = simplegraph.doctor.audit:start_from_environment" in text
@@ -201,6 +211,12 @@ def test_the_command_refuses_kinds_that_there_are_not(tmp_path: Path) -> None:
     done = command(tmp_path, "0", options=("--fail-on", "stale,wrong"))
     assert done.returncode == 2
     assert "wrong: expected some of freed, unmapped, taken, stale, nan" in done.stderr
+
+
+def test_the_command_refuses_a_negative_number(tmp_path: Path) -> None:
+    done = command(tmp_path, "0", options=("--every", "-1"))
+    assert done.returncode == 2
+    assert "every is -1; expected a number of replays" in done.stderr
 
 
 def test_the_command_needs_a_program() -> None:

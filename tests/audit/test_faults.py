@@ -194,6 +194,32 @@ def test_a_graph_that_was_reset_is_not_checked(cuda: tuple[Any, DeviceMemory]) -
     assert [graph.dropped for graph in audit.graphs] == [True]
 
 
+def test_a_graph_that_is_gone_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        x = memory.tensor(0)
+        graph = capture(kind(), ("scale", (x,)))
+        graph.replay()
+        del graph, x
+        assert audit.check() == []
+    assert [graph.dropped for graph in audit.graphs] == [True]
+
+
+def test_a_weight_that_is_no_longer_shared_moved_for_one_name_only(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        tied = nn.Module()
+        tied.embedding = tied.head = nn.Parameter(memory.tensor(0))
+        graph = capture(kind(), ("product", (tied.head,)))
+        graph.replay()
+        tied.head = nn.Parameter(memory.tensor(1))
+        graph.replay()
+        assert audit.findings == []
+        tied.embedding = nn.Parameter(memory.tensor(2))
+        graph.replay()
+    assert [finding.kind for finding in audit.findings] == ["stale"]
+
+
 def test_what_cannot_be_read_is_noted_and_stops_nothing(
     cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +229,7 @@ def test_what_cannot_be_read_is_noted_and_stops_nothing(
         graph = capture(kind(), ("scale", (memory.tensor(0),)))
         graph.replay()
     assert graph.replays == 1
-    assert list(audit.graphs[0].notes) == ["ZeroDivisionError: integer division or modulo by zero"]
+    assert list(audit.graphs[0].reading.notes) == ["ZeroDivisionError: integer division or modulo by zero"]
 
 
 def test_a_driver_without_a_call_is_refused_in_words(

@@ -338,7 +338,7 @@ def test_our_own_graphs_show_no_finding(ours: Callable[[], None]) -> None:
     assert audit.graphs
     assert audit.checks
     assert audit.findings == []
-    notes = {note for graph in audit.graphs for note in graph.notes}
+    notes = {note for graph in audit.graphs for note in graph.reading.notes}
     assert not [note for note in notes if "Error" in note], notes
 
 
@@ -412,7 +412,7 @@ def test_capture_and_checks_cost_little(capsys: pytest.CaptureFixture[str]) -> N
                 for _ in range(100):
                     graph.replay()
             torch.cuda.synchronize()
-    reading = sum(graph.reading for graph in audit.graphs)
+    reading = sum(graph.reading.seconds for graph in audit.graphs)
     nodes = sum(len(graph.nodes) for graph in audit.graphs)
     started = time.perf_counter()
     for graph in audit._by_id.values():
