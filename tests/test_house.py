@@ -36,7 +36,7 @@ EXTRAS = {
     "training": 1_480,
     "attention": 1_880,
     "spec_decode": 310,
-    "doctor": 1_170,
+    "doctor": 1_180,
     "sleeping": 600,
     "integrations": 2_620,
 }
