@@ -38,7 +38,7 @@ EXTRAS = {
     "spec_decode": 310,
     "doctor": 1_180,
     "sleeping": 600,
-    "integrations": 2_620,
+    "integrations": 2_590,
 }
 BENCH = 8_520 + 150 + 560 + 220  # and for sleep, for the engine behind HTTP, under load; for the audit of vLLM
 SETTINGS, REASONS = 22, 40

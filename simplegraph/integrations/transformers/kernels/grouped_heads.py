@@ -1,10 +1,4 @@
-"""Attention of one query per row, by a kernel for that, or by torch's without copies of keys and values.
-
-The kernel is Triton's; see `Operators.attend`. Where it does not run: for grouped heads transformers (5.17; later
-releases less often) copies keys and values for every head, in every layer and step, and SDPA converts a boolean mask to
-numbers in every layer. With a single query, the heads of a group can instead be treated as rows of one longer query,
-which gives the same sums, and the mask is converted once per step.
-"""
+"""Attention of one query per row by a kernel for that, which copies no keys and values; see `Operators.attend`."""
 
 from __future__ import annotations
 
@@ -21,74 +15,40 @@ from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.overrides import override_attention
 
 _CHANGES_SUMS = ("softcap", "s_aux", "cache")  # arguments that change the sums or the keys
-# A step's masks as numbers, by the id of the boolean mask, which is kept alive so that its id is not reused.
-_NumericMasks = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
 class _ThreadStep(threading.local):
-    masks: _NumericMasks | None = None  # of this thread's current step; None outside a step
-    operators = Operators()
+    operators = Operators()  # of this thread's current step
 
 
 _STEP = _ThreadStep()
 
 
 @contextlib.contextmanager
-def grouped_heads(operators: Operators | None = None) -> Iterator[None]:
-    """Make this thread's calls of transformers' `sdpa` attention with one query per row copy no keys and values.
+def grouped_heads(operators: Operators) -> Iterator[None]:
+    """Make this thread's calls of transformers' `sdpa` attention with one query per row run on these operators.
 
-    Args:
-        operators: attend where they have a kernel for that; torch does by default.
+    Where they have no kernel for a call, transformers' function serves it.
     """
-    before = _STEP.masks, _STEP.operators
-    _STEP.masks, _STEP.operators = {}, operators or Operators()
+    before, _STEP.operators = _STEP.operators, operators
     try:
         with override_attention("sdpa", sdpa_attention_forward, _attend):
             yield
     finally:
-        _STEP.masks, _STEP.operators = before
+        _STEP.operators = before
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Attend as `sdpa` does; threads outside a step call transformers' function."""
-    known, bias = _STEP.masks, kwargs.get("position_bias")
-    taken = known is not None and not args and _can_group(module, query, key, attention_mask, kwargs)
-    if taken and _is_plain(query, key, bias) and not kwargs.get("dropout"):
-        scale, operators = kwargs.get("scaling"), _STEP.operators
-        if operators.attends(query, key, value, bias):
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            return operators.attend(query, key, value, attention_mask, bias, scale), None
-    if known is None or not taken or bias is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-    rows, heads, _, elements = query.shape
-    shared = key.shape[1]
-    mask = attention_mask
-    if mask is not None:
-        mask = _additive(known, mask, query.dtype, 1 if shared == heads else shared)
-    if shared == heads:
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    # Key heads become rows of the batch, and the query heads of a group its sequence, so the output needs no copy.
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(rows * shared, 1, heads // shared, elements),
-        key.flatten(0, 1).unsqueeze(1),
-        value.flatten(0, 1).unsqueeze(1),
-        attn_mask=mask,
-        dropout_p=kwargs.get("dropout", 0.0),
-        scale=kwargs.get("scaling"),
-    )
-    return output.reshape(rows, 1, heads, value.shape[-1]), None
-
-
-def _additive(known: _NumericMasks, mask: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-    """Convert a boolean mask (rows or 1, 1, 1, length) to (rows * heads, 1, 1, length) numbers to add to scores."""
-    key = id(mask), dtype, heads
-    if key not in known:
-        rows, _, _, length = mask.shape
-        numbers = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        known[key] = mask, numbers.expand(rows, heads, 1, length).reshape(rows * heads, 1, 1, length)
-    return known[key][1]
+    operators, bias = _STEP.operators, kwargs.get("position_bias")
+    taken = not args and not kwargs.get("dropout") and _can_group(module, query, key, attention_mask, kwargs)
+    if taken and _is_plain(query, key, bias) and operators.attends(query, key, value, bias):
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return operators.attend(query, key, value, attention_mask, bias, scale), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _is_plain(query: Tensor, key: Tensor, bias: Any) -> bool:
