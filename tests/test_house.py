@@ -34,7 +34,7 @@ CORE = {
 EXTRAS = {
     "fused": 2_990,
     "training": 1_480,
-    "attention": 1_880,
+    "attention": 1_820,
     "spec_decode": 310,
     "doctor": 1_180,
     "sleeping": 600,

@@ -55,8 +55,8 @@ class EngineConfig:
             layers without a window.
         overlap: plan and launch a step before the previous one has ended.
         two_batch_overlap: "on" splits the steps of full graphs in two micro-batches, one of which computes while ranks
-            sum the other; "auto" those of shapes that are at least 3 % faster for it, "off" none. Not for
-            compiled layers, nor with several tokens in a launch.
+            sum the other; sizes those of graphs of so many tokens; "off" none. Not for compiled layers, nor with
+            several tokens in a launch.
         fused: True to run layers on fused operators; by default in half precision, if Triton's kernels run.
         compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
         progress: show a progress bar while capturing.
@@ -76,7 +76,7 @@ class EngineConfig:
     capture_sizes: tuple[int, ...] | None = None
     tokens_per_launch: int = 1
     overlap: bool = True
-    two_batch_overlap: Literal["off", "auto", "on"] = "off"
+    two_batch_overlap: Literal["off", "on"] | tuple[int, ...] = "off"
     fused: bool | None = None
     compiled: bool = False
     progress: bool = False
@@ -94,8 +94,9 @@ class EngineConfig:
             self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
         )
         able = CudaGraphMode.parse(self.mode).has_full() and not self.compiled and self.tokens_per_launch == 1
-        overlap, expected = self.two_batch_overlap, "'off', or with full graphs 'auto' or 'on'"
-        require(overlap in ("off", "auto", "on") and (able or overlap == "off"), "two_batch_overlap", overlap, expected)
+        overlap, expected = self.two_batch_overlap, "'off', or with full graphs 'on' or a tuple of sizes"
+        allowed = overlap in ("off", "on") or isinstance(overlap, tuple)
+        require(allowed and (able or overlap == "off"), "two_batch_overlap", overlap, expected)
         require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
 
     def micro_batch(self, whole: Sequence[AttentionBackend]) -> list[AttentionBackend]:

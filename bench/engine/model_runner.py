@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class ModelRunner:
             name="engine",
             ranks=ranks,
         )
-        self.overlap = None if config.two_batch_overlap == "off" else self._two_batch_overlap(config.two_batch_overlap)
+        self.overlap = None if config.two_batch_overlap == "off" else self._two_batch_overlap()
         if self.overlap is None:
             self.manager.add_hooks(self.backend)
         self.several = None if config.tokens_per_launch == 1 else self._manager_of_several(ranks)
@@ -134,7 +134,7 @@ class ModelRunner:
         if self.config.compiled:
             most = self.config.max_num_tokens
             self.forward(CudaGraphMode.PIECEWISE, BatchDescriptor(most, min(most, self.config.max_num_seqs)))
-        summary = (self.overlap or self.manager).capture(self.forward)
+        summary = self.manager.capture(self.forward)
         if self.several is None:
             return summary
         more = self.several.capture(self.forward_several)
@@ -235,13 +235,14 @@ class ModelRunner:
         manager.add_hooks(self.backend)
         return manager
 
-    def _two_batch_overlap(self, overlap: Literal["auto", "on"]) -> TwoBatchOverlap:
+    def _two_batch_overlap(self) -> TwoBatchOverlap:
         config, states = self.config, self.states
         micro = [
             _joined(config.micro_batch(self.backends), None if states is None else config.micro_states(states))
             for _ in range(2)
         ]
-        return TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
+        sizes = config.two_batch_overlap
+        return TwoBatchOverlap(self.manager, self.backend, micro, sizes=None if isinstance(sizes, str) else sizes)
 
     def describe(self, plan: StepPlan, batch: Dispatch) -> None:
         """Write a step to the device, for the attention of every group, for recurrent layers and for the model."""

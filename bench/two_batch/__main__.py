@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = options.model or ("8b" if on_gpu else "tiny")
     batches = options.batches or ((64, 128, 256, 512) if on_gpu else (2, 4))
     prompts = options.prompt_tokens or (2048 if on_gpu else 16)
-    found: Figures = {"model": model, "tp": shard.size, "steps": [], "auto": [], "not_available": {}}
+    found: Figures = {"model": model, "tp": shard.size, "steps": [], "not_available": {}}
     with few_threads(device), limited(options.limit):
         workload = Workload(model, (1,), device, lm_head=True, layers=options.layers, shard=shard)
         llama = workload.build()
@@ -51,7 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
                 for figures in steps.measure(llama, ranks, plan):
                     found["steps"].append(figures)
                     _save(options, found, shard.rank)
-                found["auto"] += steps.choices(llama, ranks, plan)
             except EngineError as error:
                 found["not_available"][plan.mode] = str(error)
                 say(f"{plan.mode}: not available: {error}")
@@ -70,14 +69,13 @@ def _save(options: argparse.Namespace, found: Figures, rank: int) -> None:
 
 
 def render(found: Figures) -> str:
-    """Format the steps and the choices as tables."""
+    """Format the steps as a table."""
     rows = [("requests", "tokens", "whole, ms", "halves, ms", "gain", "error", "same tokens")]
     forms = {"requests": "d", "tokens": "d", "whole": ".3f", "halves": ".3f", "gain": "+.1%"}
     forms |= {"relative_error": ".1e", "tokens_equal": ".0%"}
     rows += [tuple(cell(each | each["ms"], name, form) for name, form in forms.items()) for each in found["steps"]]
-    chosen = ", ".join(str(each["tokens"]) for each in found["auto"] if each["chosen"]) or "none"
     on = f"{found['model']} on {found['tp']} rank{'s' * (found['tp'] > 1)}"
-    return "\n".join([f"{on}: steps whole and as two micro-batches", grid(rows), f"chosen by auto: {chosen}"])
+    return "\n".join([f"{on}: steps whole and as two micro-batches", grid(rows)])
 
 
 if __name__ == "__main__":

@@ -105,19 +105,6 @@ def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Fig
             drop_graphs(engine)
 
 
-@torch.inference_mode()
-def choices(llama: Llama, ranks: RankGroup | None, steps: Steps) -> list[Figures]:
-    """Return what "auto" measures and chooses for the graphs of these steps."""
-    engine = _engine(llama, ranks, steps, "auto")
-    overlap: Any = engine.runner.overlap
-    found = [
-        {"tokens": each.num_tokens, "chosen": each in overlap.chosen} | times._asdict()
-        for each, times in overlap.measured.items()
-    ]
-    drop_graphs(engine)
-    return found
-
-
 def _engine(llama: Llama, ranks: RankGroup | None, steps: Steps, overlap: str) -> Engine:
     say(f"capturing {steps.mode} with two_batch_overlap={overlap}")
     engine = start(steps.config(overlap), llama, ranks=ranks)

@@ -84,10 +84,8 @@ def consensus() -> str:
 def two_batch() -> str:
     """Return milliseconds of steps as a whole and as two micro-batches."""
     found = load("h200x2_two_batch")["results"]
-    chosen = {each["tokens"] for each in found["auto"] if each["chosen"]}
     rows = []
     for each in found["steps"]:
         times = [f"{each['ms'][arm]:.2f}" for arm in ("whole", "halves")]
-        auto = "halves" if each["tokens"] in chosen else "whole"
-        rows.append([str(each["requests"]), str(each["tokens"]), *times, f"{each['gain']:+.1%}", auto])
-    return grid(["requests", "tokens", "whole, ms", "in halves, ms", "gain", "`auto` takes"], rows)
+        rows.append([str(each["requests"]), str(each["tokens"]), *times, f"{each['gain']:+.1%}"])
+    return grid(["requests", "tokens", "whole, ms", "in halves, ms", "gain"], rows)

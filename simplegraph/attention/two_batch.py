@@ -12,13 +12,11 @@ cut within a request (SGLang #6328).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
-import statistics
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +25,9 @@ from simplegraph.attention.layers import BackendGroup, LayerBackend, serving_lay
 from simplegraph.attention.metadata.reading import Ints, Pages, int64s
 from simplegraph.attention.recurrent.states import StateMetadata
 from simplegraph.base.config import CudaGraphMode
-from simplegraph.base.errors import CaptureError, ConfigError, InputError
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, bind_forward, headline
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import GraphHooks
 
@@ -39,21 +36,12 @@ logger = logging.getLogger("simplegraph")
 Attention = LayerBackend | BackendGroup
 # The forward of some rows; it yields wherever it has launched a collective and not waited for it.
 Stages = Generator[None, None, Any]
-GAIN = 0.03  # of a step's time, from which on a shape is split
-_ROUNDS, _REPLAYS = 5, 3
-
-
-class StepTimes(NamedTuple):
-    """Milliseconds of a step with and without overlap, medians of several replays on this rank."""
-
-    plain: float
-    overlapped: float
 
 
 class TwoBatchOverlap(GraphHooks):
     """Splits the steps of full graphs in two micro-batches. Joins the manager as hooks, in place of the backend.
 
-    Captures go through `capture`, steps through `set`, and a forward asks `split` how its descriptor runs:
+    Steps go through `set`, and a forward asks `split` how its descriptor runs:
 
         def forward(mode, descriptor):
             if overlap.split(mode, descriptor):
@@ -65,14 +53,14 @@ class TwoBatchOverlap(GraphHooks):
         manager: of the graphs, without hooks of attention.
         whole: the model's backend, or group of backends, for steps that are not split.
         micro: two more such backends, each with metadata of its own, over the caches of `whole`.
-        overlap: "on" splits every full graph of two rows or more; "auto" those that are at least 3 % faster.
+        sizes: tokens of the full graphs that are split; None for all that can be, which are those of two rows or more.
+            A split pays where collectives take long beside the compute; ``python -m bench.two_batch`` measures it.
 
     Attributes:
-        chosen: the descriptors of graphs that are split; None with "auto" until they were measured.
-        measured: the times behind that choice, by descriptor.
+        chosen: the descriptors of graphs that are split.
 
     Raises:
-        ConfigError: the manager has no full graphs, the backends do not go together, or a setting is invalid.
+        ConfigError: the manager has no full graphs, or none of a size, or the backends do not go together.
     """
 
     def __init__(
@@ -81,27 +69,28 @@ class TwoBatchOverlap(GraphHooks):
         whole: Attention,
         micro: Sequence[Attention],
         *,
-        overlap: Literal["auto", "on"] = "auto",
+        sizes: Collection[int] | None = None,
     ) -> None:
-        if overlap not in ("auto", "on"):
-            raise ConfigError(f"overlap is {overlap!r}; expected 'auto' or 'on'.")
         mode = manager.dispatcher.mode
         if not mode.has_full():
             raise ConfigError(f"two-batch overlap needs full graphs, the manager's mode is {mode.name}; leave it out.")
         _check_backends(whole, micro)
-        self.manager, self.whole, self.micro, self.overlap = manager, whole, tuple(micro), overlap
+        self.manager, self.whole, self.micro = manager, whole, tuple(micro)
         self.support, self.max_num_reqs = whole.support, whole.max_num_reqs
         found = ((d, micro_batches(d)) for kind, d in manager.descriptors() if kind is CudaGraphMode.FULL)
-        self._splits = {descriptor: parts for descriptor, parts in found if parts is not None}
-        self.chosen = frozenset(self._splits) if overlap == "on" else None
-        self.measured: dict[BatchDescriptor, StepTimes] = {}
+        able = {descriptor: parts for descriptor, parts in found if parts is not None}
+        self._splits = {each: parts for each, parts in able.items() if sizes is None or each.num_tokens in sizes}
+        self.chosen = frozenset(self._splits)
+        missing = {*(sizes or ())} - {each.num_tokens for each in able}
+        if missing:
+            known = ", ".join(map(str, sorted({each.num_tokens for each in able})))
+            raise ConfigError(f"no full graph of {min(missing)} tokens can be split; sizes may have {known}.")
         self._step: BatchDescriptor | None = None  # whose halves were set last
         manager.add_hooks(self)
 
     @property
     def settings(self) -> Mapping[str, object]:
-        split = None if self.chosen is None else ", ".join(map(str, sorted(self.chosen)))
-        return {"two_batch_overlap": self.overlap, "overlapped_batches": split}
+        return {"two_batch_overlap": "; ".join(map(str, sorted(self.chosen)))}
 
     def split(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> tuple[MicroBatch, MicroBatch] | None:
         """Return the micro-batches that a forward runs as; None if it runs whole.
@@ -109,8 +98,7 @@ class TwoBatchOverlap(GraphHooks):
         A step that was set for a split graph, which then turned out to be missing, runs eagerly in its halves, too.
         """
         eager = mode is CudaGraphMode.NONE and descriptor == self._step
-        full = mode is CudaGraphMode.FULL and self.chosen is not None and descriptor in self.chosen
-        return self._splits[descriptor] if eager or full else None
+        return self._splits.get(descriptor) if eager or mode is CudaGraphMode.FULL else None
 
     def run(self, mode: CudaGraphMode, descriptor: BatchDescriptor, stages: Callable[[slice], Stages]) -> list[Any]:
         """Run a forward as two micro-batches, in turn; call it where `split` does not return None.
@@ -184,64 +172,6 @@ class TwoBatchOverlap(GraphHooks):
             for backend in attention.each:
                 backend.metadata.repeat()
 
-    def capture(self, forward: Forward) -> CaptureSummary:
-        """Capture every graph, after choosing those that are split, which "auto" measures.
-
-        Measured graphs run for real, as warmups do, on dummy steps. With ranks, call it on all of them: a shape is
-        split only if that is faster on every rank. Raises what `CudaGraphManager.capture` raises.
-        """
-        if self.chosen is None:
-            self._choose(forward)
-        return self.manager.capture(forward)
-
-    def _choose(self, forward: Forward) -> None:
-        """Capture what can be split both ways, in pools of their own, and time their replays with empty caches."""
-        ranks, kinds = self.manager.ranks, (frozenset[BatchDescriptor](), frozenset(self._splits))
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "chosen", None)
-            trials = []
-            for kind in kinds:
-                self.chosen = kind
-                trials.append(self._trial(forward))
-                stack.callback(trials[-1].reset)
-            captured = [each for each in self._splits if all(_key(each) in trial.programs for trial in trials)]
-            with ranks.together():
-                for each in captured:
-                    self.measured[each] = self._times(list(zip(kinds, trials, strict=True)), each)
-        slower = {each: times.overlapped > times.plain * (1 - GAIN) for each, times in self.measured.items()}
-        self.chosen = frozenset(each for each, found in slower.items() if not ranks.any(f"overlap of {each}", found))
-
-    def _trial(self, forward: Forward) -> CudaGraphManager:
-        manager = self.manager
-        config = manager.config.replace(progress=False)
-        trial = CudaGraphManager(config, device=manager.device, support=manager.support, name="overlap trial")
-        trial.hooks.extend(manager.hooks)
-        trial.table.ranks = manager.ranks
-        jobs = [CaptureJob(_key(each), *_key(each), bind_forward(forward, *_key(each))) for each in self._splits]
-        with trial.table.trying():
-            failed = trial.new_capture(jobs).run(1).failed
-        for label, error in failed.items():
-            logger.warning("simplegraph: overlap of %s is not measured, and not used: %s", label, headline(str(error)))
-        return trial
-
-    def _times(
-        self, trials: Sequence[tuple[frozenset[BatchDescriptor], CudaGraphManager]], descriptor: BatchDescriptor
-    ) -> StepTimes:
-        """Time the replays of a graph of each kind in turn; the attention plans each once."""
-        replays: dict[Callable[[], None], list[float]] = {}
-        for kind, trial in trials:
-            self.chosen = kind
-            for backend, part in self._serving(*_key(descriptor)):
-                _write_dummy(backend, part)
-            with trial.pool.lock:
-                trial.table.order_streams()
-                trial.table.replay(trial.table.graphs[_key(descriptor)])
-            replays[trial.programs[_key(descriptor)].replay] = []
-        for _ in range(_ROUNDS):
-            for replay, taken in replays.items():
-                taken.append(milliseconds(self.manager.device, replay))
-        return StepTimes(*map(statistics.median, replays.values()))
-
     def _serving(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[tuple[Attention, BatchDescriptor]]:
         """List the backends that serve a graph, each with the shape that it sees."""
         parts = self.split(mode, descriptor)
@@ -250,8 +180,6 @@ class TwoBatchOverlap(GraphHooks):
         return [(backend, part.descriptor) for backend, part in zip(self.micro, parts, strict=True)]
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        if self.chosen is None:
-            raise CaptureError("nothing was measured yet with overlap='auto'; capture by TwoBatchOverlap.capture.")
         for backend, part in self._serving(mode, descriptor):
             backend.before_capture(mode, part)
 
@@ -266,19 +194,6 @@ class TwoBatchOverlap(GraphHooks):
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         for backend, part in self._serving(mode, descriptor):
             backend.end_of_forward(mode, part)
-
-
-def _key(descriptor: BatchDescriptor) -> tuple[CudaGraphMode, BatchDescriptor]:
-    return CudaGraphMode.FULL, descriptor
-
-
-def milliseconds(device: Any, replay: Callable[[], None]) -> float:
-    """Time a replay on the device's clock, as the mean of a few."""
-    replay()
-    begin = device.mark()
-    for _ in range(_REPLAYS):
-        replay()
-    return float(device.mark().ms_since(begin)) / _REPLAYS
 
 
 def _halves(

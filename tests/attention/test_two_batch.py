@@ -13,7 +13,6 @@ from torch import Tensor
 
 from simplegraph import (
     BatchDescriptor,
-    CaptureError,
     CaptureSizeError,
     ConfigError,
     CudaGraphMode,
@@ -50,12 +49,12 @@ class Overlapped(AttentionEngine):
     """Splits its steps; a layer's collective would be launched before each `yield`."""
 
     def __init__(
-        self, device: torch.device, *, make: Any = SDPABackend, overlap: Any = "on", num_heads: int = 4, **settings: Any
+        self, device: torch.device, *, make: Any = SDPABackend, sizes: Any = None, num_heads: int = 4, **settings: Any
     ) -> None:
         super().__init__(make, device, num_heads=num_heads, **settings)
         self.manager.hooks.clear()
         micro = [make(self.cache, self.new_metadata(), num_heads=num_heads) for _ in range(2)]
-        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
+        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, sizes=sizes)
         self.ran: list[tuple[int, int]] = []  # first row and layer
 
     def new_metadata(self) -> BatchMetadata:
@@ -66,7 +65,7 @@ class Overlapped(AttentionEngine):
         return BatchMetadata(**limits, device=whole.device, window=whole.window)
 
     def capture(self) -> Any:
-        return self.overlap.capture(self.forward)
+        return self.manager.capture(self.forward)
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
         if not self.overlap.split(mode, descriptor):
@@ -206,69 +205,14 @@ def test_a_wrong_step_is_refused_and_the_next_one_runs(device: torch.device, wro
     assert served.step(served.requests("decode", 6, 2), 2)[1] <= EXACT
 
 
-def times(monkeypatch: pytest.MonkeyPatch, gains: dict[int, float]) -> None:
-    """Let replays take a millisecond, and those of split graphs less, by the rows of the graph."""
-
-    def found(self: TwoBatchOverlap, trials: Any, descriptor: BatchDescriptor) -> two_batch.StepTimes:
-        return two_batch.StepTimes(1.0, 1.0 - gains[descriptor.num_tokens])
-
-    monkeypatch.setattr(TwoBatchOverlap, "_times", found)
-
-
-def test_auto_splits_the_shapes_that_are_three_percent_faster(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[1, 4, 8, 16])
-    times(monkeypatch, {4: -0.5, 8: 0.02, 16: 0.04})
+def test_only_the_shapes_that_are_named_are_split(device: torch.device) -> None:
+    served = Overlapped(device, sizes=[16], mode="FULL", capture_sizes=[1, 4, 8, 16])
     assert served.capture().failed == {}
     assert served.overlap.chosen == {BatchDescriptor(16, 8)}
-    assert {d.num_tokens: round(each.overlapped, 2) for d, each in served.overlap.measured.items()} == {
-        4: 1.5,
-        8: 0.98,
-        16: 0.96,
-    }
     for seed in range(12):
         ran, error = served.step(served.requests("mixed", 1 + seed % 8, seed), seed)
         assert error <= EXACT
         assert ran in (FULL, NONE)
-
-
-def test_a_measurement_writes_nothing_and_leaves_no_graph(device: torch.device) -> None:
-    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4, 8])
-    served.fill(0)
-    before = served._pages().clone()
-    served.overlap._choose(served.forward)
-    assert torch.equal(served._pages(), before)
-    assert all(each.plain > 0 and each.overlapped > 0 for each in served.overlap.measured.values())
-    assert not served.manager.programs
-    with pytest.raises(ReplayError):
-        served.manager.run(served.manager.dispatch(4, 4), served.forward)  # eagerly, of a step that was not set
-
-
-def test_a_shape_that_cannot_be_captured_in_halves_runs_whole(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4, 8])
-    times(monkeypatch, {4: 0.1, 8: 0.1})
-    stages = served.stages
-
-    def failing(rows: slice) -> two_batch.Stages:
-        found = yield from stages(rows)
-        if rows == slice(2, 4):
-            found[0].sum().item()
-        return found
-
-    served.stages = failing  # type: ignore[method-assign]
-    assert served.capture().failed == {}
-    assert served.overlap.chosen == {BatchDescriptor(8, 8)}
-    assert "overlap of batch size 4 is not measured, and not used" in caplog.text
-    assert served.step(served.requests("decode", 4, 0), 0) == (FULL, pytest.approx(0, abs=EXACT))
-
-
-def test_graphs_are_not_captured_before_auto_has_measured(device: torch.device) -> None:
-    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4])
-    with pytest.raises(CaptureError, match=r"capture by TwoBatchOverlap\.capture"):
-        served.manager.capture(served.forward)
 
 
 def test_a_half_that_fails_leaves_nothing_under_way(device: torch.device) -> None:
@@ -306,8 +250,8 @@ def test_what_cannot_be_split_is_refused_when_it_is_made(device: torch.device) -
     build()
     with pytest.raises(ConfigError, match="mode is PIECEWISE"):
         build(mode="PIECEWISE")
-    with pytest.raises(ConfigError, match="expected 'auto' or 'on'"):
-        build(overlap=True)
+    with pytest.raises(ConfigError, match="no full graph of 7 tokens can be split; sizes may have 2, 4, 8"):
+        build(sizes=[4, 7])
     with pytest.raises(ConfigError, match="two backends share a metadata"):
         build(lambda engine, fresh, limits: [fresh(engine.metadata), fresh(BatchMetadata(**limits))])
     with pytest.raises(ConfigError, match="other caches"):
@@ -332,8 +276,8 @@ class OverlappedStates(StateEngine):
             limits = {"max_num_tokens": 32, "max_num_reqs": self.max_num_reqs, "max_model_len": 10_000}
             made = StateMetadata(**limits, device=device)
             micro.append(Mamba2Backend(self.cache, made, shape=self.shape, weights=self.backend.weights))
-        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, overlap="on")
-        assert self.overlap.capture(self.forward).failed == {}
+        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro)
+        assert self.manager.capture(self.forward).failed == {}
         del vars(self.whole)["set"]
         self.metadata = self
         check_continued(self)

@@ -28,12 +28,21 @@ HEADS, SIZE, LAYERS, ROWS = 4, 8, 2, 8
 WIDTH = HEADS * SIZE
 FULL = CudaGraphMode.FULL
 
+ALL = (2, 4, 8)  # sizes that are split
+
 
 class Ranked:
     """Layers of attention, heads split over ranks, each summed by a collective that the other half computes under."""
 
     def __init__(
-        self, rank: int, size: int, overlap: str | None, *, device: str = "cpu", rows: int = ROWS, **settings: Any
+        self,
+        rank: int,
+        size: int,
+        sizes: tuple[int, ...] | None,
+        *,
+        device: str = "cpu",
+        rows: int = ROWS,
+        **settings: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
         weights = torch.randn(LAYERS, 4, WIDTH, WIDTH, generator=generator) / WIDTH**0.5
@@ -47,7 +56,7 @@ class Ranked:
         self.launched: list[tuple[int, int]] = []  # first row and layer
         ranks = sg.RankGroup(timeout=WAIT if device == "cpu" else 60) if size > 1 else None
         self.manager = sg.CudaGraphManager(device=device, max_num_seqs=rows, progress=False, ranks=ranks, **settings)
-        self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:], overlap=overlap) if overlap else None
+        self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:], sizes=sizes) if sizes else None
         if self.overlap is None:
             self.manager.add_hooks(self.whole)
 
@@ -102,14 +111,13 @@ class Ranked:
 
 
 def serve(
-    rank: int, size: int, overlap: str | None, device: str = "cpu"
+    rank: int, size: int, sizes: tuple[int, ...] | None, device: str = "cpu"
 ) -> tuple[list[Tensor], list[tuple[int, int]], dict[str, Any], Any]:
     if device == "cuda":
         torch.cuda.set_device(rank)
     with torch.inference_mode():
-        served = Ranked(rank, size, overlap, device=device, mode="FULL", capture_sizes=[2, 4, 8])
-        capture = served.overlap.capture if served.overlap else served.manager.capture
-        assert capture(served.forward).failed == {}
+        served = Ranked(rank, size, sizes, device=device, mode="FULL", capture_sizes=[2, 4, 8])
+        assert served.manager.capture(served.forward).failed == {}
         served.launched.clear()
         found = served.steps()
         chosen = served.overlap and sorted(served.overlap.chosen or ())
@@ -118,22 +126,22 @@ def serve(
         return [each.cpu() for each in found], served.launched, stats, chosen
 
 
-@pytest.mark.parametrize("overlap", ["on", "auto"])
-def test_ranks_answer_as_one_rank_that_splits_nothing(overlap: str) -> None:
+@pytest.mark.parametrize("sizes", [ALL, (4,)])
+def test_ranks_answer_as_one_rank_that_splits_nothing(sizes: tuple[int, ...]) -> None:
     expected, *_ = serve(0, 1, None)
-    results = values(run_ranks(serve, 2, overlap))
+    results = values(run_ranks(serve, 2, sizes))
     for found, launched, stats, chosen in results:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         assert (stats["replays"], launched) == (6, [])
         assert chosen == results[0][3]
-        assert overlap == "auto" or [each.num_tokens for each in chosen] == [2, 4, 8]
+        assert tuple(each.num_tokens for each in chosen) == sizes
 
 
 def order_of_collectives(rank: int, size: int) -> list[tuple[int, int]]:
     with torch.inference_mode():
-        served = Ranked(rank, size, "on", mode="FULL", capture_sizes=[8])
-        served.overlap.capture(served.forward)  # type: ignore[union-attr]
+        served = Ranked(rank, size, (8,), mode="FULL", capture_sizes=[8])
+        served.manager.capture(served.forward)
         return served.launched
 
 
@@ -142,44 +150,30 @@ def test_all_ranks_launch_the_halves_collectives_in_turn() -> None:
         assert launched == [(0, 0), (4, 0), (0, 1), (4, 1)] * 2  # of the warmup, and of the capture
 
 
-def capture_with_other_overlap(rank: int, size: int, settings: list[str | None]) -> tuple[str, str, float]:
+def capture_with_other_overlap(rank: int, size: int, settings: list[tuple[int, ...] | None]) -> tuple[str, str, float]:
     with torch.inference_mode():
         served = Ranked(rank, size, settings[rank], mode="FULL", capture_sizes=[2, 4])
-        capture = served.overlap.capture if served.overlap else served.manager.capture
-        return timed_error(lambda: capture(served.forward))
+        return timed_error(lambda: served.manager.capture(served.forward))
 
 
-@pytest.mark.parametrize("settings", [["on", None], ["auto", None], [None, "on"], ["on", "auto"]])
-def test_ranks_that_disagree_about_overlap_all_get_one_error_before_a_capture(settings: list[str | None]) -> None:
+@pytest.mark.parametrize("settings", [[(2, 4), None], [None, (4,)], [(2, 4), (4,)]])
+def test_ranks_that_disagree_about_overlap_all_get_one_error_before_a_capture(
+    settings: list[tuple[int, ...] | None],
+) -> None:
     results = values(run_ranks(capture_with_other_overlap, 2, settings))
     (first, *_), *_ = results
     assert first == "ConfigError"
+    said = [sizes and "; ".join(str(BatchDescriptor(size, size)) for size in sizes) for sizes in settings]
     assert {text for _, text, _ in results} == {
-        f"ranks differ in two_batch_overlap: rank 0 has {settings[0]}, rank 1 has {settings[1]}. Graphs with "
+        f"ranks differ in two_batch_overlap: rank 0 has {said[0]}, rank 1 has {said[1]}. Graphs with "
         "collectives must be captured alike; give every rank the same settings."
     }
     assert max(seconds for *_, seconds in results) < BOUND
 
 
-def measure_differently(rank: int, size: int) -> Any:
-    """Find overlap faster on rank 0 alone, for the largest shape; and on all ranks for the others."""
-    with torch.inference_mode():
-        served = Ranked(rank, size, "auto", mode="FULL", capture_sizes=[2, 4, 8])
-        found = two_batch.StepTimes
-        times = lambda _, each: found(1.0, 0.5 if rank == 0 or each.num_tokens < 8 else 1.5)  # noqa: E731
-        served.overlap._times = times  # type: ignore[method-assign, union-attr]
-        served.overlap.capture(served.forward)  # type: ignore[union-attr]
-        served.steps()
-        return [each.num_tokens for each in sorted(served.overlap.chosen)]  # type: ignore[union-attr, arg-type]
-
-
-def test_a_shape_is_split_only_if_that_is_faster_on_every_rank() -> None:
-    assert values(run_ranks(measure_differently, 2)) == [[2, 4], [2, 4]]
-
-
 def fail_in_a_half(rank: int, size: int) -> tuple[dict[str, Any], list[Tensor]]:
     with torch.inference_mode():
-        served = Ranked(rank, size, "on", mode="FULL", capture_sizes=[4, 8])
+        served = Ranked(rank, size, (4, 8), mode="FULL", capture_sizes=[4, 8])
         stages = served.stages
 
         def failing(rows: slice) -> two_batch.Stages:
@@ -188,7 +182,7 @@ def fail_in_a_half(rank: int, size: int) -> tuple[dict[str, Any], list[Tensor]]:
             return stages(rows)
 
         served.stages = failing  # type: ignore[method-assign]
-        failed = served.overlap.capture(served.forward).failed  # type: ignore[union-attr]
+        failed = served.manager.capture(served.forward).failed
         return {label: str(error) for label, error in failed.items()}, served.steps()
 
 

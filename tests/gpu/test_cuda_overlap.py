@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.models.shard import finish
-from simplegraph import BatchDescriptor, CudaGraphMode
-from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, TwoBatchOverlap, attending, two_batch
+from simplegraph import CudaGraphMode
 from simplegraph.device.cuda.device import CudaDevice
-from simplegraph.manager.manager import CudaGraphManager
 from tests.attention.test_two_batch import Overlapped
 from tests.distributed.launch import run_ranks, values
-from tests.distributed.test_two_batch import Ranked, serve
+from tests.distributed.test_two_batch import ALL, Ranked, serve
 from tests.gpu.attention_backends import ATTENTION, ERROR, FA3, OTHERS, SHAPE
 from tests.gpu.engine_modes import SIZES, TINY, generate
 
@@ -52,12 +49,11 @@ class WithSideStream(Ranked):
         return Beside(self.side, part, 200_000)
 
 
-def steps_of(overlap: str | None, *, forget: bool = False, **settings: Any) -> tuple[list[Tensor], int]:
+def steps_of(sizes: tuple[int, ...] | None, *, forget: bool = False, **settings: Any) -> tuple[list[Tensor], int]:
     """Run six steps with fresh inputs over outputs that hold NaN, without graphs if `forget`; count the replays."""
-    served = WithSideStream(overlap, capture_sizes=[2, 4, 8], **settings)
+    served = WithSideStream(sizes, capture_sizes=[2, 4, 8], **settings)
     if settings["mode"] == "FULL":
-        capture = served.overlap.capture if served.overlap else served.manager.capture
-        assert capture(served.forward).failed == {}
+        assert served.manager.capture(served.forward).failed == {}
     if forget:
         for key in list(served.manager.programs):
             served.manager.table.forget_key(key)
@@ -68,65 +64,20 @@ def steps_of(overlap: str | None, *, forget: bool = False, **settings: Any) -> t
     return found, replays
 
 
-@pytest.mark.parametrize("overlap", ["on", "auto"])
-def test_halves_on_two_streams_in_one_graph_give_eagers_answers(overlap: str) -> None:
+@pytest.mark.parametrize("sizes", [ALL, (4,)])
+def test_halves_on_two_streams_in_one_graph_give_eagers_answers(sizes: tuple[int, ...]) -> None:
     expected, _ = steps_of(None, mode="NONE")
-    found, replays = steps_of(overlap, mode="FULL")
+    found, replays = steps_of(sizes, mode="FULL")
     assert replays == 6
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_replay_in_halves_is_eager_in_halves_to_the_bit() -> None:
-    found, replays = steps_of("on", mode="FULL")
-    eager, others = steps_of("on", mode="FULL", forget=True)
+    found, replays = steps_of(ALL, mode="FULL")
+    eager, others = steps_of(ALL, mode="FULL", forget=True)
     assert (replays, others) == (6, 0)
     assert all(torch.equal(one, other) for one, other in zip(found, eager, strict=True))
-
-
-class Heavy:
-    """Products that take about as long as the work beside them."""
-
-    ROWS, WIDTH, LAYERS = 1024, 4096, 4
-
-    def __init__(self, cycles_per_row: int) -> None:
-        row: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.weights = torch.randn(self.LAYERS, self.WIDTH, self.WIDTH, **row) / self.WIDTH**0.5
-        self.hidden = torch.randn(self.ROWS, self.WIDTH, **row)
-        self.cycles, self.side = cycles_per_row, torch.cuda.Stream()
-        self.cache = PagedKVCache(1, 4, 16, 1, 64, **row)
-        limits: Any = {"max_num_tokens": self.ROWS, "max_num_reqs": 4, "max_model_len": self.ROWS, "page_size": 16}
-        made = [SDPABackend(self.cache, BatchMetadata(**limits, device="cuda"), num_heads=1) for _ in range(3)]
-        self.manager = CudaGraphManager(
-            device="cuda", max_num_seqs=4, capture_sizes=[self.ROWS], progress=False, mode="FULL"
-        )
-        self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:])
-
-    def stages(self, rows: slice) -> two_batch.Stages:
-        hidden = self.hidden[rows]
-        for weight in self.weights:
-            for _ in range(3):
-                hidden = hidden @ weight
-            work = Beside(self.side, hidden, self.cycles * len(hidden))
-            yield
-            work.wait()
-        return hidden
-
-    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
-        if self.overlap.split(mode, descriptor):
-            return torch.cat(self.overlap.run(mode, descriptor, self.stages))
-        with attending(self.overlap.whole, mode, descriptor):
-            return finish(self.stages(slice(0, descriptor.num_tokens)))
-
-
-@pytest.mark.parametrize("cycles_per_row", [0, 400], ids=["alone", "beside"])
-def test_a_shape_is_split_where_its_measured_times_say_so(cycles_per_row: int) -> None:
-    served = Heavy(cycles_per_row)
-    served.overlap.capture(served.forward)
-    ((descriptor, times),) = served.overlap.measured.items()
-    assert min(times) > 0
-    assert served.overlap.chosen == ({descriptor} if times.overlapped <= 0.97 * times.plain else set())
-    served.manager.reset()
 
 
 @pytest.fixture
@@ -139,17 +90,17 @@ def group(tmp_path: Any) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_collectives_of_nccl_on_one_rank() -> None:
     expected, *_ = serve(0, 1, None, "cuda")
-    found, _, stats, _ = serve(0, 1, "on", "cuda")
+    found, _, stats, _ = serve(0, 1, ALL, "cuda")
     assert stats["replays"] == 6
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("overlap", ["on", "auto"])
-def test_two_ranks_answer_as_one_that_splits_nothing(overlap: str) -> None:
+@pytest.mark.parametrize("sizes", [ALL, (4,)])
+def test_two_ranks_answer_as_one_that_splits_nothing(sizes: tuple[int, ...]) -> None:
     expected, *_ = serve(0, 1, None, "cuda")
-    for found, launched, stats, _ in values(run_ranks(serve, 2, overlap, "cuda", backend=BOTH, limit=180)):
+    for found, launched, stats, _ in values(run_ranks(serve, 2, sizes, "cuda", backend=BOTH, limit=180)):
         assert (stats["replays"], launched) == (6, [])
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

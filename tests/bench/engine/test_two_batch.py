@@ -78,14 +78,9 @@ def test_a_request_cancelled_in_an_overlapped_step_leaves_the_others_alone(both:
 
 
 @pytest.mark.parametrize("both", ["llama"], indirect=True)
-def test_only_shapes_that_measure_faster_are_split(both: tuple[Any, Llama], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simplegraph.attention.two_batch import StepTimes, TwoBatchOverlap
-
+def test_only_shapes_that_are_named_are_split(both: tuple[Any, Llama]) -> None:
     reference, llama = both
-    monkeypatch.setattr(
-        TwoBatchOverlap, "_times", lambda self, trials, each: StepTimes(1.0, 0.9 if each.num_tokens == 4 else 1.0)
-    )
-    served = engine(llama, two_batch_overlap="auto", capture_sizes=(2, 4, 8))
+    served = engine(llama, two_batch_overlap=(4,), capture_sizes=(2, 4, 8))
     assert [each.num_tokens for each in served.runner.overlap.chosen] == [4]
     asked = prompts(4)
     assert served.generate(asked, SamplingParams(max_tokens=5)) == [alone(reference, prompt, 5) for prompt in asked]
@@ -119,4 +114,4 @@ def test_recurrent_layers_run_in_halves() -> None:
 
 def test_drafts_are_refused() -> None:
     with pytest.raises(EngineError, match="'off' with drafts"):
-        SpecConfig(two_batch_overlap="auto")
+        SpecConfig(two_batch_overlap="on")

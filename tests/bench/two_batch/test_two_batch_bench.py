@@ -21,12 +21,10 @@ def test_the_program_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
     found = json.loads(out.read_text())["results"]
     assert [(each["requests"], each["tokens"]) for each in found["steps"]] == [(3, 3), (1, 8), (8, 8)]
     assert all(each["ms"].keys() == {"whole", "halves"} and each["tokens_equal"] == 1 for each in found["steps"])
-    assert {each["tokens"] for each in found["auto"]} == {3, 8}
     assert "steps whole and as two micro-batches" in capsys.readouterr().out
 
 
 def test_other_logits_fail_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"requests": 1, "tokens": 1, "ms": {"whole": 1.0, "halves": 1.0}, "gain": 0.0, "tokens_equal": 1.0}
     monkeypatch.setattr(steps, "measure", lambda *_: [figures | {"relative_error": 0.01}])
-    monkeypatch.setattr(steps, "choices", lambda *_: [])
     assert program.main([*LITTLE, "--json", str(tmp_path / "two_batch.json")]) == 1
