@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch, Workload
 from bench.tools import command
 from bench.tools.measure import Figures, say, synchronize
 from bench.tools.neighbor import neighbor
-from bench.tools.options import count, numbers
+from bench.tools.options import Options, count, numbers
 from bench.tools.tables import grid
 from simplegraph.batch.sizes import default_sizes
 
@@ -192,16 +191,15 @@ def _median(cycles: list[Figures], name: str) -> float:
     return statistics.median(cycle[name] for cycle in cycles)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sleep", description=__doc__)
-    parser.add_argument("--model", help="8b, 70b or tiny")
-    parser.add_argument("--layers", type=count, help="instead of the model's own number")
-    parser.add_argument("--sizes", type=numbers, help="captured batch sizes")
-    parser.add_argument("--context", type=count, help="tokens of each request's cache")
-    parser.add_argument("--cycles", type=count, help="how often it sleeps")
-    parser.add_argument("--libraries", action="store_true", help="only print the bytes that libraries alone take")
-    command.run(parser, arguments, default_plan, measure, render)
+OPTIONS: Options = {
+    "--model": {"help": "8b, 70b or tiny"},
+    "--layers": {"type": count, "help": "instead of the model's own number"},
+    "--sizes": {"type": numbers, "help": "captured batch sizes"},
+    "--context": {"type": count, "help": "tokens of each request's cache"},
+    "--cycles": {"type": count, "help": "how often it sleeps"},
+    "--libraries": {"action": "store_true", "help": "only print the bytes that libraries alone take"},
+}
+main = command.of("bench.sleep", __doc__, OPTIONS, default_plan, measure, render)
 
 
 if __name__ == "__main__":
