@@ -182,7 +182,10 @@ MIXING = {
     "written for one count": Piece(
         "if len(h) == 5:\n    self.o$ += 1\nh = h + self.o$", "self.register_buffer('o$', torch.zeros(()))", "rows"
     ),
-    "counted in ones": Piece("h = h * 3 / torch.ones_like(h[:, :1]).sum()", "", "rows"),
+    # No factor of all features, which a norm after it takes away again but for its eps.
+    "counted in ones": Piece(
+        "h = h + torch.linspace(0, 3, W, device=h.device) / torch.ones_like(h[:, :1]).sum()", "", "rows"
+    ),
     "spread": Piece("h = h + torch.linspace(0, 1, len(h), device=h.device)[:, None]", "", "rows"),
     "clipped by all": Piece("h = h * (0.5 / h.norm()).clamp(max=1)", "", "rows"),
     "rarely clipped by all": Piece("h = h * (5 / h.norm()).clamp(max=1)", "", "rare data"),

@@ -24,7 +24,6 @@ from simplegraph.device.emulator.memory import (
     Memory,
     MemoryView,
     Streams,
-    living,
 )
 from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
 from simplegraph.device.emulator.rules import COMPILED
@@ -73,9 +72,10 @@ class EmulatorDevice:
         self._thread = EmulatedThread()
         self._streams = Streams()
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._sizes: dict[int, int] = {}
 
     def new_pool(self) -> GraphPool:
-        return GraphPool(self, Arena(self._memories, self._streams, self._thread), self.current_stream())
+        return GraphPool(self, Arena(self._memories, self._sizes, self._streams, self._thread), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:
         """Give the pool's memory back.
@@ -225,7 +225,7 @@ class EmulatorDevice:
 
     def memory(self) -> MemoryReading:
         """Read it as on a device of its own: exact, so that tests can tell what a capture takes."""
-        reserved = sum(memory.storage.nbytes() for memory in living(self._memories))
+        reserved = sum(self._sizes.values())
         return MemoryReading(_TOTAL_BYTES - reserved, _TOTAL_BYTES, reserved)
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:

@@ -29,7 +29,6 @@ class Memory:
         storage: the memory itself.
         seen_as: the first operator that used it, and the tensor it saw.
         pool: what the emulator knows of the pool it was captured into; None for memory from outside.
-        group: which run of segments of that pool created it.
         poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
         saved: its bytes before the first captured write, while they must be put back.
         value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
@@ -37,8 +36,7 @@ class Memory:
 
     storage: torch.UntypedStorage
     seen_as: str
-    pool: object = None
-    group: int = 0
+    pool: Arena | None = None
     poison: int = 0
     saved: torch.UntypedStorage | None = None
     value: torch.UntypedStorage | None = None
@@ -61,6 +59,8 @@ class Memory:
         return storage
 
     def __del__(self) -> None:
+        if self.pool is not None:
+            self.pool.sizes.pop(vars(self).get("address", 0), None)
         if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
             ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
@@ -190,7 +190,7 @@ class Arena:
     """Keeps what the emulator knows of a pool.
 
     Attributes:
-        memories: what segments of all pools created, by address.
+        memories, sizes: what segments of all pools created, and how many bytes each has, by address.
         group: the run of segments under capture: those of one Program, which replay in order.
         index: how many segments the group has.
         segments: how many segments are live.
@@ -200,12 +200,17 @@ class Arena:
     """
 
     def __init__(
-        self, memories: weakref.WeakValueDictionary[int, Memory], streams: Streams, thread: EmulatedThread
+        self,
+        memories: weakref.WeakValueDictionary[int, Memory],
+        sizes: dict[int, int],
+        streams: Streams,
+        thread: EmulatedThread,
     ) -> None:
         self.group = self.index = self.segments = 0
         self.capturing = self.released = False
         self.retired: list[Memory] = []
-        self.memories, self._streams, self._thread = memories, streams, thread
+        self.memories, self.sizes, self._streams, self._thread = memories, sizes, streams, thread
+        self._group: list[weakref.ref[Memory]] = []
         self._dirty: list[Memory] = []  # written by replays since it was last poisoned
         self._used = self._last = (0, 0)  # (stream, tick), and the place, of the last replay
 
@@ -219,7 +224,7 @@ class Arena:
             state = "was released" if self.released else "is recording another capture already"
             raise EmulatorError(f"the pool {state}; take another one from new_pool().")
         if not continues:
-            self.group, self.index = self.group + 1, 0
+            self.group, self.index, self._group = self.group + 1, 0, []
         if not self.segments:
             self.free()
         self.capturing = True
@@ -233,13 +238,15 @@ class Arena:
         """Take in a new segment and the memory it created; its place is (group, index)."""
         self.index += 1
         self.segments += 1
-        self.memories.update({memory.address: memory for memory in created if memory.address})
+        found = {memory.address: memory for memory in created if memory.address}
+        self.memories.update(found)
+        self.sizes.update({address: memory.storage.nbytes() for address, memory in found.items()})
+        self._group += map(weakref.ref, found.values())
         return self.group, self.index
 
     def of_group(self, *, reusable: bool) -> list[Memory]:
         """List memory of the group's segments that the next one may be given, or that something still owns."""
-        own = (memory for memory in living(self.memories) if memory.pool is self and memory.group == self.group)
-        return [memory for memory in own if memory.reusable() is reusable]
+        return [own for place in self._group if (own := place()) is not None and own.reusable() is reusable]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
         """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, overrides
 from torch.multiprocessing import reductions
 from torch.utils import _python_dispatch
-from torch.utils import _pytree as pytree
 
 from simplegraph.base.constants import SERVING
 from simplegraph.base.errors import EmulatorError, ReplayError
@@ -80,13 +79,13 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         recording = self._recording
-        named = self._names_host(args[1:], kwargs)
-        if (func in self.READS or (func is Tensor.to and named)) and not recording.is_host(args[0]):
+        reads = func in self.READS or (func is Tensor.to and self._names_host(args[1:], kwargs))
+        if reads and not recording.is_host(args[0]):
             recording.fail(f"{rules.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
             recording.fail("pinned memory was allocated, which a capture does not permit")
         from_host = func in self.FACTORIES and kwargs.get("device") is not None and not rules.tensors(*args[:1])
-        if from_host and not named and not SERVING.active:
+        if from_host and not self._names_host(args[1:], kwargs) and not SERVING.active:
             recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
         if func in self.SPLITS and not all(map(recording.is_host, rules.tensors(args[1:], kwargs))):
             recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
@@ -100,10 +99,10 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
     def _moves_to_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """True if a GPU would have the result, for all that this makes or moves on the host."""
-        if func is Tensor.new_tensor:
-            return True
+        if func is not Tensor.to and func not in self.FACTORIES:
+            return func is Tensor.new_tensor
         given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
-        return func in (*self.FACTORIES, Tensor.to) and bool(given) and not self._names_host(args[1:], kwargs)
+        return bool(given) and not self._names_host(args[1:], kwargs)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
@@ -196,11 +195,11 @@ class EmulatedCapture:
         """Refuse what a capture on CUDA refuses; return the tensors among the arguments."""
         if self._reseeded():
             self.fail(_RESEEDED)
-        leaves = pytree.tree_leaves((args, kwargs))
-        for leaf in leaves:
+        given = rules.leaves((args, kwargs))
+        for leaf in given:
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
         if self._all_host(func, args, kwargs, inputs):
             return inputs
         if rules.reads_value(func, kwargs) or rules.waits_for_value(func, args, kwargs, self.is_host):
@@ -232,7 +231,7 @@ class EmulatedCapture:
                 result = func(*args, **kwargs)
         else:
             result = _run_for_shapes(call, args, kwargs, written)
-        results = [(place, leaf) for place, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)]
+        results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
         of_host = rules.host_results(func, args, kwargs, self.is_host)
@@ -245,7 +244,7 @@ class EmulatedCapture:
 
     def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
         """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
+        if not inputs or not all(map(self.is_host, inputs)) or torch.Tag.nondeterministic_seeded in func.tags:
             return False
         return not rules.tensors(*written_args(func, args, kwargs))
 
@@ -329,7 +328,7 @@ class EmulatedCapture:
         new = {key: tensor for key, (_, tensor) in keyed if key not in self._memories}
         for key, tensor in new.items():
             poison = rules.poison_byte(tensor.dtype)
-            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, self.arena.group, poison)
+            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison)
             self._created.add(self._memories[key])
         return [result for key, result in keyed if key in new]
 
@@ -360,7 +359,7 @@ def _as_recorded(func: Any) -> Callable[..., Any]:
         autocast = torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.set_grad_enabled(grad), autocast:
             result = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result) if waits else ():
+        for leaf in rules.leaves(result) if waits else ():
             if isinstance(leaf, Tensor):
                 torch.ops._c10d_functional.wait_tensor(leaf)
             elif hasattr(leaf, "wait"):
@@ -440,7 +439,7 @@ def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) in (list, tuple):
-        return type(tree)(map_tree(kind, change, item) for item in tree)
+        return type(tree)([map_tree(kind, change, item) for item in tree])
     return {key: map_tree(kind, change, item) for key, item in tree.items()} if type(tree) is dict else tree
 
 
@@ -520,7 +519,7 @@ class EmulatorSegment:
             for func, args, kwargs, outputs in self._calls:
                 result = func(*args, **kwargs)
                 if outputs:
-                    results = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+                    results = [result] if isinstance(result, Tensor) else rules.leaves(result)
                     for place, target in outputs:
                         target.copy_(results[place])
         poison(self._undefined_after)
