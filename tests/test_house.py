@@ -36,7 +36,7 @@ EXTRAS = {
     "training": 1_480,
     "attention": 1_820,
     "spec_decode": 310,
-    "doctor": 1_180,
+    "doctor": 1_240,
     "sleeping": 600,
     "integrations": 2_590,
 }

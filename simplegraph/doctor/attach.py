@@ -7,10 +7,13 @@ which are put back afterwards; on the emulator through its segments.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import importlib
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +28,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.device.cuda.inventory.host import ProcessMemory
-from simplegraph.device.cuda.inventory.nodes import NodeReader
+from simplegraph.device.cuda.inventory.nodes import KernelFunction, NodeReader
 from simplegraph.device.cuda.inventory.reading import device_memory
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
@@ -53,14 +56,22 @@ class CaptureReading:
     """What a capture recorded.
 
     Attributes:
-        nodes: in the driver's order.
+        parse: returns the nodes, in the driver's order; later, since a capture should not wait for it.
         notes: what could not be read, and how often.
+        unread: the first node whose parameters could not be read; -1 if there is none.
         seconds: that reading took.
     """
 
-    nodes: Sequence[Node] = ()
+    parse: Callable[[], Sequence[Node]] = tuple
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    unread: int = -1
     seconds: float = 0.0
+
+    @functools.cached_property
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes."""
+        nodes, self.parse = self.parse(), tuple
+        return nodes
 
 
 class Watcher(Protocol):
@@ -68,7 +79,7 @@ class Watcher(Protocol):
 
     def capture_begins(self, graph: Any) -> None: ...
 
-    def capture_ended(self, graph: Any, recording: CaptureReading) -> None: ...
+    def capture_ended(self, graph: Any, reading: CaptureReading) -> None: ...
 
     def replay_begins(self, graph: Any) -> None: ...
 
@@ -103,7 +114,7 @@ class CudaGraphs:
     def attach(self) -> None:
         """Show captures from now on."""
         if self._public:
-            self._hook("capture_start", self._watcher.capture_begins)
+            self._hook("capture_start", self._begun)
             self._hook("capture_end", self._finalized)
             return
         self._replace("capture_begin", self._beginning)
@@ -141,8 +152,13 @@ class CudaGraphs:
     def _hook(self, name: str, function: Callable[[Any], None]) -> None:
         self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
 
+    def _begun(self, graph: Any) -> None:
+        with _paused_collection():
+            self._watcher.capture_begins(graph)
+
     def _finalized(self, graph: Any) -> None:
-        self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph())))
+        with _paused_collection():
+            self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph())))
         # The callback must not hold the graph.
         graph.register_destroy_callback(functools.partial(self._watcher.graph_dropped, id(graph)))
 
@@ -161,9 +177,10 @@ class CudaGraphs:
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
-            recording = self._read(self._under_capture())  # a graph may be gone when its capture has ended
-            original(graph)
-            self._watcher.capture_ended(graph, recording)
+            with _paused_collection():
+                reading = self._read(self._under_capture())  # a graph may be gone when its capture has ended
+                original(graph)
+            self._watcher.capture_ended(graph, reading)
 
         return capture_end
 
@@ -195,16 +212,29 @@ class CudaGraphs:
 
     def _read(self, handle: int) -> CaptureReading:
         """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a capture."""
-        started, recording = time.perf_counter(), CaptureReading()
+        started, reading = time.perf_counter(), CaptureReading()
         try:
             with ProcessMemory() as memory:
                 reader = _ShapedReader(self._driver, memory)
                 reader.walk([handle] if handle else [])
-                recording.nodes, recording.notes = reader.read(*self.span), reader.notes
+                reading.unread = reader.read()
+            reading.parse, reading.notes = lambda: reader.described(*self.span), reader.notes
         except Exception as error:
-            recording.notes[f"{type(error).__name__}: {error}"] += 1
-        recording.seconds = time.perf_counter() - started
-        return recording
+            reading.notes[f"{type(error).__name__}: {error}"] += 1
+        reading.seconds = time.perf_counter() - started
+        return reading
+
+
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Keep the garbage collector away from a capture: a graph that it destroyed would break it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _ShapedReader(NodeReader):
@@ -213,8 +243,18 @@ class _ShapedReader(NodeReader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._described: dict[int, tuple[str, str]] = {}
+        self._packed: list[Any] = []
 
-    def read(self, low: int, high: int) -> list[Node]:
+    def read(self) -> int:
+        """Copy the parameters of launches; return the first node whose parameters cannot be read, -1 for none."""
+        self._copied = super()._read_launches()
+        unread = {index for index, _, _ in self._launches}.difference(index for index, _, _ in self._copied)
+        return min(unread, default=-1)
+
+    def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
+        return self._copied
+
+    def described(self, low: int, high: int) -> list[Node]:
         """Return the nodes, with the words of their parameters that lie between two addresses."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for node in self.words(low, high, list):
@@ -231,6 +271,16 @@ class _ShapedReader(NodeReader):
         sizes = self._kernel.sizes
         grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
         self._described[index] = (function.name if function else "kernel", f"{grid} · {block}")
+        if function is not None and function.layout and not self._kernel.params and self._kernel.extra:
+            self._launches[-1] = index, function, self._list_of(function, self._kernel.extra)
+
+    def _list_of(self, function: KernelFunction, extra: int) -> int:
+        """Make a list of addresses for parameters that a launch got in one buffer, as cuBLAS passes them."""
+        told = self.memory.read([(extra, 32)])[0]
+        words = struct.unpack("<4Q", told or bytes(32))  # CU_LAUNCH_PARAM_BUFFER_POINTER is 1, ..._SIZE is 2
+        start = dict(zip(words[::2], words[1::2], strict=True)).get(1, 0)
+        self._packed.append((ctypes.c_uint64 * len(function.offsets))(*(start + at for at in function.offsets)))
+        return ctypes.addressof(self._packed[-1])
 
     def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
         super()._take(index, addresses)
@@ -320,7 +370,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
         tensors = [leaf for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
         addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
         nodes.append(Node(str(call.func), "", addresses))
-    return CaptureReading(nodes)
+    return CaptureReading(lambda: nodes)
 
 
 def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:

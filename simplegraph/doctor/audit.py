@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,10 @@ class AuditedGraph:
         modules: by node, the module whose tensor it uses.
         pools: of the allocator, that it uses.
         replays: since the capture, as far as they are watched; due: the next that is checked.
-        uses: memory that it uses.
+        uses: memory that it uses; watched: tensors of its modules, if it has kernels that could not be read.
+        fresh: what the memory was when its capture began, until it is settled.
         addresses: by which node they are used first, while it is not known whose they are; words: that may be some.
+        settled: True once it was said whose the addresses are.
         dropped: True once it was reset, or is gone.
     """
 
@@ -93,43 +95,38 @@ class AuditedGraph:
     replays: int = 0
     due: int = 1
     uses: dict[tuple[MemoryOwner, Any], Use] = dataclasses.field(default_factory=dict)
-    addresses: dict[int, int] = dataclasses.field(default_factory=dict)
-    words: dict[int, int] = dataclasses.field(default_factory=dict)
+    watched: dict[int, Sequence[Use]] = dataclasses.field(default_factory=dict)
+    fresh: MemorySurvey | None = None
+    settled: bool = False
     dropped: bool = False
     reference: weakref.ref[Any] | None = None
-
-    def __post_init__(self) -> None:
-        nodes = self.reading.nodes
-        for index in reversed(range(len(nodes))):
-            self.addresses.update(dict.fromkeys(nodes[index].addresses, index))
-            self.words.update(dict.fromkeys(nodes[index].words, index))
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
         """Return name, shape of launch and module of each node."""
         return [(node.name, node.shape, self.modules.get(at, "")) for at, node in enumerate(self.reading.nodes)]
 
-    def settle(self, survey: MemorySurvey, *, only_known: bool = False) -> None:
-        """Say whose the addresses are.
+    def settle(self, survey: MemorySurvey) -> None:
+        """Say whose the addresses are, by the survey from before the capture, or else by one from after."""
+        nodes, self.settled = self.reading.nodes, True
+        for certain in (True, False):
+            first: dict[int, int] = {}
+            for index in reversed(range(len(nodes))):
+                first.update(dict.fromkeys(nodes[index].addresses if certain else nodes[index].words, index))
+            for address, node in first.items():
+                self._settle(address, node, survey, certain=certain)
+        if self.reading.unread >= 0:
+            modules = (self.fresh or survey).modules
+            roots = {slot.root for _, slot in self.uses if slot is not None}
+            self.watched = {root: modules[root] for root in roots & set(modules)}
+        self.fresh = None
 
-        Args:
-            survey: of the memory.
-            only_known: it is of a while ago; leave what may have changed since.
-        """
-        self.addresses = self._settled(self.addresses, survey, only_known, certain=True)
-        self.words = self._settled(self.words, survey, only_known, certain=False)
-
-    def _settled(
-        self, pending: dict[int, int], survey: MemorySurvey, only_known: bool, *, certain: bool
-    ) -> dict[int, int]:
-        left = {}
-        for address, node in pending.items():
+    def _settle(self, address: int, node: int, survey: MemorySurvey, *, certain: bool) -> None:
+        owner = None if self.fresh is None else self.fresh.find(address)
+        if owner is None or owner.state not in (State.TENSOR, State.WORKSPACE):  # what a pool has was not there before
             owner = survey.find(address)
-            if only_known and (owner is None or owner.state in (State.POOL, State.FREED) or not owner.alive):
-                left[address] = node
-            elif owner is not None and not (owner.state is State.FREED and self._is_end(address, node, survey)):
-                self._use(owner, address, node, certain)
-        return left
+        if owner is not None and not (owner.state is State.FREED and self._is_end(address, node, survey)):
+            self._use(owner, address, node, certain)
 
     def _is_end(self, address: int, node: int, survey: MemorySurvey) -> bool:
         """True if another of the node's addresses is in memory that ends there, as the end of a tensor does."""
@@ -186,7 +183,7 @@ class Audit:
         self._source = graph_source(self)
         self._by_id: dict[int, AuditedGraph] = {}
         self._found: dict[tuple[str, int, str], AuditFinding] = {}
-        self._begun: dict[int, float] = {}
+        self._begun: dict[int, tuple[float, MemorySurvey | None]] = {}
         self._survey: MemorySurvey | None = None
         self._next_survey, self._hurried = 0.0, 0
         self._watching = False
@@ -231,7 +228,7 @@ class Audit:
     def check(self) -> list[AuditFinding]:
         """Check every graph that can still be replayed, now; return what is wrong with them."""
         with self._lock:
-            survey = self._look_around()
+            survey = self._settle()
             found = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
         return [finding for findings in found for finding in findings]
 
@@ -290,17 +287,16 @@ class Audit:
 
     def capture_begins(self, graph: Any) -> None:
         with self._telling():
+            fresh = None
             if self._survey is None or time.perf_counter() > self._next_survey:
-                self._look_around()
-            self._begun[threading.get_ident()] = time.perf_counter()
+                fresh = self._look_around()
+            self._begun[threading.get_ident()] = time.perf_counter(), fresh
 
     def capture_ended(self, graph: Any, reading: CaptureReading) -> None:
         with self._telling():
             now = time.perf_counter()
-            seconds = now - self._begun.pop(threading.get_ident(), now)
-            new = AuditedGraph(len(self.graphs) + 1, _capturing_line(), reading, seconds)
-            if self._survey is not None:
-                new.settle(self._survey, only_known=True)
+            begun, fresh = self._begun.pop(threading.get_ident(), (now, None))
+            new = AuditedGraph(len(self.graphs) + 1, _capturing_line(), reading, now - begun, fresh=fresh)
             self.graphs.append(new)
             self.graph_dropped(id(graph))  # an object that is captured into again
             self._by_id[id(graph)] = new
@@ -333,11 +329,11 @@ class Audit:
 
     def _check_before(self, graph: AuditedGraph) -> None:
         known = len(self.findings)
-        if graph.addresses or graph.words:
+        if not graph.settled:
             if self.every != 1 and self._hurried >= _AT_ONCE and time.perf_counter() < self._next_survey:
                 return  # at a later replay
             self._hurried += 1
-            self._look_around()
+            self._settle()
         blocks = self._blocks()
         for other in list(self._by_id.values()) if not self.every else [graph]:
             self._check(other, blocks)
@@ -364,15 +360,21 @@ class Audit:
         return Blocks(self._source.segments(), self._source.is_device_memory)
 
     def _look_around(self) -> MemorySurvey:
-        """Survey the memory, and say of every graph's addresses whose they are."""
+        """Survey the memory; captures and replays do so seldom enough that it takes a small part of the time."""
         started = time.perf_counter()
-        self._survey = MemorySurvey(self._blocks(), self._source.device)
-        for graph in self._by_id.values():
-            graph.settle(self._survey)
+        self._survey = self._survey_now()
         taken = time.perf_counter() - started
         self.survey_seconds += taken
         self._next_survey = started + (1 + _REST) * taken
         return self._survey
+
+    def _settle(self) -> MemorySurvey:
+        """Say whose the addresses of graphs are that were captured since the last time."""
+        survey = self._look_around()
+        for graph in list(self._by_id.values()):
+            if not graph.settled:
+                graph.settle(survey)
+        return survey
 
     def _check(self, graph: AuditedGraph, blocks: Blocks) -> list[AuditFinding]:
         self.checks += 1
@@ -381,6 +383,10 @@ class Audit:
             verdict = judge(use, blocks, survey)
             if verdict is not None:
                 found.append(self._report(graph, use, *verdict))
+        for use in (use for uses in graph.watched.values() for use in uses if (use.owner, use.slot) not in graph.uses):
+            verdict = judge(use, blocks, survey)
+            if verdict is not None and verdict.kind == "stale":
+                found.append(self._report(graph, use._replace(node=graph.reading.unread), *verdict))
         return found
 
     def _survey_now(self) -> MemorySurvey:
@@ -391,8 +397,11 @@ class Audit:
         place = kind, use.owner.block.start if use.owner.block is not None else use.address, then
         finding = self._found.get(place)
         if finding is None:
-            kernel, module = graph.reading.nodes[use.node].name, graph.modules.get(use.node, "")
-            shown = f"{readable(kernel)} of {module}" if module else readable(kernel)
+            shown = readable(graph.reading.nodes[use.node].name)
+            if use.node == graph.reading.unread:
+                shown = f"a kernel whose parameters cannot be read, such as {shown},"
+            elif use.node in graph.modules:
+                shown += f" of {graph.modules[use.node]}"
             where = use.owner.block.where if use.owner.block is not None else ""
             finding = AuditFinding(kind, use.address, then, now, shown, where, [graph.number])
             self._found[place] = finding

@@ -70,13 +70,18 @@ class Blocks:
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of a module by name: the memory that it was in, and how to find the module's tensor of now."""
+    """A tensor of a module by name: the memory that it was in, and how to find the module's tensor of now.
+
+    Attributes:
+        root: the id of the outermost module that has it.
+    """
 
     name: str
     start: int
     end: int
     module: weakref.ref[nn.Module]
     keys: tuple[Any, ...]
+    root: int
 
     def address(self) -> int | None:
         """Return where the module has this tensor now; None if it has none there, or is gone."""
@@ -131,14 +136,28 @@ class MemoryOwner:
         return f"{name} ({self.state.value})" if name else self.state.value
 
 
+class Use(NamedTuple):
+    """The first use that a graph makes of somebody's memory: which node, at which address."""
+
+    owner: MemoryOwner
+    slot: ModuleTensor | None
+    address: int
+    node: int
+
+
 class MemorySurvey:
     """The device's memory at a moment: blocks, live tensors in them, and their names by module.
 
     It looks at every object that the garbage collector knows, which takes some 50 ms in a large process.
+
+    Attributes:
+        blocks: of the allocator.
+        modules: by the id of an outermost module, its parameters and those of modules inside.
     """
 
     def __init__(self, blocks: Blocks, device: str) -> None:
         self.blocks = blocks
+        self.modules: dict[int, list[Use]] = {}
         self._owners: dict[int, MemoryOwner] = {}
         self._found: dict[int, MemoryOwner | None] = {}
         objects = gc.get_objects()
@@ -152,6 +171,8 @@ class MemorySurvey:
             owner = self.find(slot.start)
             if owner is not None:
                 owner.slots.append(slot)
+                if slot.keys[0] == "_parameters":
+                    self.modules.setdefault(slot.root, []).append(Use(owner, slot, slot.start, 0))
         for owner in self._owners.values():
             owner.slots.sort(key=operator.attrgetter("start", "end"))
 
@@ -188,14 +209,15 @@ class MemorySurvey:
 def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
     """List the tensors of modules: parameters, buffers and plain attributes, by the names that the outermost gives."""
     inside = {id(child) for module in modules for child in _members(module, "_modules").values()}
-    todo = [(type(module).__name__, module) for module in modules if id(module) not in inside]
+    todo = [(type(module).__name__, module, id(module)) for module in modules if id(module) not in inside]
     seen: set[int] = set()
     while todo:
-        path, module = todo.pop()
+        path, module, root = todo.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        todo += [(f"{path}.{name}", child) for name, child in _members(module, "_modules").items() if child is not None]
+        children = _members(module, "_modules").items()
+        todo += [(f"{path}.{name}", child, root) for name, child in children if child is not None]
         for name, keys, tensor in _tensors(module):
             with contextlib.suppress(Exception):  # of a subclass without memory
                 if tensor.device.type == device and (start := tensor.data_ptr()):
@@ -203,7 +225,7 @@ def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
                         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
                     )
                     end = start + extent * tensor.element_size()
-                    yield ModuleTensor(f"{path}.{name}", start, end, weakref.ref(module), keys)
+                    yield ModuleTensor(f"{path}.{name}", start, end, weakref.ref(module), keys, root)
 
 
 def _members(module: nn.Module, name: str) -> dict[str, Any]:
@@ -230,15 +252,6 @@ def _user_line(frames: Iterable[dict[str, Any]]) -> str:
 
 
 # What a graph uses, and what became of it.
-
-
-class Use(NamedTuple):
-    """The first use that a graph makes of somebody's memory: which node, at which address."""
-
-    owner: MemoryOwner
-    slot: ModuleTensor | None
-    address: int
-    node: int
 
 
 def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) -> bool:

@@ -226,8 +226,9 @@ def test_the_command_needs_a_program() -> None:
 
 
 def test_findings_are_counted_for_prometheus() -> None:
-    prometheus = pytest.importorskip("simplegraph.integrations.prometheus")
     client = pytest.importorskip("prometheus_client")
+    from simplegraph.integrations import prometheus
+
     registry = client.CollectorRegistry()
     prometheus.register(registry)
     labels = {"kind": "stale"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -250,6 +252,60 @@ def test_an_error_of_the_audits_own_does_not_stop_the_program(
         graph.replay()
     assert graph.replays == 1
     assert "the program goes on" in caplog.text
+
+
+def test_a_moved_weight_is_found_beside_a_kernel_that_cannot_be_read(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        layer = Layer(memory, 0)
+        graph = kind()
+        graph.capture_begin()
+        unread, scale = Kernel("nvjet", pointer(memory.address(0))), Kernel("scale", pointer(memory.address(1)))
+        unread.fill = lambda out: Kernel.fill(unread, out) or setattr(out, "params", None)
+        kind.driver.__init__([unread, scale])
+        graph.capture_end()
+        graph.replay()
+        assert audit.findings == []
+        layer.weight.data = memory.tensor(8)
+        graph.replay()
+    (finding,) = audit.findings
+    assert (finding.kind, finding.kernel) == ("stale", "a kernel whose parameters cannot be read, such as nvjet,")
+    assert "Layer.weight" in finding.then
+
+
+def test_parameters_in_one_buffer_are_read(cuda: tuple[Any, DeviceMemory]) -> None:
+    """As cuBLAS passes them, by `extra` in place of a list."""
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        x = memory.tensor(0)
+        packed = Kernel("gemm", pointer(memory.address(1)), pointer(x.data_ptr()))
+        extra = (ctypes.c_uint64 * 5)(1, ctypes.addressof(packed.buffer), 2, 0, 0)
+        packed.fill = lambda out: (
+            Kernel.fill(packed, out),
+            setattr(out, "params", None),
+            setattr(out, "extra", ctypes.addressof(extra)),
+        )
+        graph = kind()
+        graph.capture_begin()
+        kind.driver.__init__([packed])
+        graph.capture_end()
+        graph.replay()
+        del x
+        graph.replay()
+    assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("freed", "gemm")]
+
+
+def test_a_capture_is_not_disturbed_by_the_collector(cuda: tuple[Any, DeviceMemory]) -> None:
+    """A graph that it destroyed while another is captured would break that capture."""
+    kind, memory = cuda
+    collected: list[bool] = []
+    read = kind.driver.cuGraphGetNodes
+    kind.driver.cuGraphGetNodes = lambda *each: collected.append(gc.isenabled()) or read(*each)
+    with sg.audit():
+        capture(kind(), ("scale", (memory.tensor(0),)))
+    assert (set(collected), gc.isenabled()) == ({False}, True)
 
 
 def test_padding_in_a_struct_is_no_address(cuda: tuple[Any, DeviceMemory]) -> None:

@@ -31,7 +31,7 @@ def _memory_released() -> Iterator[None]:
 def _no_alarm(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No graph is said to touch memory of no tensor, or that was given back, but where a test makes one do so."""
     yield
-    if request.node.path.name != "test_cuda_inventory.py":
+    if request.node.path.name not in ("test_cuda_inventory.py", "test_cuda_audit.py"):
         said = [record.getMessage() for record in caplog.get_records("call")]
         assert not [text for text in said if "belongs to no tensor" in text or "that was given back" in text]
 

@@ -70,7 +70,7 @@ class Engine:
                 self.run()
 
     def run(self) -> None:
-        torch.add(self.model(self.input), 1, out=self.output)
+        torch.add(self.model(self.input * 1), 1, out=self.output)
 
     def replay(self) -> None:
         self.graph.replay()
@@ -289,9 +289,9 @@ def _function() -> None:
 
 
 def _random() -> None:
-    model: Any = sg.wrap(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda(), capture_sizes=[4], progress=False)
+    graphed: Any = sg.wrap(lambda x: x + torch.rand_like(x), exact_shapes=True, progress=False)
     for _ in range(5):
-        model(torch.randn(4, 64, device="cuda"))
+        graphed(torch.randn(4, 64, device="cuda"))
 
 
 def _recaptured() -> None:
@@ -364,8 +364,10 @@ def test_answers_are_equal_to_the_bit_and_replay_is_torchs_own() -> None:
 def test_nodes_are_named_by_module() -> None:
     with sg.audit(every=1) as audit:
         Engine().replay()
-    modules = {module for _, _, module in audit.graphs[0].nodes}
-    assert {"Sequential.0", "Sequential.1", "Sequential.0.product", "Sequential.2.product"} <= modules
+    nodes = audit.graphs[0].nodes
+    modules = {module for _, _, module in nodes}
+    assert {"Sequential.0", "Sequential.1", "Sequential.2"} <= modules
+    print({name for name, _, _ in nodes}, modules, audit.graphs[0].reading.notes)
     assert all(shape for name, shape, _ in audit.graphs[0].nodes if "_add_workspace" in name)
 
 
@@ -401,22 +403,25 @@ def test_capture_and_checks_cost_little(capsys: pytest.CaptureFixture[str]) -> N
 
     with torch.inference_mode(), torch.cuda.stream(stream):
         model(x)
-    capture(4)
+    kept = [capture(4)[0]]  # a pool that lost its last graph cannot be captured into
     plain, audited = [], []
     for _ in range(3):
-        plain.append(capture(16)[1])
+        graphs, seconds = capture(16)
+        kept.append(graphs)
+        plain.append(seconds)
         with sg.audit(every=100) as audit:
             graphs, seconds = capture(16)
+            kept.append(graphs)
             audited.append(seconds)
             for graph in graphs:
                 for _ in range(100):
                     graph.replay()
             torch.cuda.synchronize()
     reading = sum(graph.reading.seconds for graph in audit.graphs)
-    nodes = sum(len(graph.nodes) for graph in audit.graphs)
+    nodes = sum(len(graph.reading.nodes) for graph in audit.graphs)
     started = time.perf_counter()
-    for graph in audit._by_id.values():
-        audit._check(graph, audit._blocks())
+    for audited_graph in audit.graphs:
+        audit._check(audited_graph, audit._blocks())
     checked = (time.perf_counter() - started) / len(audit.graphs)
     with capsys.disabled():
         print(
