@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_230,
+    "base": 1_210,
     "batch": 300,
-    "device": 1_790,
+    "device": 1_780,
     "program": 1_670,
     "distributed": 220,
     "manager": 1_290,
@@ -32,7 +32,7 @@ CORE = {
 }
 # Extras, which the core would not miss.
 EXTRAS = {
-    "fused": 2_990,
+    "fused": 3_010,
     "training": 1_480,
     "attention": 1_820,
     "spec_decode": 310,

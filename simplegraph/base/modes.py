@@ -62,24 +62,15 @@ class Modes(NamedTuple):
         changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
         return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
 
-
-class SavedModes(NamedTuple):
-    """The modes around a break, of which the forward itself set some."""
-
-    modes: Modes
-    changed: frozenset[str]
-    device_type: str
-
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Re-enter the modes that the forward set."""
-        modes, changed = self.modes, self.changed
+    def restored(self, changed: frozenset[str], device_type: str) -> Iterator[None]:
+        """Re-enter those that the forward changed."""
         with contextlib.ExitStack() as stack:
             if "inference" in changed:
-                stack.enter_context(torch.inference_mode(modes.inference))
+                stack.enter_context(torch.inference_mode(self.inference))
             if "grad" in changed or "inference" in changed:  # leaving inference mode switches grad mode on
-                stack.enter_context(torch.set_grad_enabled(modes.grad))
+                stack.enter_context(torch.set_grad_enabled(self.grad))
             if "autocast" in changed:
-                enabled = modes.autocast is not None
-                stack.enter_context(torch.autocast(self.device_type, dtype=modes.autocast, enabled=enabled))
+                enabled = self.autocast is not None
+                stack.enter_context(torch.autocast(device_type, dtype=self.autocast, enabled=enabled))
             yield

@@ -239,16 +239,3 @@ def constant_key(value: Any) -> Hashable:
         return frozenset((type(item), constant_key(item)) for item in value)
     by_text = not isinstance(value, int) and isinstance(value, (slice, numbers.Number))
     return repr(value) if by_text else value
-
-
-class ById:
-    """Puts an object into a key: equal to itself alone, and kept alive, so that its id is not reused."""
-
-    def __init__(self, value: Any) -> None:
-        self.leaf = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and other.leaf is self.leaf
-
-    def __hash__(self) -> int:
-        return id(self.leaf)

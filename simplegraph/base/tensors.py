@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplegraph.base.nested import map_leaves
 from simplegraph.base.operators import wrapper_class
@@ -73,27 +70,3 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)
-
-
-# Who keeps values computed from weights is told that a step wrote these: not every step raises their versions.
-
-_WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def watch_steps(watcher: Any) -> None:
-    """Call a watcher's `note_written` with the storage keys of what steps write, as long as the watcher lives."""
-    _WATCHERS[id(watcher)] = watcher
-    weakref.finalize(watcher, register_optimizer_step_post_hook(after_step).remove)
-
-
-def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Tell watchers what an optimizer writes; torch calls it after every step."""
-    tell_written(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def tell_written(tensors: Iterable[Tensor]) -> None:
-    """Tell watchers, if there are any, that these tensors hold other values."""
-    if _WATCHERS:
-        keys = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
-        for watcher in list(_WATCHERS.values()):
-            watcher.note_written(keys)

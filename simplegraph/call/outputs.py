@@ -147,6 +147,7 @@ class SharedOutputs:
 
     Attributes:
         sources: the inputs that outputs are, or lie in.
+        any: True if outputs share memory with each other, or with inputs.
 
     Raises:
         CannotBind: a replay cannot hand out such outputs.
@@ -175,9 +176,7 @@ class SharedOutputs:
         self._cloned = sorted(left & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
         self.sources = sorted({source for _, source in self._given} | set(inside.values()))
         self._strides = [(source, *_dense(slots[source])) for source in self.sources]
-
-    def __bool__(self) -> bool:
-        return bool(self._repeated or self._given or self._views or self._groups)
+        self.any = bool(self._repeated or self._given or self._views or self._groups)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why this call's outputs cannot lie in its inputs as the captured ones did, if so.

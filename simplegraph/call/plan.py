@@ -72,11 +72,7 @@ class Plan:
         self.debug = table.config.debug
         self._module: weakref.ref[nn.Module] = weakref.ref(call.module)
         self._static = table.config.outputs == "static"
-        self._prepare_inputs(call)
-        self._prepare_outputs(call)
-
-    def _prepare_inputs(self, call: Call) -> None:
-        args, inputs = call.layout.args, self.inputs
+        args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
         self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
@@ -84,6 +80,7 @@ class Plan:
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._same = compared_pairs(args)
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
+        self._prepare_outputs(call)
 
     def _prepare_outputs(self, call: Call) -> None:
         """Find the outputs that must be cloned for the caller."""
@@ -99,7 +96,7 @@ class Plan:
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
-        self._shares = bool(self._shared)
+        self._shares = self._shared.any
         self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._shares

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,6 @@ from torch import Tensor
 # Held during every capture: captures share a stream and the random generators, and gc is paused for all
 # threads. A pool's lock is taken before it, never after.
 CAPTURE_LOCK = threading.RLock()
-
-
-class MemoryReading(NamedTuple):
-    """Bytes of device memory: free and total on the device, and reserved by this process's allocator."""
-
-    free: int
-    total: int
-    reserved: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,9 +148,7 @@ class GraphDevice(Protocol):
         """Note how far the current stream's work is; cheap, and waits for nothing."""
 
     def free_memory(self) -> int:
-        """Return the free bytes of device memory; cheaper than `memory`."""
-
-    def memory(self) -> MemoryReading: ...
+        """Return the free bytes of device memory."""
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         """True if a capture into `pool` allocated the memory of `tensor`."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from simplegraph.base.nested import ById
-
 # By the package that a class, or one that it is derived from, comes from. Absent ones count as None.
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "peft": ("_active_adapter", "active_adapter", "_disable_adapters", "merged_adapters", "scaling"),
@@ -67,3 +65,16 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, dict):
         return dict, tuple((key, _frozen(item)) for key, item in value.items())
     return value if isinstance(value, (str, bool, int, float, type(None))) else ById(value)
+
+
+class ById:
+    """Puts an object into a key: equal to itself alone, and kept alive, so that its id is not reused."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaf = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.leaf is self.leaf
+
+    def __hash__(self) -> int:
+        return id(self.leaf)

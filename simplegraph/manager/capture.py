@@ -242,7 +242,11 @@ class GraphCapture:
             trace = self._trace(job)
             seconds = self._ranks.seconds
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
-            _announce(self.table, job)
+            try:
+                for hooks in self.table.hooks:  # this comes last before the capture
+                    hooks.before_capture(job.mode, job.descriptor)
+            except Exception as error:
+                raise capture_error(error, job.label) from error
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
             program.constants = host.served
@@ -347,15 +351,6 @@ def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     hidden = not show or os.environ.get("RANK", "") not in ("", "0")
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
     return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
-
-
-def _announce(table: ProgramTable, job: CaptureJob) -> None:
-    """Let the hooks get ready; this comes last before the capture."""
-    try:
-        for hooks in table.hooks:
-            hooks.before_capture(job.mode, job.descriptor)
-    except Exception as error:
-        raise capture_error(error, job.label) from error
 
 
 def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:

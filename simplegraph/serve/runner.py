@@ -222,7 +222,12 @@ class GraphRunner:
             self.reset()  # the module itself was moved
             known = self.builder = None
         if known is None:
-            _check_device(device)
+            try:
+                capturing = graph_device(device).is_capturing()
+            except ConfigError as error:
+                raise CannotBind(Reason.ALLOCATOR, str(error)) from None
+            if capturing:  # a manager begins with a capture of its own
+                raise CannotBind(Reason.BUSY, "")
             self.stats.name = module._get_name()
             manager = CudaGraphManager(
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
@@ -407,16 +412,6 @@ def try_replay(
 
 def _argument_of(module: Any) -> str:
     return "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
-
-
-def _check_device(device: torch.device) -> None:
-    """Refuse a device on which a manager cannot be made now. Raises CannotBind."""
-    try:
-        graphs = graph_device(device)
-    except ConfigError as error:
-        raise CannotBind(Reason.ALLOCATOR, str(error)) from None
-    if graphs.is_capturing():  # a manager begins with a capture of its own
-        raise CannotBind(Reason.BUSY, "")
 
 
 @functools.cache

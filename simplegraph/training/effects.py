@@ -19,8 +19,9 @@ from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.modes import autocast_cache, outside_modes
 from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import after_step, storage_key
+from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
+from simplegraph.fused.watched_steps import after_step
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS

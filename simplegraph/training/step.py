@@ -13,7 +13,7 @@ from torch import nn, optim
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
-from simplegraph.base.tensors import tell_written
+from simplegraph.fused.watched_steps import tell_written
 from simplegraph.guard.functions import GraphedFunction, P, R, check_function
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.serve.mixin import wrap

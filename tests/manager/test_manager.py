@@ -21,6 +21,7 @@ from simplegraph import (
     ReplayError,
 )
 from tests.manager.engines import SIZES, WIDTH, Engine
+from tests.support.reserved import reserved
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -117,12 +118,12 @@ def test_dropped_graphs_give_their_memory_back(engine: Engine, measured: None) -
     manager = engine.manager
     if not manager.device.emulated:
         pytest.skip("tests/gpu measures this on a GPU")
-    before = manager.device.memory().reserved
+    before = reserved(manager.device)
     for _ in range(3):
         manager.capture(engine.forward)
-        assert manager.device.memory().reserved >= before + 8 * WIDTH * 4
+        assert reserved(manager.device) >= before + 8 * WIDTH * 4
         manager.reset()
-        assert manager.device.memory().reserved == before
+        assert reserved(manager.device) == before
 
 
 def test_nested_outputs_come_back_as_the_forward_made_them(device: torch.device) -> None:
@@ -186,7 +187,7 @@ def test_every_graph_reports_its_seconds_bytes_and_replays(engine: Engine, measu
 def test_the_memory_estimate_measures_and_leaves_nothing(device: torch.device, measured: None) -> None:
     engine = Engine(device, capture_sizes=[16, 32, 64])
     manager = engine.manager
-    before = manager.device.memory()
+    before = reserved(manager.device)
     estimate = manager.memory_estimate(engine.forward)
     assert estimate.graphs == 3
     assert estimate.bytes == estimate.first_bytes + 2 * estimate.next_bytes
@@ -195,7 +196,7 @@ def test_the_memory_estimate_measures_and_leaves_nothing(device: torch.device, m
     assert manager.stats.captures == 0
     assert {descriptor.num_tokens for _, descriptor, capturing in engine.runs if capturing} == {64, 32, 16}
     if manager.device.emulated:
-        assert manager.device.memory().reserved == before.reserved
+        assert reserved(manager.device) == before
         manager.capture(engine.forward)
         graphs = {graph.size: graph.bytes for graph in manager.stats.graphs.values()}
         assert (estimate.first_bytes, 2 * estimate.next_bytes) == (graphs[64], graphs[32] + graphs[16])

@@ -9,6 +9,7 @@ from torch import nn
 import simplegraph as sg
 from simplegraph.device.select import graph_device
 from tests.manager.engines import Engine
+from tests.support.reserved import reserved
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -47,7 +48,7 @@ def test_resetting_both_managers_frees_the_pool_and_both_can_capture_again(
     pair: tuple[Engine, Engine], measured: None
 ) -> None:
     graphs = pair[0].manager.device
-    before = graphs.memory().reserved
+    before = reserved(graphs)
     for _ in range(2):
         for engine in pair:
             engine.manager.capture(engine.forward)
@@ -56,7 +57,7 @@ def test_resetting_both_managers_frees_the_pool_and_both_can_capture_again(
         for engine in pair:
             engine.manager.reset()
         if graphs.emulated:
-            assert graphs.memory().reserved == before
+            assert reserved(graphs) == before
     for engine in reversed(pair):
         engine.manager.capture(engine.forward)
         engine.step(7)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from tests.module.answers import close
 from tests.module.functions import WIDTH, graphed, rows
+from tests.support.reserved import reserved
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -79,14 +80,14 @@ def test_memory_of_a_static_output_is_given_back_with_its_last_view(device: torc
 
     last_view()  # what the process keeps from its first graphs on
     overwrite_free_memory(device)
-    before = graphs.memory().reserved
+    before = reserved(graphs)
     view = last_view()
     overwrite_free_memory(device)
     assert torch.isfinite(view).all()
-    assert graphs.memory().reserved > before
+    assert reserved(graphs) > before
     del view
     overwrite_free_memory(device)
-    assert graphs.memory().reserved == before
+    assert reserved(graphs) == before
 
 
 def test_a_static_output_may_be_the_input_of_the_call_that_drops_the_graphs(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.call.inputs import slot
-from simplegraph.device.protocol import GraphPool, MemoryReading
+from simplegraph.device.protocol import GraphPool
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.runner import GraphRunner
@@ -93,9 +93,6 @@ class MetaDevice:
 
     def free_memory(self) -> int:
         return 0
-
-    def memory(self) -> MemoryReading:
-        return MemoryReading(0, 0, 0)
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         return False

@@ -23,7 +23,7 @@ from simplegraph.device.cuda.inventory.reading import device_memory, read_invent
 from simplegraph.device.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
 from simplegraph.device.inventory import Inventory, KnownMemory
 from simplegraph.device.kernels import launched_by_torch
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, MemoryReading, order_draws
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, order_draws
 
 logger = logging.getLogger("simplegraph")
 
@@ -240,10 +240,6 @@ class CudaDevice:
 
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[0]
-
-    def memory(self) -> MemoryReading:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return MemoryReading(free, total, torch.cuda.memory_reserved(self.torch_device))
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         handle, address = pool.handle, tensor.data_ptr()

@@ -28,7 +28,7 @@ from simplegraph.device.emulator.memory import (
 from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.inventory import KnownMemory
-from simplegraph.device.protocol import GraphPool, MemoryReading
+from simplegraph.device.protocol import GraphPool
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
@@ -221,12 +221,8 @@ class EmulatorDevice:
         return EmulatorMark(time.perf_counter())
 
     def free_memory(self) -> int:
-        return self.memory().free
-
-    def memory(self) -> MemoryReading:
-        """Read it as on a device of its own: exact, so that tests can tell what a capture takes."""
-        reserved = sum(self._sizes.values())
-        return MemoryReading(_TOTAL_BYTES - reserved, _TOTAL_BYTES, reserved)
+        """Count as on a device of its own: exact, so that tests can tell what a capture takes."""
+        return _TOTAL_BYTES - sum(self._sizes.values())
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         memory = self._captured(tensor)

@@ -13,12 +13,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.base.tensors import storage_key, watch_steps
+from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
 from simplegraph.fused.layers.classes import is_depthwise
 from simplegraph.fused.layers.written import hooked, methods, plain_class
 from simplegraph.fused.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
+from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
 REGION = "_simplegraph_region"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from simplegraph.base.break_operators import name_of, recording_breaks
 from simplegraph.base.errors import BreakError
-from simplegraph.base.modes import Modes, SavedModes
+from simplegraph.base.modes import Modes
 from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.generators import default_generator
@@ -156,7 +156,7 @@ class SegmentRecorder:
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         changed = modes.changed_from(self._ambient)
-        inside = SavedModes(modes, changed, device_type) if changed else None
+        inside = functools.partial(modes.restored, changed, device_type) if changed else None
         return Break(name, function, args, kwargs, rebuilt, inside)
 
 

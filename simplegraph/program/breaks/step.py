@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.base.errors import BreakError
-from simplegraph.base.modes import SavedModes
 from simplegraph.base.nested import ATOMS, TreeSpec, Withheld, constant_key, flatten
 
 Accept = Callable[[Any], str | None]
@@ -160,7 +160,7 @@ class Break:
         function: what is called.
         args, kwargs: what with; graph memory among them is borrowed.
         rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
-        modes: grad mode, inference mode and autocast around the call, where the forward sets any.
+        modes: re-enters grad mode, inference mode and autocast around the call, where the forward sets any.
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
     """
 
@@ -169,7 +169,7 @@ class Break:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rebuilt: Callable[[], Any] | None
-    modes: SavedModes | None
+    modes: Callable[[], AbstractContextManager[None]] | None
     spec: TreeSpec | None = None
     accepts: list[Accept] = dataclasses.field(default_factory=list)
 
@@ -183,7 +183,7 @@ class Break:
         if self.modes is None:
             self._take(self.function(*args, **kwargs))
         else:
-            with self.modes.restored():
+            with self.modes():
                 self._take(self.function(*args, **kwargs))
 
     def _take(self, result: Any) -> None:
