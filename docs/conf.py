@@ -34,7 +34,7 @@ default_role = "literal"  # docstrings name objects in single backticks
 # Types of other projects, unqualified names in annotations, and types of rooms that are no part of the reference.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(torch|numpy|collections|contextlib|pathlib|prometheus_client)\..*|\w+"),
+    ("py:class", r"(torch|numpy|collections|contextlib|os|pathlib|prometheus_client)\..*|\w+"),
     ("py:class", r".*[\[ ].*"),  # a subscripted type, and the first words of a property's docstring
     ("py:class", r"simplegraph\.(base|device|program|manager|guard|call|serve)\..*"),
     ("py:class", r"simplegraph\.(fused|training|distributed|integrations)\..*"),

@@ -116,7 +116,7 @@ def store() -> None:
             else:
                 axis.text(0.5, 0.5, "no such calls", transform=axis.transAxes, ha="center", color="#868e96")
 
-    draw(PICTURE, fill, nrows=3, ncols=3, figsize=(12, 8), sharex=True)
+    draw(PICTURE, fill, nrows=3, ncols=3, figsize=(10, 8), sharex=True)
 
 
 if __name__ == "__main__":
