@@ -26,7 +26,7 @@ CORE = {
     "program": 1_670,
     "distributed": 220,
     "manager": 1_290,
-    "guard": 930,
+    "guard": 940,
     "call": 1_340,
     "serve": 950,
 }

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.reach import CodePlace, Reach
+from simplegraph.manager.stats import GraphStats
 from simplegraph.program.held import ABSENT, is_library, restore
 
 P = ParamSpec("P")
@@ -27,14 +28,6 @@ _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
     "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
     "cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
-)
-
-# What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
-_METHODS = frozenset(
-    {
-        *("configure_graphs", "use_graph_pool", "use_ranks", "static_inputs", "reset_graphs"),
-        *("graph_report", "graph_stats", "graph_manager", "sleep", "wake"),
-    }
 )
 
 
@@ -212,6 +205,16 @@ class GraphedFunction(Generic[P, R]):
         wrapped: the module made of it, wrapped.
     """
 
+    # What it offers beside being called; `__getattr__` gets them from the wrapped module.
+    configure_graphs: Callable[..., None]
+    use_graph_pool: Callable[..., None]
+    use_ranks: Callable[..., None]
+    static_inputs: Callable[..., Any]
+    reset_graphs: Callable[[], None]
+    graph_report: Callable[..., Any]  # a GraphReport
+    graph_stats: GraphStats
+    graph_manager: Any  # a CudaGraphManager
+
     def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self._wrapped = wrapped
@@ -238,13 +241,15 @@ class GraphedFunction(Generic[P, R]):
         with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
             return self._wrapped.capture_graphs(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _METHODS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._wrapped, name)
+    if not TYPE_CHECKING:  # which would then take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in GraphedFunction.__annotations__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._wrapped, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_METHODS})
+        return sorted({*super().__dir__(), *GraphedFunction.__annotations__})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._wrapped._get_name()})"

@@ -274,7 +274,7 @@ def wrap(
         )
     if not isinstance(module, nn.Module):
         if isinstance(module, GraphedFunction):
-            config, module = config or module._wrapped._graph_runner.settings, module.__wrapped__
+            config, module = config or module._wrapped._graph_runner.settings, vars(module)["__wrapped__"]
         check_function(module, "wrap")
         if settings.get("training"):
             raise ConfigError("wrap got a function and training=True, which is for modules; a step is for train_step.")

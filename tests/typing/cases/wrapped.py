@@ -47,4 +47,16 @@ class Mixed(sg.CudaGraphWrapper, Decoder): ...
 
 assert_type(Mixed().graph_stats.replays, int)
 assert_type(Mixed().greet(), str)
+
+
+@sg.wrap
+def double(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+    """Return a multiple."""
+    return x * times
+
+
+assert_type(double(torch.ones(2), times=3), torch.Tensor)
+assert_type(double.graph_stats.replays, int)
+double.graph_rport()  # E: has no attribute "graph_rport"
+double(3)  # E: Argument 1 to "__call__" of "GraphedFunction"
 sg.wrap("Decoder")  # E: No overload variant of "wrap"
