@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,24 +167,25 @@ def _found(name: str) -> Any:
 def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
     """Inject eight faults one after the other; return what is found of each, by the next look at every graph."""
     runner = _found("GPUModelRunner")
-    layers = runner.model.model.layers
-    metadata = _found("FlashAttentionMetadataBuilder")
+
+    def layer(number: int) -> Any:
+        return runner.model.model.layers[number]
 
     def grow(tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(4 * tensor.untyped_storage().nbytes())
 
     def clone_weight() -> None:
-        weight = layers[3].mlp.down_proj.weight
+        weight = layer(3).mlp.down_proj.weight
         weight.data = weight.data.clone()
 
     def move_cache() -> None:
-        attention = layers[5].self_attn.attn
+        attention = layer(2).self_attn.attn
         cache = attention.kv_cache
         moved = torch.zeros_like(cache if isinstance(cache, torch.Tensor) else cache[0])
         attention.kv_cache = moved if isinstance(cache, torch.Tensor) else [moved]
 
     def replace_buffer() -> None:
-        rotary = layers[0].self_attn.rotary_emb
+        rotary = layer(0).self_attn.rotary_emb
         rotary.cos_sin_cache = rotary.cos_sin_cache.clone()
 
     def take_output() -> None:
@@ -208,7 +210,7 @@ def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
     kept: list[torch.Tensor] = []
     injected: dict[str, Callable[[], object]] = {
         "freed workspace": lambda: runner.input_buffers.query_start_loc.untyped_storage().resize_(0),
-        "resized workspace": lambda: grow(metadata.scheduler_metadata),
+        "resized workspace": lambda: grow(_found("FlashAttentionMetadataBuilder").scheduler_metadata),
         "weight.data = clone": clone_weight,
         "moved cache": move_cache,
         "replaced buffer": replace_buffer,
@@ -287,6 +289,15 @@ def check_costs(audit: Audit) -> dict[str, float]:
     }
 
 
+def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """Measure, and go on if that fails: the run is short, and seldom."""
+    try:
+        return measure(*arguments)
+    except Exception:
+        say(measure.__name__, traceback.format_exc())
+        return None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm_audit", description=__doc__)
     parser.add_argument("mode", choices=["full", "default"])
@@ -322,10 +333,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     save()
     if given.captures_only:
         os._exit(0)
-    figures["decode"] = decode(llm, audit)
+    figures["decode"] = attempt(decode, llm, audit)
     save()
     if audit is not None:
-        figures["costs"] = check_costs(audit)
+        figures["costs"] = attempt(check_costs, audit)
         say("costs", figures["costs"])
         figures["no fault"] = [str(finding) for finding in audit.check()]
         say("findings without a fault", figures["no fault"][:5])
@@ -336,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures["report"] = {"bytes": page.stat().st_size, "seconds": round(time.perf_counter() - started, 3)}
         say("report", figures["report"])
         save()
-        figures["faults"] = faults(llm, audit)
+        figures["faults"] = attempt(faults, llm, audit) or {}
         caught = [name for name, found in figures["faults"].items() if found]
         say("faults found", f"{len(caught)} of {len(figures['faults'])}")
         audit.path = None
