@@ -122,9 +122,11 @@ class AuditedGraph:
         self.fresh = None
 
     def _settle(self, address: int, node: int, survey: MemorySurvey, *, certain: bool) -> None:
-        owner = None if self.fresh is None else self.fresh.find(address)
-        if owner is None or owner.state not in (State.TENSOR, State.WORKSPACE):  # what a pool has was not there before
-            owner = survey.find(address)
+        then, owner = None if self.fresh is None else self.fresh.find(address), survey.find(address)
+        # What a pool has was not there before; a tensor may not have been seen, if objects were frozen.
+        unseen = owner is not None and owner.state is State.TENSOR
+        if then is not None and (then.state is State.TENSOR or (then.state is State.WORKSPACE and not unseen)):
+            owner = then
         if owner is not None and not (owner.state is State.FREED and self._is_end(address, node, survey)):
             self._use(owner, address, node, certain)
 

@@ -308,6 +308,22 @@ def test_a_capture_is_not_disturbed_by_the_collector(cuda: tuple[Any, DeviceMemo
     assert (set(collected), gc.isenabled()) == ({False}, True)
 
 
+def test_tensors_that_were_frozen_in_a_capture_are_known_after_it(cuda: tuple[Any, DeviceMemory]) -> None:
+    """Engines freeze their objects while they capture, and the collector lists none of those."""
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        layer = Layer(memory, 0)
+        gc.freeze()
+        try:
+            graph = capture(kind(), ("product", (layer.weight,)))
+        finally:
+            gc.unfreeze()
+        graph.replay()
+        layer.weight.data = memory.tensor(8)
+        graph.replay()
+    assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("stale", "product of Layer")]
+
+
 def test_padding_in_a_struct_is_no_address(cuda: tuple[Any, DeviceMemory]) -> None:
     """A word beside a number may be left from anything: only where a tensor begins is it taken for an address."""
     kind, memory = cuda
