@@ -157,7 +157,8 @@ class CudaRegion(MemoryRegion):
 
     def _queue(self, function: str, target: Any, source: Any, size: int) -> None:
         stream = ctypes.c_void_p(self.device.current_stream())
-        error = getattr(cuda_driver(), function)(target, source, ctypes.c_size_t(size), stream)
+        with torch.cuda.device(self._index):  # whose default stream it may be
+            error = getattr(cuda_driver(), function)(target, source, ctypes.c_size_t(size), stream)
         if error:
             raise RuntimeError(f"CUDA error {error} in {function} of {size} bytes")
 

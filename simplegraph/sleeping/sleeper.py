@@ -20,7 +20,6 @@ from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span,
 from simplegraph.sleeping.sleepable import look, regions
 
 _DOORS = {True: ("run", "replay", "capture", "memory_estimate"), False: ("call", "capture_all", "static_inputs")}
-_NO_STREAM = -1
 _STATE = threading.RLock()  # taken after pools' locks
 _NAPS: list[Nap] = []
 
@@ -62,11 +61,11 @@ class Nap:
         """Let every way to the memory `knock` first. Call with the pools' locks held."""
         for holder in holders:
             self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
-            for pool in {id(each.pool): each.pool for each in holder.managers}.values():
-                self._undo.callback(setattr, pool, "stream", pool.stream)
-                pool.stream = _NO_STREAM  # every replay is ordered behind it, with the pool's lock held
+            # What a replay asks first with the pool's lock held, for which it may be waiting by now.
             for manager in holder.managers:
                 self._close(manager.table, ["order_streams"])
+            for state in [each.state for each in holder.builders if each.state is not None]:
+                self._close(state, ["moved"])
             for module in holder.modules:
                 self._close(module, ["forward"])
                 self._close(module, ["_apply", "load_state_dict"], "weights")

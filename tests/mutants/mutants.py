@@ -11,6 +11,7 @@ UNSEEN = ("tests/module/test_unseen_kernels.py",)
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
+SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
@@ -530,5 +531,47 @@ MUTANTS = [
         "return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}",
         "return self.names or ()",
         ("tests/module/test_failed_captures.py",),
+    ),
+    Mutant(
+        "a call that waited for the pool's lock takes its sleep for a change of the module",
+        "sleeping/sleeper.py",
+        'self._close(state, ["moved"])',
+        "self._close(state, [])",
+        SLEEP,
+    ),
+    Mutant(
+        "weights that no checkpoint has are discarded, too",
+        "sleeping/sleeper.py",
+        'span.address in loaded if part == "weights"',
+        'bool(loaded) if part == "weights"',
+        SLEEP,
+    ),
+    Mutant(
+        "a model sleeps though another reads its memory",
+        "sleeping/sleeper.py",
+        "not places.of(other).isdisjoint(nap.regions)",
+        "False",
+        SLEEP,
+    ),
+    Mutant(
+        "a model wakes where there is no memory",
+        "sleeping/regions.py",
+        "if not region.map(block):",
+        "if region.map(block) is None:",
+        SLEEP,
+    ),
+    Mutant(
+        "a rank wakes though another cannot",
+        "sleeping/sleeper.py",
+        'with _agreed(self.ranks, "waking"):',
+        "with contextlib.nullcontext():",
+        ("tests/distributed/test_sleep.py",),
+    ),
+    Mutant(
+        "a module inside its wrapper runs on memory that sleeps",
+        "sleeping/sleeper.py",
+        'self._close(module, ["forward"])',
+        "self._close(module, [])",
+        SLEEP,
     ),
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from tests.manager.engines import WIDTH, Engine
+from tests.manager.engines import Engine
 
 
 @pytest.fixture
@@ -146,6 +146,7 @@ def test_generation_sleeps_between_two_texts(device: torch.device, inference_mod
 
 def test_an_engine_that_speculates_sleeps_between_two_rounds(device: torch.device) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("bench.engine")
     from bench.engine import SamplingParams
     from bench.engine.spec import SpecEngine
     from bench.engine.spec_config import SpecConfig
@@ -170,49 +171,3 @@ def test_an_engine_that_speculates_sleeps_between_two_rounds(device: torch.devic
         return [request.output for request in requests], sum(each.stats.captures for each in engine.managers)
 
     assert outputs(2, 4) == outputs()
-
-
-class OneOfTwo(sg.RankGroup):
-    """A rank whose peer answers as it is told."""
-
-    def __init__(self) -> None:
-        sg.RankGroup.__mro__[1].__init__(self)  # no process group
-        self.peer: dict[str, tuple[int, str]] = {}
-        self.asked: list[str] = []
-
-    def failures(self, what: str, errors: Any) -> dict[str, tuple[int, str]]:
-        self.asked.append(what)
-        own = {name: (0, str(error)) for name, error in errors.items()}
-        return own | ({what: self.peer[what]} if what in self.peer else {})
-
-    def begin(self, settings: Any, captures: str, device: Any) -> None: ...
-
-    def check_alive(self) -> None: ...
-
-    def _ask(self, question: str, answer: Any) -> list[Any]:
-        return [answer]
-
-    def together(self) -> Any:
-        return sg.RankGroup.__mro__[1].together(self)
-
-
-def test_what_fails_on_another_rank_is_done_on_none(device: torch.device, inference_mode: None) -> None:
-    ranks = OneOfTwo()
-    with torch.inference_mode(False), sg.sleepable(device=device):
-        engine = Engine(device, ranks=ranks)
-    engine.manager.capture(engine.forward)
-    ranks.peer = {"going to sleep": (1, "no pinned memory")}
-    with pytest.raises(sg.AsleepError, match=r"going to sleep failed on rank 1.*\n  no pinned memory"):
-        engine.manager.sleep()
-    engine.step(3)
-    ranks.peer = {"waking": (1, "no memory")}
-    engine.manager.sleep()
-    with pytest.raises(sg.AsleepError, match="waking failed on rank 1"):
-        engine.manager.wake()
-    with pytest.raises(sg.AsleepError, match="is asleep"):
-        engine.manager.run(engine.manager.dispatch(2), engine.forward)
-    ranks.peer = {}
-    engine.manager.wake()
-    engine.step(3)
-    assert ranks.asked[-4:] == ["going to sleep", "going to sleep", "waking", "waking"]
-    assert engine.x.shape[1] == WIDTH

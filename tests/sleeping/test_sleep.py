@@ -362,7 +362,8 @@ def test_a_replay_on_another_thread_is_done_before_and_refused_after(device: tor
     assert same(answers(model, x), wanted)
 
 
-def test_a_replay_that_waited_for_the_pool_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("wake_on_call", [False, True])
+def test_a_replay_that_waited_for_the_pool_is_refused_or_wakes_it(device: torch.device, wake_on_call: bool) -> None:
     """It passed every check before the model went to sleep."""
     model, x, wanted = captured(device)
     lock, found = model.graph_manager.pool.lock, []
@@ -378,11 +379,12 @@ def test_a_replay_that_waited_for_the_pool_is_refused(device: torch.device) -> N
         thread = threading.Thread(target=replay)
         thread.start()
         thread.join(0.2)
-        model.sleep()
+        model.sleep(wake_on_call=wake_on_call)
     thread.join()
-    assert isinstance(found[0], sg.AsleepError)
+    assert torch.equal(found[0], wanted[3]) if wake_on_call else isinstance(found[0], sg.AsleepError)
     model.wake()
     assert same(answers(model, x), wanted)
+    assert model.graph_stats.recaptures == 0
 
 
 def test_a_sleep_inside_a_capture_or_a_forward_is_refused(device: torch.device) -> None:
