@@ -1,7 +1,8 @@
 """``python -m bench.host_overhead.models``: calls of whole models, steady, mixed, and while sizes are captured.
 
-``steady``: the host's us and the ms of a call with static outputs: of ten modules, of the startup's model at batch 1,
-and of the models of `bench.optimized`; each beside the bare replay of such a graph. ``mixed``: calls of the startup's
+``steady``: calls with static outputs: the host's us after the device has been waited for (``us``) and in a row
+(``row_us``), and the ms of a step; of ten modules, of the startup's model at batch 1, and of the models of
+`bench.optimized`; each beside the bare replay of such a graph. ``mixed``: calls of the startup's
 model at many batch sizes, all of them proven, with ``verify`` as users have it beside ``verify=0``, in turn. ``lazy``:
 the longest call of such batches while each size is captured as it comes, beside eager's longest.
 """
@@ -26,7 +27,7 @@ from bench.optimized.shapes import MODELS, available
 from bench.tools import command
 from bench.tools.files import save_figures
 from bench.tools.lean_capture import LeanCapture
-from bench.tools.measure import Figures, host_microseconds, say, seconds, step_milliseconds, synchronize
+from bench.tools.measure import Call, Figures, host_microseconds, say, seconds, step_milliseconds, synchronize
 from bench.tools.options import Options, count, model_name, name_list
 from bench.tools.replays import NotReplayed, Replays, Served
 from bench.tools.tables import cell, grid
@@ -110,10 +111,24 @@ def _steady(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figur
         try:
             for kind, call in calls.items():
                 found[f"{kind}us"] = host_microseconds(call, device, calls=200)
+                found[f"{kind}row_us"] = _in_a_row(call, device)
                 found[f"{kind}ms"] = step_milliseconds(call, device)
         except NotReplayed as reason:  # the other models go on
             found["failed"] = str(reason)
         yield name, found
+
+
+def _in_a_row(call: Call, device: torch.device, calls: int = 30, rounds: int = 7) -> float:
+    """Measure the median us to issue a call among others in a row, which a GPU works off behind them."""
+    taken = []
+    for _ in range(rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken.append((time.perf_counter() - began) / calls * 1e6)
+    synchronize(device)
+    return statistics.median(taken)
 
 
 def _modules(

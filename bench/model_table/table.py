@@ -23,6 +23,7 @@ from bench.model_table.entries import CATEGORIES, ENTRIES, TableEntry
 from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
 from bench.model_table.times import AT_MOST_KERNELS, within_kernels
 from bench.tools import command, fresh
+from bench.tools.environment import commit
 from bench.tools.files import known_rows, save_figures
 from bench.tools.measure import Figures, say
 from bench.tools.options import Options, count, name_list
@@ -103,7 +104,9 @@ class _Measurement:
             say(f"{self._seconds():.0f} s, {name}: {row['column']}{_because(row)}{_times(row)}")
             self._todo = {other: entry for other, entry in self._todo.items() if other != name}
             entry = BY_NAME[name]
-            self._keep(name, {"category": entry.category, "integration": entry.integration} | row)
+            self._keep(
+                name, {"category": entry.category, "integration": entry.integration, "commit": commit()[:7]} | row
+            )
 
     def _keep(self, name: str, row: Figures) -> None:
         """Keep the row, unless an earlier try was a better one."""

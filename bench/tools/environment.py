@@ -23,8 +23,8 @@ LIBRARIES = (
     *("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-bindings"),
     "numpy",
 )
-# Packages of FlashAttention-3's kernels, which may lie beside others without a version.
-KERNELS = ("vllm_flash_attn", "flash_attn_interface")
+# Packages of FlashAttention-3's kernels, which may lie beside others, or in vLLM, without a version.
+KERNELS = ("vllm_flash_attn", "flash_attn_interface", "vllm/vllm_flash_attn")
 GIT_SECONDS = 10
 
 
@@ -97,9 +97,11 @@ def kernels() -> dict[str, dict[str, int]]:
     """Return the libraries of the installed `KERNELS` with their bytes, by which builds without a version are told."""
     found = {}
     for name in KERNELS:
-        spec = importlib.util.find_spec(name)
+        package, *inside = name.split("/")
+        spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            files = sorted(Path(spec.origin).parent.glob("*.so")) if spec.submodule_search_locations else []
+            folder = Path(spec.origin).parent.joinpath(*inside)
+            files = sorted(folder.glob("*.so")) if spec.submodule_search_locations else []
             found[name] = {file.name: file.stat().st_size for file in files}
     return found
 

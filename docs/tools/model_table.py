@@ -68,7 +68,17 @@ def by_category() -> str:
 def all_rows() -> str:
     """List every model: how it runs, its times, and why it is not full or keeps no limit."""
     return grid(
-        ["model", "served by", "runs", "eager, ms", "graphs, ms", "their kernels, ms", "times faster", "because"],
+        [
+            "model",
+            "served by",
+            "runs",
+            "eager, ms",
+            "graphs, ms",
+            "their kernels, ms",
+            "times faster",
+            "because",
+            "commit",
+        ],
         [_cells(name, row) for name, row in rows().items()],
     )
 
@@ -83,7 +93,8 @@ def _cells(name: str, row: Row) -> list[str]:
         served += f", `tokens_per_launch={row['tokens_per_launch']}`"
     runs = row["column"] + (f", {row['in_parts']:.0%} of its layers" if "in_parts" in row else "")
     said = [] if row["column"] == FULL else [row.get("reason", "").splitlines()[0]] if row.get("reason") else []
-    return [name, served, runs, *times, faster, "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")]
+    because = "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")
+    return [name, served, runs, *times, faster, because, row["commit"]]
 
 
 def _broken(row: Row) -> list[str]:
