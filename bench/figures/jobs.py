@@ -51,10 +51,9 @@ HEADLINE = (
     "h200_training_pairs",
     "h200_training_memory",
     "h200_optimized",
-    "h200_training",
-    "h200_serve_rates",
-    "h200_transformers",
     "h200_host_overhead",
+    "h200_training",
+    "h200_transformers",
 )
 HEADLINE_SECONDS = 25 * 60
 
@@ -87,13 +86,13 @@ def _one_gpu() -> list[Job]:
     calls = _command("bench.host_overhead.models")
     preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     return [
-        Job("h200_startup", startup, ("startup",)),
+        Job("h200_startup", startup, ("startup", "headline")),
         Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
-        Job("h200_model_calls", calls, seconds=150),
+        Job("h200_model_calls", calls, ("model-calls", "headline"), seconds=150),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
@@ -188,9 +187,11 @@ def _families() -> list[Job]:
 
 
 def _beside_the_tables() -> list[Job]:
-    memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step,forward-backward")
+    memory = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
+    shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
     return [
-        Job("h200_training_memory", _command("bench.training", *memory)),
+        Job("h200_training_memory", _command("bench.training", *memory), ("training-memory", "headline")),
+        Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
     ]

@@ -21,10 +21,10 @@ def _startup(path: Path) -> None:
     names = {
         "eager": "eager",
         "plain-loop": "plain loop of torch.cuda.graph",
+        "lean-loop": "lean loop: one warmup, no checks",
         "simplegraph": "simplegraph",
         "simplegraph-fused": "simplegraph, fused layers",
-        "compiled-full (warm)": "compiled and graphs, filled cache",
-        "compiled-full (cold)": "compiled and graphs, empty cache",
+        "simplegraph-lazy": "simplegraph, captured lazily",
     }
     runs = {text: startup()[name] for name, text in names.items()}
 

@@ -54,9 +54,9 @@ def _readme() -> str:
     return grid(["", *names, "faster than eager", "first call, simplegraph / compiled"], rows)
 
 
-def _startup() -> str:
+def _startup(file: str = "h200_startup") -> str:
     rows = []
-    for name, run in startup().items():
+    for name, run in startup(file).items():
         again = run.get("primed")
         kept = f"{(again or run)['device_bytes'] / MIB:.0f}" + ("" if again else r" \*")
         times = [seconds_cell(run, "seconds", "first_output"), seconds_cell(run, "seconds", "ready")]
@@ -66,6 +66,82 @@ def _startup() -> str:
         )
     head = ["arm", "first output, s", "every size ready, s", "the same again in the process, s", "memory kept, MiB"]
     return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
+
+
+def _model_calls() -> str:
+    """Show the host's us of a steady call, now and before, and the ms of a step beside a bare replay."""
+    now, before = (load(f"h200_model_calls{which}")["steady"] for which in ("", "_881db13"))
+    names = {"ten modules": "ten modules", "llama": "the 8 B Llama above, batch 1"} | optimized.MODELS
+    rows = []
+    for key, text in names.items():
+        run, then = now[key], before[key]
+        host = (f"{us:.0f}" for us in (run["bare_us"], run["us"], then["us"]))
+        rows.append(
+            [text, *host, *(f"{run[ms]:.3f}" for ms in ("bare_ms", "ms")), f"{run['ms'] / then['ms'] - 1:+.1%}"]
+        )
+    head = [
+        "a call",
+        "host, us: bare replay",
+        "a call",
+        "at 881db13",
+        "step, ms: bare replay",
+        "a call",
+        "since 881db13",
+    ]
+    return grid(head, rows)
+
+
+def _headline() -> str:
+    """Show what was measured at one commit: ours, and what it is measured beside."""
+    start, calls = startup(), load("h200_model_calls")
+    mixed, lazy = next(iter(calls["mixed"].values())), calls["lazy"]
+    memory = load("h200_training_memory")["workloads"]["vit-b 64"]
+    ready, again = ("seconds", "ready"), ("primed", "seconds", "ready")
+    loops = {"eager": "eager", "lean-loop": "lean loop", "plain-loop": "plain loop"}
+
+    def beside(digits: int, figures: dict[str, float]) -> list[str]:
+        ours, *others = figures.values()
+        texts = [f"{name} {value:.{digits}f} ({ours / value:.2f})" for name, value in list(figures.items())[1:]]
+        return [f"{ours:.{digits}f}", ", ".join(texts)] if others else [f"{ours:.{digits}f}", ""]
+
+    def of_start(*path: str) -> list[str]:
+        arms = {"simplegraph": "simplegraph"} | loops
+        found = {text: seconds_cell(start[name], *path) for name, text in arms.items()}
+        return beside(2, {text: float(seconds) for text, seconds in found.items() if seconds})
+
+    def step(batch: str) -> list[str]:
+        return beside(2, {text: start[name]["step_ms"][batch] for name, text in ({"simplegraph": ""} | loops).items()})
+
+    rows = [
+        ["51 sizes of an 8 B Llama ready, s", *of_start(*ready)],
+        ["the same again in the process, s", *of_start(*again)],
+        ["its step at batch 1, ms", *step("1")],
+        ["its step at batch 64, ms", *step("64")],
+        [
+            "1,000 calls at 48 batch sizes, proven before, s",
+            *beside(2, {"": mixed["verified_seconds"], "`verify=0`": mixed["unverified_seconds"]}),
+        ],
+        [
+            "longest call while sizes are captured lazily, ms",
+            *beside(0, {"": lazy["simplegraph"]["longest_ms"], "eager's longest": lazy["eager"]["longest_ms"]}),
+        ],
+        [
+            "ViT-B, batch 64, `training=True`, MiB",
+            *beside(0, {"": memory["forward-backward"]["reserved_mib"], "eager": memory["eager"]["reserved_mib"]}),
+        ],
+    ]
+    return grid(["one H200", "simplegraph", "beside it (ours over it)"], rows)
+
+
+def _training_memory() -> str:
+    arms = {"eager": "eager", "train-step": "**`train_step`**", "forward-backward": "**`training=True`**"}
+    arms |= {"hand-made": "a graph made by hand"}
+    runs = load("h200_training_memory")["workloads"]["vit-b 64"]
+    rows = []
+    for arm, text in arms.items():
+        over = runs[arm]["reserved_mib"] / runs["eager"]["reserved_mib"]
+        rows.append([text, f"{runs[arm]['ms']:.2f}", f"{runs[arm]['reserved_mib']:,.0f}", f"{over:.2f}"])
+    return grid(["ViT-B, batch 64", "a step, ms", "reserved, MiB", "of eager's"], rows)
 
 
 def _preloaded() -> str:
@@ -327,7 +403,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,
+    "headline": _headline,
     "startup": _startup,
+    "startup-compiled": lambda: _startup("h200_startup_compiled"),
+    "model-calls": _model_calls,
+    "training-memory": _training_memory,
     "startup-preloaded": _preloaded,
     "mixed": _mixed,
     "attention": _attention,

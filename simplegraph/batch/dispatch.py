@@ -251,7 +251,7 @@ def _downgrade_message(
         lost = "any batch"
     return (
         f"mode {mode.name} is lowered to {usable.name}: the attention declares {support.name}, which allows no full "
-        f"graph for {lost}. Such batches run piecewise, at about 9 us for each attention call (H200), with the "
+        f"graph for {lost}. Such batches run piecewise, at about 17 us for each attention call (H200), with the "
         "attention marked as an eager break. Use an attention backend with wider support, or accept it with "
         f"mode='{usable.name}'."
     )

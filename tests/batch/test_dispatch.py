@@ -294,7 +294,7 @@ class TestResolveMode:
             "FULL is lowered to FULL_AND_PIECEWISE",
             "UNIFORM_BATCH",
             "mixed batches",
-            "9 us",
+            "17 us",
             "accept it with mode=",
         ):
             assert part in message
