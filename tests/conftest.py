@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import leave_absent_devices_unseeded
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.device.select import graph_device
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # One GPU for each worker, in turn, of those that are named.
         named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = named[int(config.workerinput["workerid"][2:]) % len(named)]
+    leave_absent_devices_unseeded()
     if not torch.cuda.is_available():
         # Operators are small here: more threads only wait for each other, busily, and longest where cores are shared.
         torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from seeds import leave_absent_devices_unseeded
 
 from tests.fuzz.grammar import (
     CALL_PROMISES,
@@ -244,6 +245,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 def report(seed: int, device: str, without: Collection[str] = (), *, whole: bool = False) -> str | None:
     """Run the program of a seed; return what differs, with its text, or None."""
     torch.set_num_threads(1)  # also in a process of its own
+    leave_absent_devices_unseeded()
     program = random_program(seed, without)
     found = program.difference(device)
     if found is None:
