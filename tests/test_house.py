@@ -35,7 +35,7 @@ EXTRAS = {
     "fused": 3_010,
     "training": 1_480,
     "attention": 1_820,
-    "spec_decode": 310,
+    "spec_decode": 290,
     "doctor": 1_240,
     "sleeping": 600,
     "integrations": 2_590,

@@ -27,7 +27,7 @@ from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
-from simplegraph.attention import attending
+from simplegraph.attention import TritonDecodeBackend, attending
 from simplegraph.device.protocol import GraphPool
 from simplegraph.spec_decode import Accepted, EagleDrafter, Proposals, advance_step
 
@@ -87,10 +87,13 @@ class SpecRunner:
         self.draft_cache = config.cache(range(1), small, weight)
         self.backend = config.backend(self.cache, self.metadata, shape.num_heads)
         self.backends = [self.backend]
-        self._draft_backends = [
+        prefill, decode = (
             config.backend(self.draft_cache, metadata, small.num_heads)
             for metadata in (self.metadata, self._decode_metadata)
-        ]
+        )
+        if not decode.reads_lengths_on_device:  # all decode steps of the draft are one graph
+            decode = TritonDecodeBackend(self.draft_cache, self._decode_metadata, num_heads=small.num_heads)
+        self._draft_backends = [prefill, decode]
         self.model = ServingLlama(llama, self.backend, config.max_num_tokens, fused=config.fused)
         self.proposals = Proposals(config.max_num_seqs, most, self.device)
         self._inputs = StepInputs(config.max_num_tokens, config.max_num_seqs, self.device)
@@ -159,11 +162,7 @@ class SpecRunner:
         after.index_copy_(0, last[drafting:], torch.where(inputs.samples[drafting:reqs] > 0, chosen, known))
         drafter.load(after, inputs.positions[:tokens], found.states[:tokens], last, slots)
         arrived, done = to_host(chosen[:, None])
-        lengths = plan.seq_lens
-        if verified is not None and not drafter.chained:
-            lengths = lengths.copy()
-            lengths[:drafting] += (self.wait(verified) >= 0).sum(axis=1) - (count + 1)
-        drafter.draft(tokens, reqs, None, lengths)
+        drafter.draft(tokens, reqs, None)
         return Arriving(arrived.numpy(), done), verified
 
     @torch.inference_mode()
@@ -188,10 +187,7 @@ class SpecRunner:
         if found is not None:
             self._accept(count, reqs, Computed(*(part[: reqs * query_len] for part in found)))
         arriving = self._results.send(reqs, query_len)
-        known = None
-        if not drafter.chained:
-            known = plan.starts + (self.wait(arriving) >= 0).sum(axis=1)
-        drafter.draft(reqs * query_len, reqs, query_len, known)
+        drafter.draft(reqs * query_len, reqs, query_len)
         self._ran = plan.number, self.metadata.batch.version
         return arriving
 

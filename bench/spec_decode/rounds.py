@@ -223,11 +223,10 @@ def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Call]:
 def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Call:
     runner, count, reqs = engine.runner, drafted.num_draft_tokens, len(drafted.requests)
     drafter = runner.drafters[count]
-    lengths = None if drafter.chained else drafted.starts + 1
 
     def draft() -> None:
         runner.metadata.repeat()
-        drafter.draft(reqs * (count + 1), reqs, count + 1, lengths)
+        drafter.draft(reqs * (count + 1), reqs, count + 1)
 
     return draft if engine.config.draft_mode == "NONE" else Served(draft, replays_of(engine, "a draft round"))
 

@@ -68,7 +68,6 @@ class DraftBuffers:
             # -1 for drafts beyond this drafter's K.
             shape = (max_num_reqs, proposals.num_draft_tokens)
             self._drafts = torch.full(shape, -1, dtype=torch.int64, device=device)
-            self._column = torch.zeros(1, dtype=torch.int64, device=device)
 
     def forget(self) -> None:
         """Make a warmup, of any size, read the first row and write its drafts to the scratch slot."""
@@ -102,21 +101,15 @@ class DraftBuffers:
         """Return the row of each request's last token, (R,) int64; the first row for padding, whose length is 0."""
         return torch.where(seq_lens > 0, self.last[: seq_lens.shape[0]], 0)
 
-    def begin(self, tokens: Tensor) -> None:
-        """Store the first drafts, (R,) int64."""
-        self._drafts[: tokens.shape[0], 0].copy_(tokens)
-        self._column.fill_(1)
-
     def add(self, tokens: Tensor) -> None:
-        """Store the drafts of the next steps, (R, steps) int64."""
+        """Store the drafts of the steps after the first, (R, steps) int64."""
         reqs, steps = tokens.shape
-        columns = self._column + torch.arange(steps, device=tokens.device)
-        self._drafts[:reqs].index_copy_(1, columns, tokens)
-        self._column.add_(steps)
+        self._drafts[:reqs, 1 : 1 + steps].copy_(tokens)
 
     def keep(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Store the inputs of the next step: tokens and positions, (R,) int64, and states, (R, hidden_size)."""
+        """Store the first drafts, (R,) int64, and what the next step reads beside them: positions and states."""
         reqs = tokens.shape[0]
+        self._drafts[:reqs, 0].copy_(tokens)
         torch._foreach_copy_([self.tokens[:reqs], self.last_positions[:reqs]], [tokens, positions])
         self.hidden[:reqs].copy_(hidden)
 

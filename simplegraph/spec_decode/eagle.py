@@ -19,14 +19,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.layers import attending
 from simplegraph.attention.metadata.bounds import check_counts
-from simplegraph.attention.metadata.reading import Ints
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
@@ -48,13 +46,13 @@ class EagleDrafter:
 
     The draft's prefill runs over the tokens that the target just computed: K + 1 per request in a uniform full graph,
     or any other batch. It gives the first draft. The other K - 1 come from one graph of K - 1 decode steps, which
-    advances positions, slots and lengths on the device; or, if the attention plans on the host, from one graph that is
-    replayed for each step.
+    advances positions, slots and lengths on the device.
 
     Args:
         model: the draft model, on its device.
         prefill: attention over the draft's cache and the metadata of the target's step.
-        decode: attention over the draft's cache and its own metadata.
+        decode: attention over the draft's cache and its own metadata. It reads lengths on the device, as FlashInfer,
+            which plans on the host, does not; the prefill may use that.
         proposals: receives the drafts.
         num_draft_tokens: K.
         mode: of the graphs: NONE, PIECEWISE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
@@ -107,11 +105,6 @@ class EagleDrafter:
             # With one token per request, sizes in requests are sizes in tokens, for piecewise graphs as well.
             self.decode_manager = make(decode, 1, mode, mixed_capture_sizes=None, pool=self.prefill_manager.pool)
 
-    @property
-    def chained(self) -> bool:
-        """True if all decode steps are one graph, since the attention reads its lengths on the device."""
-        return self._decode_backend.reads_lengths_on_device
-
     def capture(self) -> list[CaptureSummary]:
         """Capture every graph and return a summary of each kind.
 
@@ -149,26 +142,17 @@ class EagleDrafter:
         """
         self._buffers.load(input_ids, positions, states, last, slots)
 
-    def draft(
-        self, num_tokens: int, num_reqs: int, uniform_query_len: int | None, seq_lens: Ints | None = None
-    ) -> None:
+    def draft(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> None:
         """Write drafts for the loaded batch to `proposals`; does not synchronize.
 
         Args:
             num_tokens: tokens of the target's step, as passed to its dispatcher.
             num_reqs: as `num_tokens`.
             uniform_query_len: as `num_tokens`.
-            seq_lens: (num_reqs,) integers, tokens of each request without refused drafts; used only if not `chained`.
-                By default those of the target's step.
 
         Raises:
-            InputError: the target's step has another shape, or was set without pages for the drafts; `seq_lens` is
-                missing although the attention plans on the host.
+            InputError: the target's step has another shape, or was set without pages for the drafts.
         """
-        if seq_lens is None and not self.chained and uniform_query_len is not None:
-            raise InputError(
-                f"{self._decode_backend.name} plans on the host; pass seq_lens, each request's tokens after acceptance."
-            )
         live = self._prefill_backend.metadata.batch
         if uniform_query_len is not None and not live.has_query_len(uniform_query_len):
             raise InputError(
@@ -178,22 +162,14 @@ class EagleDrafter:
         manager = self.decode_manager
         batch = None if manager is None else manager.dispatch(num_reqs, num_reqs, 1)
         more, rows = self.num_draft_tokens - 1, num_reqs if batch is None else batch.descriptor.num_tokens
-        if live.ahead < more or (self.chained and live.padded_reqs < rows):
+        if live.ahead < more or live.padded_reqs < rows:
             raise InputError(
                 f"the target's step was set with ahead={live.ahead} and {live.padded_reqs} requests, padding included; "
                 f"the draft's steps need ahead={more} and num_reqs={rows} at least. Pass them to BatchMetadata.set."
             )
         self.prefill_manager.run(self.dispatch(num_tokens, num_reqs, uniform_query_len), self._prefill)
-        if manager is None or batch is None:
-            return
-        if self.chained:
+        if manager is not None and batch is not None:
             self._metadata.follow(live, rows, more)
-            manager.run(batch, self._decode)
-            return
-        lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
-        for ahead in range(1, more + 1):
-            most = np.minimum(lengths + ahead, self._metadata.max_model_len)
-            self._metadata.set(1, most, live.block_table, num_tokens=rows, num_reqs=rows)
             manager.run(batch, self._decode)
 
     def reset(self) -> None:
@@ -217,19 +193,16 @@ class EagleDrafter:
         buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens
         last = buffers.last_rows(seq_lens)
         tokens = self.model.choose(found.index_select(0, last))
-        buffers.begin(tokens)
         buffers.keep(tokens, buffers.positions.index_select(0, last), hidden.index_select(0, last))
         buffers.publish(seq_lens)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run the steps after the first draft: all of them if `chained`, else one."""
+        """Run the steps after the first draft."""
         buffers, metadata, rows = self._buffers, self._metadata, descriptor.num_tokens
-        steps, found = self.num_draft_tokens - 1 if self.chained else 1, []
+        steps, found = self.num_draft_tokens - 1, []
         with attending(self._decode_backend, mode, descriptor):
             live, most = metadata.view(rows, rows), metadata.max_model_len
-            limits = live.seq_lens
-            if self.chained:
-                limits = follow(live, self._prefill_backend.metadata.view(rows, rows), steps, most)
+            limits = follow(live, self._prefill_backend.metadata.view(rows, rows), steps, most)
             last = buffers.last_positions[:rows]
             ids, hidden = buffers.tokens[:rows], buffers.hidden[:rows]
             ahead = upcoming(last, limits, live.block_table, metadata.page_size, steps, most)
@@ -240,8 +213,6 @@ class EagleDrafter:
                 ids = self.model.choose(out)
                 found.append(ids)
         buffers.add(torch.stack(found, dim=1))
-        if not self.chained:
-            buffers.keep(ids, positions, hidden)
         buffers.publish(limits)
 
 
@@ -290,6 +261,11 @@ def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: P
         raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {proposals.num_draft_tokens}.")
     if decode.cache is not prefill.cache:
         raise ConfigError("prefill and decode have different caches; build both with the draft's one cache.")
+    if drafts > 1 and not decode.reads_lengths_on_device:
+        raise ConfigError(
+            f"decode is {decode.name}, which plans on the host; the draft's decode steps are one graph, whose lengths "
+            "only the device knows. Take TritonDecodeBackend, FlashAttentionBackend or SDPABackend for it."
+        )
     if own is target:
         raise ConfigError("prefill and decode share one BatchMetadata; give decode a separate one.")
     if own.max_model_len != target.max_model_len:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph import (
-    AttentionCGSupport,
     ConfigError,
     CudaGraphManager,
     CudaGraphMode,
@@ -30,15 +29,6 @@ FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 def _inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-class PlanningBackend(SDPABackend):
-    """A backend that would plan on the host, so that every step is a replay of its own."""
-
-    support, name, reads_lengths_on_device = AttentionCGSupport.UNIFORM_BATCH, "planning", False
-
-    def run(self, *args: Any) -> None:
-        super().run(*args)
 
 
 class Draft(nn.Module):
@@ -97,9 +87,7 @@ class Harness:
         most = settings.pop("most", count)
         self.cache = PagedKVCache(1, 200, PAGE, HEADS, HEAD_DIM, dtype=torch.float32, device=device)
         self.metadata, own = (
-            BatchMetadata(
-                max_num_tokens=64, max_num_reqs=reqs, max_model_len=max_len, page_size=PAGE, device=device, debug=True
-            )
+            BatchMetadata(max_num_tokens=64, max_num_reqs=reqs, max_model_len=max_len, page_size=PAGE, device=device)
             for _ in range(2)
         )
         self.backends = [backend(self.cache, metadata, num_heads=HEADS) for metadata in (self.metadata, own)]
@@ -154,8 +142,7 @@ class Harness:
         self.drafter.load(
             flat, torch.tensor(positions, device=self.device), states, last, torch.tensor(slots, device=self.device)
         )
-        exact = [start + keep + 1 for start, keep in zip(starts, kept, strict=True)]
-        self.drafter.draft(sum(queries), len(slots), uniform, None if self.drafter.chained else exact)
+        self.drafter.draft(sum(queries), len(slots), uniform)
         for slot, first, row, keep in zip(slots, firsts, ids, kept, strict=True):
             self.ids[slot] += row[: keep + 1]
             self.states[slot] = torch.cat((self.states[slot], states[first : first + keep + 1]))
@@ -170,12 +157,11 @@ class Harness:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("backend", [SDPABackend, PlanningBackend], ids=["chained", "planned"])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_are_those_of_the_draft_alone_with_ragged_acceptance(
-    device: torch.device, mode: str, backend: Any, count: int
+    device: torch.device, mode: str, count: int
 ) -> None:
-    served = Harness(device, count, mode=mode, backend=backend)
+    served = Harness(device, count, mode=mode)
     assert all(summary.failed == {} for summary in served.drafter.capture())
     for slot, length in ((2, 3), (0, 9), (5, 1)):
         served.start(slot, length)
@@ -200,18 +186,15 @@ def test_drafts_are_those_of_the_draft_alone_with_ragged_acceptance(
     assert ran == {"NONE": set(), "PIECEWISE": {PIECEWISE}, "FULL_DECODE_ONLY": {FULL}}.get(mode, {FULL, PIECEWISE})
 
 
-def test_all_decode_steps_are_one_replay_where_the_backend_goes_by_the_device(device: torch.device) -> None:
-    replays = []
-    for backend in (SDPABackend, PlanningBackend):
-        served = Harness(device, 5, backend=backend)
-        served.drafter.capture()
-        served.start(0, 4)
-        served.run_prompts()
-        served.run_round([0])
-        manager = served.drafter.decode_manager
-        assert manager is not None
-        replays.append(sum(graph.replays for graph in manager.stats.graphs.values()))
-    assert replays == [2, 8]
+def test_all_decode_steps_are_one_replay(device: torch.device) -> None:
+    served = Harness(device, 5)
+    served.drafter.capture()
+    served.start(0, 4)
+    served.run_prompts()
+    served.run_round([0])
+    manager = served.drafter.decode_manager
+    assert manager is not None
+    assert sum(graph.replays for graph in manager.stats.graphs.values()) == 2
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY"])
@@ -397,23 +380,19 @@ def test_missing_pages_are_named_before_anything_is_written_there(device: torch.
         served.run_round([0])
 
 
-@pytest.mark.parametrize("backend", [SDPABackend, PlanningBackend], ids=["chained", "planned"])
-def test_a_step_without_room_for_the_drafts_is_refused(device: torch.device, backend: Any) -> None:
-    served = Harness(device, 3, mode="FULL_DECODE_ONLY", backend=backend)
+def test_a_step_without_room_for_the_drafts_is_refused(device: torch.device) -> None:
+    served = Harness(device, 3, mode="FULL_DECODE_ONLY")
     served.metadata.set([4], [8], [[1, 2, 3]], ahead=1)
     with pytest.raises(InputError, match=r"set with ahead=1 and 1 requests, .* need ahead=2 and num_reqs=1 at least"):
-        served.drafter.draft(4, 1, 4, [6])
-    if backend is SDPABackend:  # three requests decode in a graph of four, which reads the fourth's length
-        served.metadata.set([4] * 3, [8] * 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], ahead=2)
-        with pytest.raises(InputError, match=r"ahead=2 and 3 requests, .* num_reqs=4 at least"):
-            served.drafter.draft(12, 3, 4)
+        served.drafter.draft(4, 1, 4)
+    # Three requests decode in a graph of four, which reads the fourth's length.
+    served.metadata.set([4] * 3, [8] * 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], ahead=2)
+    with pytest.raises(InputError, match=r"ahead=2 and 3 requests, .* num_reqs=4 at least"):
+        served.drafter.draft(12, 3, 4)
 
 
-@pytest.mark.parametrize("backend", [SDPABackend, PlanningBackend], ids=["chained", "planned"])
-def test_a_capture_between_rounds_writes_no_keys_and_leaves_the_drafts_alone(
-    device: torch.device, backend: Any
-) -> None:
-    served = Harness(device, 4, backend=backend, mixed_capture_sizes=(2, 8))
+def test_a_capture_between_rounds_writes_no_keys_and_leaves_the_drafts_alone(device: torch.device) -> None:
+    served = Harness(device, 4, mixed_capture_sizes=(2, 8))
     for slot in range(3):
         served.start(slot, 5)
     served.run_prompts()
@@ -427,8 +406,10 @@ def test_a_capture_between_rounds_writes_no_keys_and_leaves_the_drafts_alone(
     served.check([0, 1, 2])
 
 
-def test_a_backend_that_plans_on_the_host_asks_for_the_lengths(device: torch.device) -> None:
-    served = Harness(device, 2, backend=PlanningBackend)
-    served.metadata.set([3], [3], [[1]])
-    with pytest.raises(InputError, match="planning plans on the host; pass seq_lens"):
-        served.drafter.draft(3, 1, 3)
+def test_attention_that_plans_on_the_host_is_refused_for_several_steps(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SDPABackend, "reads_lengths_on_device", False)
+    with pytest.raises(ConfigError, match="decode is SDPA, which plans on the host"):
+        Harness(device, 2)
+    Harness(device, 1)  # has no decode steps

@@ -22,7 +22,6 @@ from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import build_eagle, tiny_pair  # noqa: E402
 from bench.tools import text  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
-from simplegraph.attention import SDPABackend  # noqa: E402
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 SETTINGS: dict[str, Any] = {
@@ -121,19 +120,6 @@ def test_target_and_draft_may_run_in_different_modes(pairs: dict[str, Any], mode
     mode, draft_mode = modes
     served = speculating(pairs["eagle3"], mode=mode, draft_mode=draft_mode, capture_sizes=(2, 6))
     assert served.generate(asked, params) == plain(pairs["eagle3"][0], asked, params)
-
-
-def test_attention_that_plans_on_the_host_gives_the_same_tokens_and_acceptance(
-    pairs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, params = prompts(7, seed=13), SamplingParams(max_tokens=25)
-    expected = speculating(pairs["eagle"])
-    tokens = expected.generate(asked, params)
-    monkeypatch.setattr(SDPABackend, "reads_lengths_on_device", False)
-    served = speculating(pairs["eagle"])
-    assert not served.runner.drafters[K].chained
-    assert served.generate(asked, params) == tokens == plain(pairs["eagle"][0], asked, params)
-    assert served.acceptance == expected.acceptance
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
