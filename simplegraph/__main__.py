@@ -275,6 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.program = options.program[options.program[:1] == ["--"] :]
         if not options.program:
             audited.error("no program to run; expected -- python script.py ...")
+        program, *arguments = options.program
+        if Path(program).name.startswith("python") and (
+            not arguments or (arguments[0][:1] == "-" and arguments[0] != "-m")
+        ):
+            audited.error(
+                "expected -- python script.py ..., or -- python -m module ..., without options of Python's own"
+            )
         try:
             return _audit(options)
         except ConfigError as error:

@@ -177,9 +177,11 @@ class MemorySurvey:
             owner.slots.sort(key=operator.attrgetter("start", "end"))
 
     def _note_tensor(self, tensor: Tensor, device: str) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type != device:
+        if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
+        if storage.device.type != device:  # a fake tensor says it is on the device, and torch warns of asking it where
+            return
         block = self.blocks.find(storage.data_ptr())
         if block is None:
             return
@@ -220,7 +222,7 @@ def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
         todo += [(f"{path}.{name}", child, root) for name, child in children if child is not None]
         for name, keys, tensor in _tensors(module):
             with contextlib.suppress(Exception):  # of a subclass without memory
-                if tensor.device.type == device and (start := tensor.data_ptr()):
+                if tensor.untyped_storage().device.type == device and (start := tensor.data_ptr()):
                     extent = 1 + sum(
                         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
                     )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph import __main__ as cli
 from simplegraph.doctor import audit as auditing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator's graphs; tests/gpu has torch's")
@@ -223,6 +224,28 @@ def test_the_command_needs_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "simplegraph", "audit"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "no program to run; expected -- python script.py" in done.stderr
+
+
+@pytest.mark.parametrize("program", [["python"], ["python", "-u", "script.py"]])
+def test_the_command_refuses_what_it_cannot_run(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["audit", "--", *program])
+    assert end.value.code == 2
+    assert "expected -- python script.py ..., or -- python -m module ..." in capsys.readouterr().err
+
+
+def test_the_command_runs_a_module_with_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine_of_mine.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit('over')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    report = tmp_path / "report.html"
+    assert cli.main(["audit", "--report", str(report), "--", "python", "-m", "engine_of_mine", "--x", "1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "['--x', '1']\n"
+    assert printed.err.startswith("over\nsimplegraph audit: 0 graphs")
+    assert not report.exists()  # there is nothing to say
 
 
 def test_findings_are_counted_for_prometheus() -> None:
