@@ -23,10 +23,10 @@ from docs.tools.raw import ROOT, load
 
 PICTURE, RANGES = ROOT / "docs" / "_static" / "trace.png", "h200_trace"
 _WIDTH, _BLOCKS, _ROWS, _TRIES = 256, 3, 6, 10  # the quickest call is shown
-_MARK = "timeline.call"
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-_KERNELS = "#364fc7"
+_LAUNCHES = "cudaLaunch", "cudaMemcpy", "cudaGraph"
+_KERNELS = "#364fc7"  # their colour
 
 
 class Block(nn.Module):
@@ -56,20 +56,17 @@ def record() -> dict[str, list[tuple[str, int, float, float]]]:
 
 
 def _profile(call: Any, x: torch.Tensor) -> list[tuple[str, int, float, float]]:
-    """Profile a few calls, and keep the last: the profiler prepares itself in the first launch that it sees."""
+    for _ in range(3):
+        call(x)
     with torch.profiler.profile(acc_events=True) as profile:
-        for _ in range(3):
-            with torch.profiler.record_function(_MARK):
-                call(x)
-                if x.is_cuda:
-                    torch.cuda.synchronize()
+        call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if "dur" in event]
-    begin = max(float(event["ts"]) for event in events if event["name"] == _MARK and event["cat"] in _HOST)
-    unseen = _MARK, "cudaDeviceSynchronize"
-    return list(_lines([event for event in events if float(event["ts"]) > begin and event["name"] not in unseen]))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return list(_lines([event for event in events if event.get("ph") == "X" and "Synchronize" not in event["name"]]))
 
 
 def _lines(events: list[dict[str, Any]]) -> Iterator[tuple[str, int, float, float]]:
@@ -91,26 +88,32 @@ def _end(ranges: list[tuple[str, int, float, float]]) -> float:
     return max(start + length for _, _, start, length in ranges)
 
 
+def _settled(ranges: list[tuple[str, int, float, float]]) -> list[tuple[str, int, float, float]]:
+    """Return what follows a call's first launch, in which the profiler prepares itself for milliseconds."""
+    begin = min(start + length for name, _, start, length in ranges if name.startswith(_LAUNCHES))
+    return [(name, line, start - begin, length) for name, line, start, length in ranges if start >= begin]
+
+
 def store(path: Path = PICTURE) -> None:
     """Draw the ranges of both calls on one scale of time, one above the other."""
-    calls = load(RANGES)["results"]
+    calls = {title: _settled(ranges) for title, ranges in load(RANGES)["results"].items()}
     last = max(map(_end, calls.values()))
 
     def fill(chart: Any, axes: Any) -> None:
         for axis, (title, ranges) in zip(axes, calls.items(), strict=True):
             lowest = 1 + max(line for _, line, _, _ in ranges)
-            for name, line, start, length in ranges:
+            for whole_name, line, start, length in ranges:
+                name = whole_name.partition(" ")[0]
                 color = _KERNELS if line < 0 else OURS if name.startswith("simplegraph") else OTHERS
                 place = -lowest - 0.3 if line < 0 else -line
                 axis.barh(place, length, left=start, height=0.9, color=color, edgecolor="white", lw=0.2)
                 if line >= 0 and length > last * 0.012 * len(name):
                     axis.text(start + length / 2, place, name, ha="center", va="center", fontsize=7, color="white")
-            on_gpu = sum(line < 0 for _, line, _, _ in ranges)
-            kernels = f", {on_gpu} on the GPU" if on_gpu else ""
-            axis.set_title(f"{title}: {_end(ranges):.0f} µs{kernels}", loc="left", fontsize="medium")
-            axis.set_yticks([0, *([-lowest - 0.3] if on_gpu else [])], ["host", *(["GPU"] if on_gpu else [])])
+            axis.set_title(f"{title}: {_end(ranges):.0f} µs", loc="left", fontsize="medium")
+            axis.set_yticks([0, -lowest - 0.3], ["host", "GPU"])
             for side in ("top", "right", "left"):
                 axis.spines[side].set_visible(False)
+        axes[-1].set_xlim(0)
         axes[-1].set_xlabel("µs")
 
     draw(path, fill, nrows=2, figsize=(10.5, 4.4), sharex=True)

@@ -214,6 +214,8 @@ class GraphedFunction(Generic[P, R]):
     graph_report: Callable[..., Any]  # a GraphReport
     graph_stats: GraphStats
     graph_manager: Any  # a CudaGraphManager
+    sleep: Callable[..., Any]
+    wake: Callable[..., None]
 
     def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
         functools.update_wrapper(self, function, updated=())
