@@ -105,7 +105,6 @@ class CudaGraphs:
         missing = [name for name in _CALLS if not hasattr(self._driver, name)]
         if missing:
             raise ConfigError(f"graphs cannot be audited: the CUDA driver has no {missing[0]}; 12.4 and later have it.")
-        self.is_device_memory = device_memory(self._driver)
         self._hooks: Any = importlib.import_module("torch.cuda.graphs")
         self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
         self._handles: dict[str, Any] = {}
@@ -141,6 +140,11 @@ class CudaGraphs:
             handle.remove()
         for name in ("capture_begin", "capture_end", "reset", "replay"):
             patches.restore(torch.cuda.CUDAGraph, name)
+
+    @property
+    def is_device_memory(self) -> Callable[[int], bool]:
+        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
+        return device_memory(self._driver)
 
     @staticmethod
     def segments() -> Iterator[dict[str, Any]]:

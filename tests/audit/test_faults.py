@@ -324,6 +324,28 @@ def test_tensors_that_were_frozen_in_a_capture_are_known_after_it(cuda: tuple[An
     assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("stale", "product of Layer")]
 
 
+def test_a_librarys_own_memory_that_is_unmapped_is_found(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, memory = cuda
+    mapped = [memory.address(40)]
+
+    def attribute(kind_at: Any, attribute: int, address: Any) -> int:
+        kind_at._obj.value = 2  # CU_MEMORYTYPE_DEVICE
+        return int(address.value not in mapped)
+
+    monkeypatch.setattr(kind.driver, "cuPointerGetAttribute", attribute)
+    with sg.audit(every=1) as audit:
+        graph = capture(kind(), ("library", (memory.address(40),)))
+        graph.replay()
+        assert audit.findings == []
+        mapped.clear()
+        graph.replay()
+    assert [(finding.kind, finding.then) for finding in audit.findings] == [
+        ("unmapped", "device memory that torch did not allocate")
+    ]
+
+
 def test_padding_in_a_struct_is_no_address(cuda: tuple[Any, DeviceMemory]) -> None:
     """A word beside a number may be left from anything: only where a tensor begins is it taken for an address."""
     kind, memory = cuda
