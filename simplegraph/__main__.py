@@ -176,21 +176,15 @@ def _package(name: str) -> Finding:
 
 
 def _flash_attention() -> Finding:
-    """Find flash-attention, and say which versions of its kernels it has."""
+    """Find flash-attention, and say if it has the kernels of version 3."""
     name = "flash-attention"
     if importlib.util.find_spec("numpy") is None:
         return Finding(name, "skip", f"needs numpy, not installed: {install_command('attention')}")
     from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL, MODULES, problem_of
 
-    supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
-    found = {module: [v for v in supports if problem_of(module, v) is None] for module in MODULES}
-    said = [
-        f"{module}: " + ", ".join(f"version {v}, {supports[v]}" for v in versions)
-        for module, versions in found.items()
-        if versions
-    ]
+    said = ", ".join(module for module in MODULES if problem_of(module) is None)
     if said:
-        return Finding(name, "ok", "; ".join(said))
+        return Finding(name, "ok", f"{said}: version 3, any batch in full graphs (Hopper)")
     return Finding(name, "skip", f"not installed (optional): {HOW_TO_INSTALL}")
 
 

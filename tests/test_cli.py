@@ -92,11 +92,11 @@ def test_doctor_says_which_flash_attention_it_found_and_what_that_can_do(monkeyp
         """Stands in for a build that takes every argument."""
 
     found = types.ModuleType("vllm_flash_attn")
-    vars(found).update(FA2_AVAILABLE=True, FA3_AVAILABLE=False, flash_attn_varlen_func=kernels)
+    vars(found).update(FA3_AVAILABLE=True, flash_attn_varlen_func=kernels, get_scheduler_metadata=kernels)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", found)
-    said = cli._flash_attention().detail.split("; ")  # beside it another may be installed
-    assert any(one.startswith("vllm_flash_attn: version 2, uniform decode in full graphs") for one in said)
-    assert not any(one.startswith("vllm_flash_attn: version 3") for one in said)
+    assert cli._flash_attention().status == "ok"
+    assert cli._flash_attention().detail.startswith("vllm_flash_attn")  # beside it another may be installed
+    assert cli._flash_attention().detail.endswith("version 3, any batch in full graphs (Hopper)")
 
 
 def test_doctor_leaves_the_level_of_the_log_as_it_was() -> None:

@@ -34,7 +34,7 @@ CORE = {
 EXTRAS = {
     "fused": 3_010,
     "training": 1_480,
-    "attention": 1_820,
+    "attention": 1_800,
     "spec_decode": 290,
     "doctor": 1_240,
     "sleeping": 600,

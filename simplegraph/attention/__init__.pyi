@@ -1,7 +1,6 @@
 from simplegraph.attention.backend import AttentionBackend as AttentionBackend
 from simplegraph.attention.backend import attend as attend
 from simplegraph.attention.backends.context_parallel import ContextParallelBackend as ContextParallelBackend
-from simplegraph.attention.backends.flash_attention import FlashAttention2Backend as FlashAttention2Backend
 from simplegraph.attention.backends.flash_attention import FlashAttentionBackend as FlashAttentionBackend
 from simplegraph.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend
 from simplegraph.attention.backends.sdpa import SDPABackend as SDPABackend

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from simplegraph.attention import FlashAttention2Backend, FlashAttentionBackend, FlashInferBackend
+from simplegraph.attention import FlashAttentionBackend, FlashInferBackend
 from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 
-HAS = {version: any(problem_of(name, version) is None for name in MODULES) for version in (2, 3)}
-needs_fa3 = pytest.mark.skipif(not (HAS[3] and torch.cuda.is_available()), reason="needs FlashAttention-3")
-needs_fa2 = pytest.mark.skipif(not (HAS[2] and torch.cuda.is_available()), reason="needs FlashAttention-2")
+HAS_FA3 = any(problem_of(name) is None for name in MODULES)
+needs_fa3 = pytest.mark.skipif(not (HAS_FA3 and torch.cuda.is_available()), reason="needs FlashAttention-3")
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
 
 FA3 = [pytest.param(FlashAttentionBackend, marks=needs_fa3, id="FA3")]
-OTHERS = [
-    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
-    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
-]
+OTHERS = [pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer")]
 ATTENTION = [  # of the engine, by name
     pytest.param("fa3", marks=needs_fa3),
     pytest.param("flashinfer", marks=needs_flashinfer),

@@ -12,7 +12,6 @@ import torch
 
 from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode
 from simplegraph.attention import (
-    FlashAttention2Backend,
     FlashAttentionBackend,
     FlashInferBackend,
     SDPABackend,
@@ -172,13 +171,10 @@ def test_preparing_a_step_waits_for_nothing(make: Any, record_property: Callable
 def test_support_is_what_each_backend_can_do() -> None:
     assert FlashAttentionBackend.support is AttentionCGSupport.ALWAYS
     assert FlashInferBackend.support is AttentionCGSupport.UNIFORM_BATCH
-    assert FlashAttention2Backend.support is AttentionCGSupport.UNIFORM_BATCH
     assert TritonDecodeBackend.support is AttentionCGSupport.UNIFORM_BATCH
 
 
-@pytest.mark.parametrize(
-    "make", [FlashAttentionBackend, FlashAttention2Backend, FlashInferBackend, TritonDecodeBackend]
-)
+@pytest.mark.parametrize("make", [FlashAttentionBackend, FlashInferBackend, TritonDecodeBackend])
 def test_a_cache_on_the_cpu_is_refused_where_there_is_a_gpu(make: Any) -> None:
     settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
     with pytest.raises(ConfigError):

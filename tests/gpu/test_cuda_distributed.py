@@ -328,7 +328,7 @@ def test_a_group_that_is_destroyed_under_live_graphs_is_named_on_every_rank() ->
         assert "process group that the graphs' collectives belong to was destroyed" in text
 
 
-HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES)
+HAS_FA3 = any(problem_of(name) is None for name in MODULES)
 BACKENDS = [
     pytest.param(FlashAttentionBackend, marks=pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")),
     pytest.param(

@@ -1,16 +1,15 @@
-"""FlashAttention-3 and 2 over a paged cache, as vLLM builds them (`vllm-flash-attn`).
+"""FlashAttention-3 over a paged cache, as vLLM builds it (`vllm-flash-attn`).
 
-FlashAttention-3 schedules its work on the device, from the lengths there. The schedule is captured together with the
+It schedules its work on the device, from the lengths there. The schedule is captured together with the
 kernels, so every replay computes its own: a step needs no work on the host.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +31,12 @@ HOW_TO_INSTALL = (
     "https://simple-cuda-graph.readthedocs.io/en/latest/engines.html#attention-in-graphs says"
 )
 MAX_SPLITS = 32
-# Arguments that are passed to the kernels of both versions, and those to version 3's.
-_KERNEL = (
-    *("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "block_table", "softmax_scale", "causal", "out"),
-    *("fa_version", "return_softmax_lse"),
-)
+# Functions that are called, and the arguments that they are passed.
 _NEEDED = {
-    "flash_attn_varlen_func": (*_KERNEL, "scheduler_metadata", "num_splits"),
+    "flash_attn_varlen_func": (
+        *("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "block_table", "softmax_scale", "causal", "out"),
+        *("fa_version", "return_softmax_lse", "scheduler_metadata", "num_splits"),
+    ),
     "get_scheduler_metadata": (
         *("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "cache_seqlens"),
         *("qkv_dtype", "cu_seqlens_q", "page_size", "causal", "num_splits"),
@@ -46,65 +44,7 @@ _NEEDED = {
 }
 
 
-class _Flash(AttentionBackend):
-    """Base of both versions: calls the kernel."""
-
-    version: ClassVar[int]
-
-    def __init__(
-        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, **scores: Unpack[Scores]
-    ) -> None:
-        super().__init__(cache, metadata, num_heads=num_heads, **scores)
-        self._flash = flash_module(self.version, cache.device)
-        # A window of W keys, the token's own included, is W - 1 on its left; one on the schedule alone, or on the
-        # kernel alone, is a schedule for other work.
-        self._window = {} if self.window is None else {"window_size": (self.window - 1, 0)}
-        self._masks: dict[str, Any] = self._window | ({} if self.softcap is None else {"softcap": self.softcap})
-        check_arguments(self._flash, {"flash_attn_varlen_func": self._masks})
-        if cache.layout != "NHD":
-            raise ConfigError(f"the cache has layout {cache.layout}; FlashAttention reads pages laid out as NHD.")
-        if cache.dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(f"the cache is {cache.dtype}; FlashAttention computes in float16 or bfloat16.")
-        self._max_query_len = 0
-
-    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        # A full graph holds it as a constant, in kernel and schedule, so it is the most that any replay may bring.
-        most = descriptor.uniform_query_len or metadata.num_tokens
-        self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
-
-    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        self.call(layer, q, out, metadata)
-
-    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        lse: Tensor = self.call(layer, q, out, metadata, return_softmax_lse=True)[1]
-        return lse.transpose(0, 1)  # the kernels return (num_heads, T)
-
-    @abc.abstractmethod
-    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
-        """Return the keyword arguments that only this version's kernels take."""
-
-    def call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> Any:
-        """Call the kernel and return its result; see `AttentionBackend.run`."""
-        return self._flash.flash_attn_varlen_func(
-            q,
-            self.cache.keys(layer),
-            self.cache.values(layer),
-            max_seqlen_q=self._max_query_len,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=self.metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
-            block_table=metadata.block_table,
-            softmax_scale=self.scale,
-            causal=True,
-            out=out,
-            fa_version=self.version,
-            **self._masks,
-            **self.options(layer, metadata),
-            **options,
-        )
-
-
-class FlashAttentionBackend(_Flash):
+class FlashAttentionBackend(AttentionBackend):
     """FlashAttention-3 (Hopper): any batch in a full graph, mixed ones included.
 
     Args:
@@ -125,7 +65,6 @@ class FlashAttentionBackend(_Flash):
     name = "FlashAttention-3"
     features = ("window", "softcap", "sinks")
     reads_lengths_on_device = True
-    version = 3
 
     def __init__(
         self,
@@ -137,11 +76,22 @@ class FlashAttentionBackend(_Flash):
         **scores: Unpack[Scores],
     ) -> None:
         super().__init__(cache, metadata, num_heads=num_heads, **scores)
+        self._flash = flash_module(cache.device)
+        # A window of W keys, the token's own included, is W - 1 on its left; one on the schedule alone, or on the
+        # kernel alone, is a schedule for other work.
+        window = {} if self.window is None else {"window_size": (self.window - 1, 0)}
+        self._masks: dict[str, Any] = window | ({} if self.softcap is None else {"softcap": self.softcap})
+        check_arguments(self._flash, {"flash_attn_varlen_func": self._masks})
+        if cache.layout != "NHD":
+            raise ConfigError(f"the cache has layout {cache.layout}; FlashAttention reads pages laid out as NHD.")
+        if cache.dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(f"the cache is {cache.dtype}; FlashAttention computes in float16 or bfloat16.")
+        self._max_query_len = 0
         if self.sinks is not None:
             check_arguments(self._flash, {"flash_attn_varlen_func": ("s_aux",)})
             if any(sinks.dtype is not torch.bfloat16 for sinks in self.sinks.values()):
                 raise ConfigError("sinks are not torch.bfloat16, the only dtype that FlashAttention-3 reads.")
-        self._scheduled = self._window | ({} if self.softcap is None else {"has_softcap": True})
+        self._scheduled = window | ({} if self.softcap is None else {"has_softcap": True})
         check_arguments(self._flash, {"get_scheduler_metadata": self._scheduled})
         check_counts(max_splits=max_splits)
         self.max_splits = max_splits
@@ -150,7 +100,9 @@ class FlashAttentionBackend(_Flash):
         self._last_layer = -1
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        super().prepare(mode, descriptor, metadata)
+        # A full graph holds it as a constant, in kernel and schedule, so it is the most that any replay may bring.
+        most = descriptor.uniform_query_len or metadata.num_tokens
+        self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
         self._schedule = None
         self._last_layer = -1
 
@@ -166,13 +118,38 @@ class FlashAttentionBackend(_Flash):
         tiles = metadata.num_tokens * self.cache.num_kv_heads
         return max(1, min(self.max_splits, 4 * self._multiprocessors // tiles))
 
-    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        self._call(layer, q, out, metadata)
+
+    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
+        lse: Tensor = self._call(layer, q, out, metadata, return_softmax_lse=True)[1]
+        return lse.transpose(0, 1)  # the kernels return (num_heads, T)
+
+    def _call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> Any:
         # A layer index that does not rise means that another forward has begun.
         if self._schedule is None or layer <= self._last_layer:
             self._schedule = self._compute_schedule(metadata)
         self._last_layer = layer
-        sinks = {} if self.sinks is None else {"s_aux": self.sinks[layer]}
-        return {"scheduler_metadata": self._schedule, "num_splits": self.num_splits(metadata), **sinks}
+        if self.sinks is not None:
+            options["s_aux"] = self.sinks[layer]
+        return self._flash.flash_attn_varlen_func(
+            q,
+            self.cache.keys(layer),
+            self.cache.values(layer),
+            max_seqlen_q=self._max_query_len,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_k=self.metadata.max_seq_len,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table,
+            softmax_scale=self.scale,
+            causal=True,
+            out=out,
+            fa_version=3,
+            scheduler_metadata=self._schedule,
+            num_splits=self.num_splits(metadata),
+            **self._masks,
+            **options,
+        )
 
     def _compute_schedule(self, metadata: CommonMetadata) -> Tensor:
         schedule: Tensor = self._flash.get_scheduler_metadata(
@@ -193,59 +170,36 @@ class FlashAttentionBackend(_Flash):
         return schedule
 
 
-class FlashAttention2Backend(_Flash):
-    """FlashAttention-2: uniform decode batches in full graphs.
-
-    Its launch grid depends on the longest query, which differs between mixed batches of one size.
-
-    Raises:
-        ConfigError: no FlashAttention-2 is installed that this device can run.
-    """
-
-    support = AttentionCGSupport.UNIFORM_BATCH
-    name = "FlashAttention-2"
-    features = ("window", "softcap")
-    reads_lengths_on_device = True
-    version = 2
-
-    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
-        return {}
-
-
 @functools.cache
-def flash_module(version: int, device: torch.device) -> ModuleType:
-    """Import the installed FlashAttention of a version, the first of `MODULES` that has it.
-
-    Args:
-        version: 2 or 3.
-        device: the GPU that will run it.
+def flash_module(device: torch.device) -> ModuleType:
+    """Import the installed FlashAttention-3, the first of `MODULES` that has it, for the GPU that will run it.
 
     Raises:
         ConfigError: none is installed, or the device cannot run it; the message says what was tried and how to get it.
     """
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    if capability[0] != 9 if version == 3 else capability[0] < 8:
-        needed = "a Hopper GPU (compute capability 9)" if version == 3 else "compute capability 8 or higher"
-        raise ConfigError(f"FlashAttention-{version} needs {needed}; {device} has {'.'.join(map(str, capability))}.")
+    if capability[0] != 9:
+        found = ".".join(map(str, capability))
+        raise ConfigError(f"FlashAttention-3 needs a Hopper GPU (compute capability 9); {device} has {found}.")
     tried = []
     for name in MODULES:
-        problem = problem_of(name, version)
+        problem = problem_of(name)
         if problem is None:
             return importlib.import_module(name)
         tried.append(f"{name} ({problem})")
     raise ConfigError(
-        f"no FlashAttention-{version} is installed; tried {', '.join(tried)}. The registry's vllm-flash-attn is built "
+        f"no FlashAttention-3 is installed; tried {', '.join(tried)}. The registry's vllm-flash-attn is built "
         f"for torch 2.4; {HOW_TO_INSTALL}."
     )
 
 
-def problem_of(name: str, version: int) -> str | None:
-    """Return the reason why a module cannot serve a version; None if it can."""
+def problem_of(name: str) -> str | None:
+    """Return the reason why a module cannot serve; None if it can."""
     try:
         module = importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    if not getattr(module, f"FA{version}_AVAILABLE", False):
-        return f"has no version {version}"
-    return missing_argument(module, {"flash_attn_varlen_func": _KERNEL} if version == 2 else _NEEDED)
+    if not getattr(module, "FA3_AVAILABLE", False):
+        return "has no version 3"
+    return missing_argument(module, _NEEDED)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from simplegraph import ConfigError
 from simplegraph.attention import (
-    FlashAttention2Backend,
     FlashAttentionBackend,
     PagedKVCache,
 )
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 class Flash(types.ModuleType):
     """FlashAttention as vLLM builds it: attends by the reference, and notes the masks that it was called with."""
 
-    FA2_AVAILABLE = FA3_AVAILABLE = True
+    FA3_AVAILABLE = True
 
     def __init__(self, cache: PagedKVCache | None = None) -> None:
         super().__init__("vllm_flash_attn")
@@ -95,23 +94,22 @@ class Flash(types.ModuleType):
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
     found = Flash()
-    monkeypatch.setattr(flash_attention, "flash_module", lambda version, device: found)
+    monkeypatch.setattr(flash_attention, "flash_module", lambda device: found)
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     with torch.inference_mode():
         yield found
 
 
-@pytest.mark.parametrize("make", [FlashAttentionBackend, FlashAttention2Backend])
-def test_a_window_of_w_is_w_minus_1_in_the_schedule_and_in_the_kernel(flash: Flash, make: Any) -> None:
+def test_a_window_of_w_is_w_minus_1_in_the_schedule_and_in_the_kernel(flash: Flash) -> None:
     """Else the schedule is for other work than the kernel's. Only keys of the window are in its longest length."""
-    capped = functools.partial(make, softcap=2.0)
+    capped = functools.partial(FlashAttentionBackend, softcap=2.0)
     served = AttentionEngine(capped, CPU, window=6, mode="NONE", dtype=torch.bfloat16, max_tokens=8)
     for seed in range(6):
         served.step(served.requests("mixed" if seed % 2 else "decode", 3, seed), seed)
     longest = 6 - 1 + 8 + 4 - 1
     assert set(flash.computed) == {((5, 0), 2.0, longest, None)}
-    assert set(flash.scheduled) == ({((5, 0), True, longest)} if make is FlashAttentionBackend else set())
+    assert set(flash.scheduled) == {((5, 0), True, longest)}
 
 
 def test_without_a_window_nothing_is_said_of_one(flash: Flash) -> None:
@@ -121,7 +119,7 @@ def test_without_a_window_nothing_is_said_of_one(flash: Flash) -> None:
     assert set(flash.scheduled) == {((-1, -1), False, 48)}
 
 
-def test_sinks_go_to_version_3_in_bfloat16(flash: Flash) -> None:
+def test_sinks_go_to_the_kernel_in_bfloat16(flash: Flash) -> None:
     sinks = {layer: torch.full((4,), float(layer), dtype=torch.bfloat16) for layer in range(2)}
     settings: dict[str, Any] = {"mode": "NONE", "dtype": torch.bfloat16}
     served = AttentionEngine(functools.partial(FlashAttentionBackend, sinks=sinks), CPU, **settings)
@@ -130,8 +128,6 @@ def test_sinks_go_to_version_3_in_bfloat16(flash: Flash) -> None:
     whole = {layer: one.float() for layer, one in sinks.items()}
     with pytest.raises(ConfigError, match=r"sinks are not torch.bfloat16"):
         AttentionEngine(functools.partial(FlashAttentionBackend, sinks=whole), CPU, **settings)
-    with pytest.raises(ConfigError, match="FlashAttention-2 has no sinks"):
-        AttentionEngine(functools.partial(FlashAttention2Backend, sinks=sinks), CPU, **settings)
 
 
 def without(function: Any, *names: str) -> Any:
@@ -169,25 +165,25 @@ def test_a_flash_attention_without_an_argument_is_refused_only_if_that_is_needed
 
 
 @pytest.mark.parametrize(
-    ("version", "function", "argument"),
+    ("function", "argument"),
     [
-        (3, "flash_attn_varlen_func", "scheduler_metadata"),
-        (3, "flash_attn_varlen_func", "num_splits"),
-        (3, "get_scheduler_metadata", "page_size"),
-        (2, "flash_attn_varlen_func", "block_table"),
-        (2, "flash_attn_varlen_func", "fa_version"),
+        ("flash_attn_varlen_func", "scheduler_metadata"),
+        ("flash_attn_varlen_func", "num_splits"),
+        ("get_scheduler_metadata", "page_size"),
+        ("flash_attn_varlen_func", "block_table"),
+        ("flash_attn_varlen_func", "fa_version"),
     ],
 )
-def test_a_flash_attention_too_old_for_a_version_says_the_argument(
-    monkeypatch: pytest.MonkeyPatch, version: int, function: str, argument: str
+def test_a_flash_attention_that_is_too_old_says_the_argument(
+    monkeypatch: pytest.MonkeyPatch, function: str, argument: str
 ) -> None:
     module = Flash()
     monkeypatch.setitem(sys.modules, "older_flash", module)
-    assert problem_of("older_flash", version) is None
+    assert problem_of("older_flash") is None
     setattr(module, function, without(getattr(module, function), argument))
-    assert problem_of("older_flash", version) == f"has a {function} without the argument {argument}"
+    assert problem_of("older_flash") == f"has a {function} without the argument {argument}"
     setattr(module, function, None)
-    assert problem_of("older_flash", version) == f"has no {function}"
+    assert problem_of("older_flash") == f"has no {function}"
 
 
 def test_functions_that_take_anything_or_do_not_tell_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +191,7 @@ def test_functions_that_take_anything_or_do_not_tell_are_taken(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "older_flash", module)
     module.flash_attn_varlen_func = lambda *args, **options: None
     module.get_scheduler_metadata = min  # compiled, without a signature
-    assert problem_of("older_flash", 3) is None
+    assert problem_of("older_flash") is None
 
 
 class Wrapper:
