@@ -2,5 +2,4 @@
 
 from bench.fused_operators.measure import main
 
-if __name__ == "__main__":
-    main()
+main()

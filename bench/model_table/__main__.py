@@ -2,5 +2,4 @@
 
 from bench.model_table.table import main
 
-if __name__ == "__main__":
-    main()
+main()

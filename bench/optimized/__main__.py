@@ -2,5 +2,4 @@
 
 from bench.optimized.rows import main
 
-if __name__ == "__main__":
-    main()
+main()

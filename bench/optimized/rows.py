@@ -207,6 +207,14 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+# Imported before processes are forked, as far as they are installed.
+PRELOADED = (
+    "bench.optimized.rows",
+    "simplegraph.fused.optimizing.optimize",
+    "torchvision",
+    "transformers.models.bert.modeling_bert",
+    "diffusers",
+)
 LONGER = 1.2  # times the compiler's; above it, a row's kernels are printed
 EXACT = 1.5  # times eager's error against float64
 USUAL = tuple(arm for arm in ARMS if arm not in (DEFAULT, AUTOTUNED))
@@ -250,7 +258,7 @@ def row_name(model: str, batch: int) -> str:
 
 def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     """Measure every model and batch in a fresh process."""
-    fresh.preload("bench.optimized.preloaded", device.type)
+    fresh.preload(device.type, *PRELOADED)
     rows: dict[str, Figures] = known_rows(plan.json) if plan.more else {}
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
     described, began = environment.describe(), time.monotonic()

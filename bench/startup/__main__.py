@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             machine = next((one["environment"] for one in results.values() if "environment" in one), None)
             save_figures(options.json, {"results": results, "comparison": comparison(results)}, machine)
 
-    fresh.preload("bench.startup.runs", device_of(plan.device).type)
+    fresh.preload(device_of(plan.device).type, "bench.startup.runs")
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
         results = runs.run_all(runs_of(options), plan, runs.CompileCaches(Path(folder)), save)
     measured = any(result["status"] == "ok" for result in results.values())

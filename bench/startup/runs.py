@@ -3,23 +3,85 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import simplegraph as sg
-from bench.arms import ARMS, COMPILED, load_arm, timing
+from bench.arms import ARMS, COMPILED, load_arm
 from bench.arms.base import Arm, NotAvailable, Setup
 from bench.arms.correctness import compare_with_eager, counts_to_compare, eager_noise
 from bench.models.attention import attention_name
 from bench.models.workload import Workload
 from bench.tools import compiler, environment, fresh, torchrun
-from bench.tools.measure import Figures, device_of, few_threads, say
+from bench.tools.measure import (
+    DeviceMemory,
+    Figures,
+    Timeline,
+    device_of,
+    few_threads,
+    host_microseconds,
+    say,
+    step_milliseconds,
+)
+
+STEP_BATCHES = (1, 8, 64, 256)
+A = TypeVar("A", bound=Arm)
+
+
+def start(arm_class: type[A], setup: Setup) -> tuple[A, Figures]:
+    """Start an arm; return it with the seconds since the model was built, and the memory kept and at its peak."""
+    gc.collect()
+    first = setup.batch(1)
+    _ = setup.largest  # made before the timing starts
+    before = DeviceMemory.now(setup.device)
+    if before:
+        torch.cuda.reset_peak_memory_stats(setup.device)
+    timeline = Timeline(setup.device)
+    arm = arm_class(setup)
+    arm.start(first, timeline)
+    figures: Figures = {"seconds": timeline.seconds}
+    if before:
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated(setup.device)
+        figures |= before.spent(DeviceMemory.now(setup.device))
+    return arm, figures
+
+
+def speeds(arm: Arm, setup: Setup, steps: int) -> Figures:
+    """Measure step times in ms by batch, and on a GPU microseconds of host time per call at batch 1."""
+    step_ms = {}
+    for count in STEP_BATCHES:
+        if count <= setup.workload.max_batch:
+            step_ms[str(count)] = step_milliseconds(arm.call(setup.batch(count)), setup.device, steps=steps)
+    if setup.device.type != "cuda":
+        return {"step_ms": step_ms}
+    return {"step_ms": step_ms, "host_us": host_microseconds(arm.call(setup.batch(1)), setup.device, calls=steps)}
+
+
+def shape(setup: Setup) -> Figures:
+    """Describe the model, the sizes and the attention that ran."""
+    weight = next(setup.model.parameters())
+    return {
+        "model": setup.workload.model,
+        "layers": setup.model.config.num_hidden_layers,
+        "parameters": sum(p.numel() for p in setup.model.parameters()),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": setup.device.type,
+        "sizes": sorted(setup.workload.sizes),
+        "context": setup.workload.context,
+        "lm_head": setup.workload.lm_head,
+        "attention": attention_name(weight.device, weight.dtype),
+        "pid": os.getpid(),
+        "tp": setup.workload.shard.size,
+    }
+
 
 Result = dict[str, Any]
 
@@ -112,22 +174,22 @@ def measure_arm(name: str, plan: StartupPlan, meeting: int = 0) -> Figures:
         weight = next(setup.model.parameters())
         say(f"{name}: attention is {attention_name(weight.device, weight.dtype)}")  # loads it, too
         arm_class.load(setup)
-        arm, started = timing.start(arm_class, setup)
+        arm, started = start(arm_class, setup)
         say(f"{name}: {', '.join(f'{mark} {s:.2f} s' for mark, s in started['seconds'].items())}")
         comparisons = compare_with_eager(arm, setup, counts_to_compare(sorted(workload.sizes)))
         figures = started | {"correct": [dataclasses.asdict(one) for one in comparisons]}
         figures |= {"eager_noise": eager_noise(setup)}
-        figures |= timing.speeds(arm, setup, plan.steps)
+        figures |= speeds(arm, setup, plan.steps)
         figures |= arm.replays.figures() | {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
         if arm_class.restartable and device.type == "cuda":
             del arm
             figures["primed"] = medians([_start_again(arm_class, setup) for _ in range(AGAIN)])
     figures |= {"preloaded": plan.preloaded}
-    return figures | timing.shape(setup) | {"environment": environment.describe()}
+    return figures | shape(setup) | {"environment": environment.describe()}
 
 
 def _start_again(arm_class: type[Arm], setup: Setup) -> Figures:
-    arm, figures = timing.start(arm_class, setup)
+    arm, figures = start(arm_class, setup)
     return figures | {"details": arm.details()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,9 @@ Turn = contextlib.AbstractContextManager[Any]
 NO_TURN: Turn = contextlib.nullcontext()
 WANTED, OVER = "wanted", "over"  # messages of a process's turn
 _PRELOAD_SECONDS = 120
-_PRELOADED = ["torch"]  # its import takes seconds, and does not initialize CUDA
+# Torch's import takes seconds, and does not initialize CUDA; the other imports those named by the environment.
+_PRELOADED = ["torch", "bench.tools.preloaded"]
+MODULES = "BENCH_PRELOADED_MODULES"
 
 
 class ProcessFailed(RuntimeError):
@@ -33,16 +34,16 @@ class ProcessFailed(RuntimeError):
         self.reason = reason or message
 
 
-def preload(module: str, device: str) -> None:
-    """Import a module once for all later processes; not if they then cannot use the device."""
+def preload(device: str, *modules: str) -> None:
+    """Import modules once for all later processes, as far as they are installed; not if those cannot use the device."""
     stop_server()
     # Asked at import whether there is a GPU, torch would otherwise start CUDA, which no forked process can use then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    _PRELOADED.append(module)
+    os.environ[MODULES] = ",".join(modules)
     try:
         call(_use, device, seconds=_PRELOAD_SECONDS)
     except (ProcessFailed, TimeoutError, OSError):
-        _PRELOADED.remove(module)
+        del os.environ[MODULES]
         stop_server()
 
 
@@ -50,14 +51,6 @@ def _use(device: str) -> None:
     import torch
 
     torch.zeros(1, device=device)
-
-
-def import_installed(*modules: str) -> None:
-    """Import those of the modules that can be imported: for a module that is preloaded."""
-    for module in modules:
-        # Not installed, or built for another torch: what needs it says so.
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
 
 
 def stop_server() -> None:

@@ -2,5 +2,4 @@
 
 from bench.training.training_steps import main
 
-if __name__ == "__main__":
-    main()
+main()

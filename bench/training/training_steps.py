@@ -204,6 +204,17 @@ def _memory(device: torch.device) -> Figures:
     return {"reserved_mib": torch.cuda.memory_reserved(device) / MIB} if device.type == "cuda" else {}
 
 
+# Imported before processes are forked, as far as they are installed.
+PRELOADED = (
+    "bench.training.training_steps",
+    "simplegraph.training.step",
+    "simplegraph.training.runner",
+    "timm",
+    "torchvision",
+    "peft",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)
 SHAPES_OF = ("mlp", "gpt2", "vit-b 64")  # whose memory with eight shapes is measured
 SHAPES_ARMS = ("eager", "train-step")
@@ -250,7 +261,7 @@ def pairs(plan: TrainingPlan) -> list[tuple[str, str]]:
 
 def measure(plan: TrainingPlan, device: torch.device) -> Figures:
     """Measure every workload and arm, and the memory of eight shapes; compiled arms come last."""
-    fresh.preload("bench.training.preloaded", str(device))
+    fresh.preload(str(device), *PRELOADED)
     shapes = [name for name in plan.shapes if name in plan.workloads and set(SHAPES_ARMS) <= set(plan.arms)]
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type}
     figures |= {"workloads": {name: {} for name in plan.workloads}, "shapes": {name: {} for name in shapes}}

@@ -2,5 +2,4 @@
 
 from bench.transformers_generate.generation import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.tools import command, compiler
+from bench.tools import command, compiler, fresh
 from bench.tools.fresh import NO_TURN, Turn
 from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import Options, count, name_list
@@ -31,6 +31,7 @@ FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
 ARMS = (PLAIN, COMPILED, *FUSED)
 LAUNCHES = {f"simplegraph-{tokens}-tokens": tokens for tokens in (4, 8, 16)}  # ours, tokens of one graph
 ALL_ARMS = (*ARMS, *LAUNCHES)
+PRELOADED = ("simplegraph.integrations.transformers.generate.generation", "transformers.models.llama.modeling_llama")
 BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
 
 
@@ -136,6 +137,7 @@ def run_arm(
 
 def measure(plan: GenerationPlan, device: torch.device) -> Figures:
     """Measure every model and arm in fresh processes; return medians over them, and every process's figures."""
+    fresh.preload(device.type, "bench.transformers_generate.generation", *PRELOADED)
     models: dict[str, Figures] = {}
     for start in range(0, len(plan.models), plan.at_once):
         models |= _measure_models(plan, plan.models[start : start + plan.at_once], device)

@@ -40,5 +40,5 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
                 yield name, error
 
     monkeypatch.setattr(fresh, "call", call)
-    monkeypatch.setattr(fresh, "preload", lambda module, device: None)
+    monkeypatch.setattr(fresh, "preload", lambda *_: None)
     monkeypatch.setattr(SideBySide, "run", run)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.model_table import table
 from bench.model_table.row import FULL, measure_row
 from bench.tools import fresh
 from bench.tools.side_by_side import SideBySide
@@ -16,7 +17,7 @@ ROWS = ("torch/GRU", "torch/LSTM", "Llama", "BERT", "ViT", "ConvBert", "DETR", "
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
     """Rows of each kind, two processes at once."""
-    fresh.preload("bench.model_table.preloaded", "cuda")
+    fresh.preload("cuda", *table.PRELOADED)
     tasks = {name: (measure_row, (name, "cuda", True)) for name in ROWS}
     return dict(SideBySide(workers=2, seconds=120, total=240).run(tasks))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from bench.arms import load_arm, timing
+from bench.arms import load_arm
 from bench.arms.base import Setup
 from bench.host_overhead import calls
 from bench.models.workload import Workload
@@ -112,7 +112,7 @@ def _startup(name: str) -> None:
     setup = Setup(workload.build(), workload)
     arm = load_arm(name)(setup)
     arm.start(setup.batch(1), Timeline(CPU))
-    timing.speeds(arm, setup, 2)
+    runs.speeds(arm, setup, 2)
 
 
 def _table() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,15 +128,25 @@ def test_what_is_preloaded_stays_unless_a_process_fails_after_it(monkeypatch: py
             raise fresh.ProcessFailed("cannot start CUDA in a forked process")
         function(device)
 
-    servers: list[list[str]] = []
-    monkeypatch.setattr(fresh, "_PRELOADED", ["torch"])
+    servers: list[str | None] = []
+    monkeypatch.setenv(fresh.MODULES, "")
     monkeypatch.setattr(fresh, "call", answer)
-    monkeypatch.setattr(fresh, "stop_server", lambda: servers.append(list(fresh._PRELOADED)))
-    fresh.preload("one", "cpu")
-    assert fresh._PRELOADED == ["torch", "one"]
-    fresh.preload("two", "cuda")
-    assert fresh._PRELOADED == ["torch", "one"]
-    assert servers[-1] == ["torch", "one"]  # none goes on that has imported it
+    monkeypatch.setattr(fresh, "stop_server", lambda: servers.append(os.environ.get(fresh.MODULES)))
+    fresh.preload("cpu", "one", "two")
+    assert os.environ[fresh.MODULES] == "one,two"
+    fresh.preload("cuda", "three")
+    assert servers[-1] is None  # none goes on that has imported it
+
+
+def test_modules_that_are_installed_are_imported_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fresh.MODULES, "")
+    fresh.preload("cpu", "no_such_module", "colorsys")
+    assert fresh.call(_has_colorsys, seconds=60)
+    fresh.stop_server()
+
+
+def _has_colorsys() -> bool:
+    return "colorsys" in sys.modules
 
 
 def test_eager_is_the_yardstick_of_ours() -> None:

@@ -1,0 +1,12 @@
+"""Imports the modules that a benchmark's processes need, as far as they are installed, before they are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+
+for module in filter(None, os.environ.get("BENCH_PRELOADED_MODULES", "").split(",")):
+    # Not installed, or built for another torch: what needs it says so.
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
