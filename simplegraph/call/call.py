@@ -253,7 +253,10 @@ class Call(NamedTuple):
             raise binding.unsliceable.again()
         if self.padding and binding.draws:
             raise CannotBind(Reason.SIZE_NOT_CAPTURED, f"it draws; add {self.batch} to capture_sizes")
-        if binding.written and self.aliased:
+        copied = {arg.name: leaf for leaf, arg in zip(self.leaves, self.layout.args, strict=True) if is_copied(arg)}
+        written = (copied[name] for name in copied.keys() & binding.written)
+        # They share memory that their static buffers would not share.
+        if binding.written and (overlap(copied.values()) or any(map(overlaps_itself, written))):
             raise CannotBind(Reason.ALIASED, ", ".join(name for name, _ in self.tensors))
 
     def never_compared(self) -> list[str]:
@@ -264,14 +267,6 @@ class Call(NamedTuple):
     def confirmed(self, reader: CallReader) -> bool:
         """True if no batch dimension of the call is a guess from one batch size."""
         return reader.confirmed(self.batch, self.leaves, self.names, self.spec)
-
-    @property
-    def aliased(self) -> bool:
-        """True if inputs share memory that their static buffers would not share."""
-        pairs = zip(self.leaves, self.layout.args, strict=True)
-        copied = {arg.name: leaf for leaf, arg in pairs if is_copied(arg)}
-        written = (copied[name] for name in copied.keys() & self.binding.written)
-        return overlap(copied.values()) or any(map(overlaps_itself, written))
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -289,17 +284,6 @@ class Call(NamedTuple):
         """The storage keys of the tensor leaves, by name."""
         found = zip(self.names, self.leaves, strict=True)
         return {name: storage_key(leaf) for name, leaf in found if isinstance(leaf, Tensor)}
-
-    @property
-    def copied(self) -> set[int]:
-        """The storage keys of the tensors that graphs read in static inputs of their own."""
-        pairs = zip(self.leaves, self.layout.args, strict=True)
-        return {storage_key(leaf) for leaf, arg in pairs if is_copied(arg)}
-
-    @property
-    def host_copies(self) -> set[int]:
-        """The storage keys of the copies of CPU tensors that captures are passed."""
-        return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}
 
 
 def is_copied(arg: Arg) -> bool:

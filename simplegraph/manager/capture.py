@@ -169,8 +169,13 @@ class GraphCapture:
             try:
                 self._capture_each(session)
             finally:  # whatever came of the others
+                unready = {}
                 with self._ranks.seconds.timed("instantiate"):
-                    unready = _wait_for_graphs(table, jobs)
+                    for job in (job for job in jobs if job.key in table.graphs):
+                        try:
+                            table.graphs[job.key].program.wait()
+                        except Exception as error:
+                            unready[job.label] = capture_error(error, job.label)
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
@@ -351,19 +356,6 @@ def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     hidden = not show or os.environ.get("RANK", "") not in ("", "0")
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
     return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
-
-
-def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:
-    """Wait until the driver has instantiated what was captured; return what went wrong, by label."""
-    unready = {}
-    for job in jobs:
-        graph = table.graphs.get(job.key)
-        try:
-            if graph is not None:
-                graph.program.wait()
-        except Exception as error:
-            unready[job.label] = capture_error(error, job.label)
-    return unready
 
 
 def _check_breaks(table: ProgramTable, job: CaptureJob, program: Program) -> None:

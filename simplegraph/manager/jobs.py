@@ -53,11 +53,6 @@ class CaptureJob:
     refused: HostError | None = None
 
     @property
-    def kind(self) -> str:
-        """Name such graphs as the report does."""
-        return self.part.partition(",")[0].upper() or self.mode.name
-
-    @property
     def rows(self) -> int:
         """The padded batch size."""
         return self.descriptor.num_tokens

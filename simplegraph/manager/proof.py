@@ -193,7 +193,11 @@ class ReplayProof:
         return first_difference(
             self._parts(actual, memory=memory),
             self._parts(expected, memory=memory),
-            names=[f"output {index}" for index in range(len(expected.outputs))] + self._names(memory=memory),
+            names=[
+                *(f"output {index}" for index in range(len(expected.outputs))),
+                *(name for name, _ in (self._memory.tensors if memory else ())),
+                *(f"argument {name}" for name, _ in self._memory.inputs),
+            ],
             noise=None if noise is None else self._parts(noise, memory=memory),
             tolerance=self.rounding if rounded else EXACT,
         )
@@ -207,10 +211,6 @@ class ReplayProof:
             return None
         noise = again()  # on all ranks, or on none
         return None if found is None else self.difference(actual, expected, noise=noise, memory=memory)
-
-    def _names(self, *, memory: bool) -> list[str]:
-        names = [name for name, _ in self._memory.tensors] if memory else []
-        return names + [f"argument {name}" for name, _ in self._memory.inputs]
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]

@@ -210,7 +210,8 @@ class ProgramTable:
         """Take in a new Program; a failure of its key is forgotten."""
         nodes = [segment.num_nodes for segment in program.segments]
         total = None if None in nodes else sum(filter(None, nodes))
-        what = job.label, job.kind, job.descriptor.num_tokens
+        kind = job.part.partition(",")[0].upper() or job.mode.name  # as the report names such graphs
+        what = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
         self._forget_failure(job)

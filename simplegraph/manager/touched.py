@@ -71,7 +71,9 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)]
     found: dict[str, Inventory] = {}
     for job in ends.values():
-        inventory = _read(table, table.graphs[job.key], known)
+        graph = table.graphs[job.key]
+        kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
+        graph.counters.inventory = inventory = table.device.inventory(table.pool, graph.program.segments, kept)
         if inventory is None:
             return None
         found[job.label] = inventory
@@ -128,13 +130,6 @@ def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
         _keep(table, found)
     graph.counters.inventory = graph.counters.inventory or found
     return _describe_freed(freed[0]) if freed else None
-
-
-def _read(table: ProgramTable, graph: CapturedGraph, known: Sequence[KnownMemory]) -> Inventory | None:
-    kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
-    found: Inventory | None = table.device.inventory(table.pool, graph.program.segments, kept)
-    graph.counters.inventory = found
-    return found
 
 
 def _memory(tensor: Tensor) -> Iterator[KnownMemory]:

@@ -19,8 +19,9 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.call.args import HostArg
 from simplegraph.call.arguments import invoke_watched
-from simplegraph.call.call import Call
+from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
 from simplegraph.call.plan import Plan, make_plan
@@ -153,6 +154,7 @@ class GraphBuilder:
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
+        copied = {storage_key(leaf) for leaf, arg in zip(call.leaves, call.layout.args, strict=True) if is_copied(arg)}
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
                 self.manager.table,
@@ -160,7 +162,7 @@ class GraphBuilder:
                 key,
                 traced=call.breaks,
                 rows=rows,
-                inputs=call.copied,
+                inputs=copied,
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
@@ -300,7 +302,8 @@ class GraphBuilder:
         for observer in capture.observers:
             call.binding.note_written(observer, inputs.memory)
             call.binding.learn_numbers(self.manager.table, observer.numbers)
-        own = inputs.storages | call.host_copies | set(map(storage_key, buffers))
+        host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
+        own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         self.keep_external(call.module, capture.observers, own)
         self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
 
