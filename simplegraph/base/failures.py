@@ -200,9 +200,8 @@ def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
     ways = []
     if part.name:
         ways.append(f"run that part eagerly: simplegraph.break_at(model, \"{part.pattern}\") and mode='PIECEWISE'")
-    other = part.other_part()
-    if other is not None:
-        ways.append(f"wrap a part in place of the whole: {other}")
+    if any(True for _ in part.root.children()):
+        ways.append("give graphs to the parts that can have them: simplegraph.wrap_parts(model, inputs)")
     return f"The code is a library's; {'; or '.join(ways)}." if ways else remedy
 
 

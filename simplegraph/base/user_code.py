@@ -150,32 +150,6 @@ class FailingPart(NamedTuple):
         holders = [self.root.get_submodule(".".join(steps[:index])) for index in range(len(steps))]
         return ".".join("*" if isinstance(it, nn.ModuleList) else step for it, step in zip(holders, steps, strict=True))
 
-    def other_part(self) -> str | None:
-        """Return a statement that wraps the largest part without the failing one; None if there is no large one."""
-        found: list[tuple[int, str, nn.Module]] = []
-        module, expression = self.root, "model"
-        for step in [*self.name.split("."), ""]:
-            inside = dict(module.named_children())
-            path = inside.get(step)
-            found += [
-                (sum(parameter.numel() for parameter in child.parameters()), _attribute(expression, name), child)
-                for name, child in inside.items()
-                if type(child) not in (type(path), nn.ModuleDict)  # layers of a list fail alike
-            ]
-            if path is None or isinstance(path, nn.ModuleList):
-                break
-            module, expression = path, _attribute(expression, step)
-        parameters, part, child = max(found, key=lambda entry: entry[0], default=(0, "", self.root))
-        if parameters * 10 < sum(parameter.numel() for parameter in self.root.parameters()) or not part:
-            return None
-        if isinstance(child, nn.ModuleList):
-            return f"for i, part in enumerate({part}): {part}[i] = simplegraph.wrap(part)"
-        return f"{part} = simplegraph.wrap({part})"
-
-
-def _attribute(expression: str, name: str) -> str:
-    return f"{expression}.{name}" if name.isidentifier() else f"{expression}[{name}]"
-
 
 def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     """Find the submodule that failed; None if no module was called."""

@@ -166,7 +166,6 @@ class ProgramTable:
     traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
-    _trying: bool = False
 
     def replay(self, graph: CapturedGraph, padding: int = 0) -> None:
         """Replay a graph, of which so many rows are padding. Call after `order_streams`, with the pool's lock held."""
@@ -227,8 +226,6 @@ class ProgramTable:
             failed: the errors.
             outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
         """
-        if self._trying:
-            return
         for job, error in failed.items():
             self._forget_failure(job)
             self.failures[job.key] = error
@@ -245,15 +242,6 @@ class ProgramTable:
             run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
             said = self.stats.name, message, run, outcome, Reason.CAPTURE_FAILED.link
             logger.warning("simplegraph: %s: %s\n  %s; %s.\n  See %s", *said)
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Note no failures in here: who asks for the captures knows another way."""
-        self._trying = True
-        try:
-            yield
-        finally:
-            self._trying = False
 
     def _forget_failure(self, job: CaptureJob) -> None:
         message = str(self.failures.pop(job.key, ""))

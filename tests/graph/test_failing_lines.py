@@ -225,6 +225,9 @@ def replays(model: nn.Module, device: torch.device, **settings: Any) -> Any:
     return wrapped
 
 
+PARTS = "give graphs to the parts that can have them: simplegraph.wrap_parts(model, inputs)"
+
+
 def failure(model: nn.Module, device: torch.device) -> str:
     wrapped: Any = sg.wrap(model, capture_sizes=[4], progress=False)
     return str(wrapped.capture_graphs(torch.randn(4, WIDTH, device=device)).failed["batch size 4"])
@@ -235,7 +238,7 @@ def test_a_librarys_part_that_fails_is_named_with_what_breaks_there(library: Any
     message = failure(model, device)
     assert "failed at routing_library.py:11 `return self.linear(x) if x.sum().item() < 1e9 else x`" in message
     assert "simplegraph.break_at(model, \"layers.*.router\") and mode='PIECEWISE'" in message
-    assert "model.decoder = simplegraph.wrap(model.decoder)" in message
+    assert f"; or {PARTS}." in message
     assert "mark the function" not in message
     sg.break_at(model, "layers.*.router")
     assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
@@ -248,38 +251,33 @@ def test_the_line_that_called_a_library_is_named_too(library: Any, device: torch
     assert "called at" in message
     assert "`return self.head(self.backbone(x))`" in message
     assert 'break_at(model, "backbone.layers.*.router")' in message
-    assert "model.backbone.decoder = simplegraph.wrap(model.backbone.decoder)" in message
+    assert f"; or {PARTS}." in message
 
 
 def test_a_library_whose_own_forward_fails_can_be_wrapped_in_parts(library: Any, device: torch.device) -> None:
     model = library.Checked(WIDTH).to(device).eval()
     message = failure(model, device)
     assert "break_at" not in message
-    assert "wrap a part in place of the whole: model.decoder = simplegraph.wrap(model.decoder)." in message
-    model.decoder = sg.wrap(model.decoder, capture_sizes=[4])
-    x = torch.randn(4, WIDTH, device=device)
-    for _ in range(3):
-        model(x)
-    assert model.decoder.graph_stats.replays == 2
+    assert f"The code is a library's; {PARTS}." in message
+    model.decoder = nn.Sequential(model.decoder, nn.ReLU()).eval()  # a single layer is not worth a graph
+    graphs = sg.wrap_parts(model, torch.randn(4, WIDTH, device=device), min_operators=1)
+    assert "decoder" in graphs.parts
 
 
 def test_layers_in_a_list_are_wrapped_each(library: Any, device: torch.device) -> None:
     message = failure(library.Stack(WIDTH).to(device).eval(), device)
-    said = "for i, part in enumerate(model.layers): model.layers[i] = simplegraph.wrap(part)"
-    assert f"{said}." in message
-    model = library.Stack(WIDTH).to(device).eval()
-    exec(said, {"model": model, "simplegraph": sg})  # the advice, word for word
-    x = torch.randn(4, WIDTH, device=device)
-    for _ in range(3):
-        model(x)
-    assert [layer.graph_stats.replays for layer in model.layers] == [2, 2]
+    assert f"{PARTS}." in message
+    model = library.Stack(WIDTH).to(device)
+    model.layers = nn.ModuleList(nn.Sequential(layer, nn.ReLU()) for layer in model.layers)
+    graphs = sg.wrap_parts(model.eval(), torch.randn(4, WIDTH, device=device), min_operators=1)
+    assert list(graphs.parts) == ["layers.0", "layers.1"]
 
 
 def test_a_part_of_a_sequence_is_named_by_its_index(library: Any, device: torch.device) -> None:
     model = nn.Sequential(library.Router(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device).eval()
     message = failure(model, device)
     assert 'simplegraph.break_at(model, "0")' in message
-    assert "model[1] = simplegraph.wrap(model[1])" in message
+    assert f"; or {PARTS}." in message
     assert sg.break_at(model, "0") == ["0"]
     assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
 
