@@ -8,7 +8,7 @@ import functools
 import numbers
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -115,18 +115,14 @@ def opened_once(value: Any) -> Opened | None:
     return _opened_mapping(value) if opened is None and isinstance(value, Mapping) else opened
 
 
-def _key_types(keys: Collection[Any]) -> tuple[type, ...] | None:
-    """Return what tells keys that are equal from each other, as 1 and True are; None for texts."""
-    return tuple(map(type, keys)) if any(type(key) is not str for key in keys) else None
-
-
 def _opened_plain(value: Any) -> Opened | None:
     """Open a container of a known class, a registered one, or a dataclass."""
     kind = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
     if kind is dict or kind is OrderedDict:
-        return value.keys(), value.values(), _key_types(value)
+        texts = all(type(key) is str for key in value)  # keys that are equal, as 1 and True, differ by their types
+        return value.keys(), value.values(), None if texts else tuple(map(type, value))
     if kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
         node = pytree.SUPPORTED_NODES[kind]
         values, context = node.flatten_fn(value)

@@ -19,6 +19,7 @@ _dispatch: Any = _python_dispatch  # typed loosely because torch leaves it untyp
 without_modes = _dispatch._disable_current_modes
 innermost_mode = _dispatch._get_current_dispatch_mode
 _Key = torch._C.DispatchKey
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _KeySet = torch._C.DispatchKeySet
 _keys_at_entry: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009 - torch leaves it untyped
 _AUTOCAST = {name: _KeySet(key) for name, key in vars(_Key).items() if name.startswith("Autocast")}
@@ -66,7 +67,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(wrapper_class, types)):
             return NotImplemented  # it first turns into operators on plain tensors
         kwargs = kwargs or {}
-        if only_shapes():
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # as when DTensor computes how its results are sharded
             return func(*args, **kwargs)
         if is_higher_order(func):
             return self.run(func, args, kwargs)
@@ -131,11 +132,6 @@ def _not_run_before(func: Any, inference: bool) -> Any:
 def wrapper_class(kind: type) -> bool:
     """True if tensors of this class have no memory of their own."""
     return hasattr(kind, "__tensor_flatten__")
-
-
-def only_shapes() -> bool:
-    """True if operators now run on fake tensors, as when DTensor computes how its results are sharded."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_higher_order(func: Any) -> bool:

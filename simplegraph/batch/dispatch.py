@@ -92,11 +92,19 @@ class Dispatcher:
     ) -> None:
         self.config = config
         self._requests = config.max_num_seqs is not None if requests is None else requests
-        self.lora_cases = _check_lora_cases(lora_cases)
+        self.lora_cases = tuple(sorted(set(lora_cases)))
+        if not self.lora_cases or not all(isinstance(case, int) and case >= 0 for case in self.lora_cases):
+            expected = "at least one count of active LoRAs, such as (0, 1, 4)"
+            raise ConfigError(f"lora_cases is {lora_cases!r}; expected {expected}.")
         self.mode, message = resolve_mode(config.mode, support, config.uniform_query_len)
         if message is not None:
             logger.warning("simplegraph: %s", message)
-        self._graphs = _all_graphs(self.mode, config)
+        self._graphs: list[_Graphs] = []  # the kinds of graphs that the mode has, in the order they are tried
+        if self.mode.separate_routine() and self.mode.decode_mode() is CudaGraphMode.FULL:
+            sizes = uniform_decode_sizes(config)
+            self._graphs.append(_Graphs(CudaGraphMode.FULL, sizes, config.uniform_query_len, config))
+        if self.mode.mixed_mode() is not CudaGraphMode.NONE:
+            self._graphs.append(_Graphs(self.mode.mixed_mode(), mixed_sizes(config), None, config))
         self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
 
     def dispatch(
@@ -201,23 +209,6 @@ class Dispatcher:
                 return Dispatch(graphs.mode, key, Reason.PADDED if padding else Reason.EXACT, padding)
             reason = padded
         return Dispatch(CudaGraphMode.NONE, batch, reason, 0)
-
-
-def _all_graphs(mode: CudaGraphMode, config: CudaGraphConfig) -> tuple[_Graphs, ...]:
-    """Return the kinds of graphs that a mode has, in the order they are tried."""
-    kinds: list[_Graphs] = []
-    if mode.separate_routine() and mode.decode_mode() is CudaGraphMode.FULL:
-        kinds.append(_Graphs(CudaGraphMode.FULL, uniform_decode_sizes(config), config.uniform_query_len, config))
-    if mode.mixed_mode() is not CudaGraphMode.NONE:
-        kinds.append(_Graphs(mode.mixed_mode(), mixed_sizes(config), None, config))
-    return tuple(kinds)
-
-
-def _check_lora_cases(cases: Iterable[int]) -> tuple[int, ...]:
-    checked = tuple(sorted(set(cases)))
-    if not checked or not all(isinstance(case, int) and case >= 0 for case in checked):
-        raise ConfigError(f"lora_cases is {cases!r}; expected at least one count of active LoRAs, such as (0, 1, 4).")
-    return checked
 
 
 def resolve_mode(

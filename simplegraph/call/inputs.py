@@ -26,10 +26,18 @@ class StaticInput:
     With the batch in dimension 0 the views of all sizes are the first rows of one buffer. Otherwise
     every padded size lays its elements out contiguously from the buffer's start, as eager would have
     them, and rows of different sizes overlap.
+
+    Attributes:
+        batched: it has a batch dimension; rows_first: the views of all sizes are the first rows of one buffer.
+        pads_with_number: padding rows hold one number, whatever the real rows are; pad_number: that one.
     """
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
         self.arg, self.pad = arg, arg.pad
+        self.batched = isinstance(arg.batch_dim, int)
+        self.rows_first = arg.batch_dim == 0 and arg.order[:1] in ((), (0,))
+        self.pads_with_number = self.batched and self.pad not in ("keep", "repeat-last")
+        self.pad_number: int | float | bool = self.pad if not isinstance(self.pad, str) else 0
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
@@ -41,26 +49,8 @@ class StaticInput:
         self._views: dict[int, Tensor] = {}
         self._parts: dict[tuple[int, int, int], Tensor] = {}
 
-    @property
-    def batched(self) -> bool:
-        return isinstance(self.arg.batch_dim, int)
-
-    @property
-    def rows_first(self) -> bool:
-        """True if the views of all sizes are the first rows of one buffer."""
-        return self.arg.batch_dim == 0 and self.arg.order[:1] in ((), (0,))
-
     def _shape(self, rows: int) -> tuple[int, ...]:
         return tuple(rows if size == -1 else size for size in self.arg.shape)
-
-    @property
-    def pads_with_number(self) -> bool:
-        """True if padding rows hold one number, whatever the real rows are."""
-        return self.batched and self.pad not in ("keep", "repeat-last")
-
-    @property
-    def pad_number(self) -> int | float | bool:
-        return self.pad if not isinstance(self.pad, str) else 0
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""

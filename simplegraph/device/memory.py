@@ -28,6 +28,9 @@ class SavedMemory:
     Args:
         written: what the graph itself was seen to write, with names; others: what it may write unseen.
         inputs: the caller's tensors that stand for static inputs of the graph, or are such.
+
+    Attributes:
+        nbytes: bytes that one copy takes.
     """
 
     def __init__(
@@ -41,11 +44,7 @@ class SavedMemory:
         self.tensors, self.inputs = [*written, *others], list(inputs)
         storages = {storage_key(tensor): tensor.untyped_storage() for _, tensor in (*self.tensors, *self.inputs)}
         self._bytes = {key: _view(it, torch.uint8, 0, (it.nbytes(),), (1,)) for key, it in storages.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that one copy takes."""
-        return sum(view.numel() for view in self._bytes.values())
+        self.nbytes = sum(view.numel() for view in self._bytes.values())
 
     def __contains__(self, key: int) -> bool:
         return key in self._bytes

@@ -28,7 +28,6 @@ from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
-from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.host_modes import HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
@@ -36,6 +35,10 @@ from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession, PythonState, take_back
 
 logger = logging.getLogger("simplegraph")
+_HELD_ATTENTION = (
+    "capturing {} failed\n  {}: the graph would hold the attention.\n"
+    "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe."
+)
 
 
 def run_observed(
@@ -60,6 +63,8 @@ def run_observed(
     observer = MemoryObserver(rows=rows)
     tracer = None
     if traced:
+        from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
+
         operators = breaking_operators()
         tracer = BreakTracer(operators, observer, table.device.torch_device, inputs)
     host = HostWarmup(table.device.torch_device)
@@ -256,7 +261,11 @@ class GraphCapture:
                 program = self._recorded(session, job, trace, host, observed)
             program.constants = host.served
             try:
-                _check_breaks(self.table, job, program)
+                support = self.table.support  # a piecewise graph may not hold attention that cannot be in one
+                piecewise = job.mode is CudaGraphMode.PIECEWISE and not program.breaks
+                if piecewise and support < AttentionCGSupport.ALWAYS:
+                    cause = f"the attention declares {support.name}, but the forward met no eager break"
+                    raise CaptureError(_HELD_ATTENTION.format(job.label, cause), cause=cause)
                 self.table.add(job, program)
             except BaseException:
                 program.drop()  # nothing else knows of it
@@ -356,15 +365,3 @@ def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     hidden = not show or os.environ.get("RANK", "") not in ("", "0")
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
     return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
-
-
-def _check_breaks(table: ProgramTable, job: CaptureJob, program: Program) -> None:
-    """Refuse a piecewise graph that holds attention which cannot be in one."""
-    support = table.support
-    if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
-        cause = f"the attention declares {support.name}, but the forward met no eager break"
-        raise CaptureError(
-            f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
-            "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe.",
-            cause=cause,
-        )

@@ -23,7 +23,6 @@ from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise,
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.breaks.eager import BreakTape, played
 from simplegraph.program.observe import MemoryObserver
 
 
@@ -63,6 +62,7 @@ class ReplayProof:
         self._before = memory.copy()
         self._random = random_states(generators)
         self._closing = contextlib.ExitStack()
+        self.close = self._closing.close  # lets memory and random generators be as eager left them
         self.draws = self.nested_otherwise = False
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
@@ -81,6 +81,8 @@ class ReplayProof:
         observer, program = MemoryObserver(rows=rows), self._graph.program
         tape = None
         if program.breaks:
+            from simplegraph.program.breaks.eager import BreakTape, played  # not loaded for full graphs
+
             tape = BreakTape(breaking_operators(), observer, self._memory.copied)
         # The observer is asked first, as in a warmup: it sees reads that are served.
         with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
@@ -166,10 +168,6 @@ class ReplayProof:
         self._table.replay(self._played)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Let memory and random generators be as eager left them."""
-        self._closing.close()
 
     def difference(
         self,

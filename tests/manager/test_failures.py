@@ -47,7 +47,8 @@ def to_host(x: Tensor) -> Any:
 
 
 def from_host(x: Tensor) -> Any:
-    return torch.tensor([time.perf_counter()] * WIDTH, device=x.device)
+    # Of a later part of a second: whole ones leave no digits of a float32 for less than milliseconds.
+    return torch.tensor([time.perf_counter() % 1e-3] * WIDTH, device=x.device)
 
 
 def reseeding(x: Tensor) -> Any:
@@ -88,7 +89,7 @@ FAULTS: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     boolean_index: ("return x[x > 0]", "Keep the shape: torch.where(mask, x, 0) for x[mask]"),
     nonzero: ("return torch.nonzero(x)", "use operations of fixed shape"),
     to_host: ('return x.to("cpu", copy=True).tolist()', "eager_break"),
-    from_host: ("return torch.tensor([time.perf_counter()] * WIDTH", "pass its value as an argument"),
+    from_host: ("return torch.tensor([time.perf_counter() % 1e-3] * WIDTH", "pass its value as an argument"),
     reseeding: ("", "eed outside"),
     exception: ('raise LookupError("not while captured")', "LookupError: not while captured"),
     out_of_memory: ("raise torch.OutOfMemoryError", "capture_sizes"),

@@ -30,6 +30,7 @@ class SegmentRecorder:
         generators: random generators, beside the default one, that the forward draws from.
         trace: what a warmup saw of the breaks; None makes breaks part of a single segment.
         continues: the pool's last Program is always replayed before this one.
+        all_generators: every generator that the forward may draw from.
     """
 
     device: GraphDevice
@@ -46,11 +47,7 @@ class SegmentRecorder:
         self._stream = 0
         self._ambient = Modes.now(self.device.torch_device.type)
         self._error: Exception | None = None
-
-    @property
-    def all_generators(self) -> tuple[torch.Generator, ...]:
-        """Return every generator that the forward may draw from."""
-        return default_generator(self.device.torch_device), *self.generators
+        self.all_generators = (default_generator(self.device.torch_device), *self.generators)
 
     def begin(self) -> None:
         """Begin the first segment."""
