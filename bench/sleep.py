@@ -157,13 +157,11 @@ def _libraries_alone(plan: SleepPlan) -> int:
     return int(run.stdout.split()[-1])
 
 
-def render(figures: Figures) -> str:
-    """Format what it held and how long it took."""
-    if "cycles" not in figures:
-        return str(figures["libraries_bytes"])
+def rows(figures: Figures) -> list[tuple[str, str]]:
+    """List what it held and how long it took, with names."""
     cycles, alone = figures["cycles"], figures["libraries_bytes"]
     wakes = [cycle["wake"] for cycle in cycles]
-    rows = [
+    return [
         (
             "sizes whose answers stay equal to the bit",
             f"{min(cycle['equal'] for cycle in cycles)} of {figures['sizes']}",
@@ -178,7 +176,11 @@ def render(figures: Figures) -> str:
         ("the copy alone, s", f"{figures['copy_alone_seconds']:.3f}"),
         ("dropping the graphs and capturing again, s", f"{figures['capture_again_seconds']:.2f}"),
     ]
-    return grid([("", "sleep and wake"), *rows])
+
+
+def render(figures: Figures) -> str:
+    """Format the figures."""
+    return grid([("", "sleep and wake"), *rows(figures)]) if "cycles" in figures else str(figures["libraries_bytes"])
 
 
 def _growth(cycles: list[Figures]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench import sleep
 from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
@@ -348,6 +349,10 @@ def _host() -> str:
     return grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
 
 
+def _sleep() -> str:
+    return grid(["", "8B shape, 51 sizes"], sleep.rows(load("h200_sleep")))
+
+
 def _training() -> str:
     arms = ("eager", "hand-made", "train-step", "forward-backward", "compiled-reduce-overhead")
     rows = []
@@ -433,6 +438,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
     "host": _host,
+    "sleep": _sleep,
     "optimized": optimized.models,
     "fused-operators": optimized.fused_operators,
     "training": _training,
