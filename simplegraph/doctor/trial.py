@@ -218,7 +218,7 @@ class ModuleTrial:
         wrapped: Any = self._wrap(capture_sizes=list(sizes))
         with self._capture(wrapped) as summary:
             taken = [graph.bytes for graph in wrapped.graph_stats.graphs.values()]
-            return MemoryEstimate.measured(taken, summary.bytes, emulated=self._device.emulated)
+            return MemoryEstimate.measured(self._device, taken, summary.bytes)
 
     @contextlib.contextmanager
     def _capture(self, wrapped: Any) -> Iterator[CaptureSummary]:

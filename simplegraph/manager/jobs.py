@@ -14,6 +14,7 @@ import torch
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import CaptureError, HostError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.device.protocol import GraphDevice
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
@@ -156,17 +157,18 @@ class MemoryEstimate:
     emulated: bool = False
 
     @classmethod
-    def measured(cls, taken: Sequence[int], total: int, *, emulated: bool) -> MemoryEstimate:
-        """Share out the memory that a capture took.
+    def measured(cls, device: GraphDevice, taken: Sequence[int], total: int) -> MemoryEstimate:
+        """Share out the memory that a capture took, while its graphs live.
 
         Args:
+            device: where they were captured.
             taken: bytes of each graph, the largest first.
             total: bytes of all, with what libraries keep for a stream that they run on first.
-            emulated: True if the graphs are imitated.
         """
-        further = sum(taken[1:])
-        first = max(total, sum(taken)) - further
-        return cls(len(taken), first, round(further / max(1, len(taken) - 1)), emulated)
+        free, further = device.free_memory(), sum(taken[1:])
+        device.release_cached_memory()  # what warmups took, which no graph needs
+        first = max(total - (device.free_memory() - free), sum(taken)) - further
+        return cls(len(taken), first, round(further / max(1, len(taken) - 1)), device.emulated)
 
     @property
     def bytes(self) -> int:

@@ -296,7 +296,7 @@ class CudaGraphManager(Sleeps):
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
             taken = [graph.bytes for graph in trial.stats.graphs.values()]
-            return MemoryEstimate.measured(taken, summary.bytes, emulated=self.device.emulated)
+            return MemoryEstimate.measured(self.device, taken, summary.bytes)
         finally:
             trial.reset()
 

@@ -256,8 +256,6 @@ class CaptureSession:
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(_collection_paused(self.thorough))
-            if self.thorough:  # afterwards, too: nobody else uses what warmups took on this stream
-                stack.callback(self.device.release_cached_memory)
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())

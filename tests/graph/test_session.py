@@ -120,12 +120,12 @@ def test_objects_in_cycles_are_not_destroyed_while_a_capture_runs(graphs: GraphD
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts on the emulator")
-def test_one_synchronise_and_a_cache_flush_before_and_after_serve_all_sizes() -> None:
+def test_one_synchronise_and_one_cache_flush_serve_all_sizes() -> None:
     counted = emulator()
     model = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[*range(1, 31)], progress=False)
     before = counted.synchronizations, counted.cache_releases
     assert model.capture_graphs(torch.zeros(3, 4)).captured == 30
-    assert (counted.synchronizations - before[0], counted.cache_releases - before[1]) == (1, 2)
+    assert (counted.synchronizations - before[0], counted.cache_releases - before[1]) == (1, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts on the emulator")
