@@ -149,5 +149,3 @@ def _foreign(inventory: Inventory) -> Iterator[str]:
         touches = inventory.certain(kind)
         if touches:
             yield f"{kind.value}, read by the kernel {readable(touches[0].node)}"
-    if inventory.certain(MemoryKind.WORKSPACE):
-        yield MemoryKind.WORKSPACE.value

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -211,6 +212,30 @@ def test_what_cannot_sleep_is_named_and_kept_or_refused(device: torch.device) ->
     (line,) = model.sleep().kept
     assert "inner.table" in line
     assert outside.eq(2).all()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("kind", [MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED])
+def test_what_the_driver_says_of_unknown_memory_is_named_with_its_kernel(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: MemoryKind
+) -> None:
+    if device.type == "cuda":
+        pytest.skip("here a test speaks for the driver")
+    model, x, wanted = captured(device)
+    known: list[KnownMemory] = []
+
+    def inventory(self: object, pool: object, segments: object, accounted: Any, **options: object) -> Inventory:
+        known.extend(accounted)
+        return Inventory(touches=[Touch("scale", 0x7F0000000480, 0, kind, "", certain=True)])
+
+    monkeypatch.setattr(EmulatorDevice, "inventory", inventory)
+    with pytest.raises(sg.ConfigError, match=rf"{kind.value}, read by the kernel scale"):
+        model.sleep(foreign="refuse")
+    assert same(answers(model, x), wanted)
+    report = model.sleep()
+    assert report.kept == (f"Sequential: {kind.value}, read by the kernel scale",)
+    assert {each.name for each in known} >= {"weights", "graphs"}
     model.wake()
     assert same(answers(model, x), wanted)
 
