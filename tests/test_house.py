@@ -40,7 +40,7 @@ EXTRAS = {
     "sleeping": 600,
     "integrations": 2_590,
 }
-BENCH = 8_510 + 150 + 560 + 220  # and for sleep, for the engine behind HTTP, under load; for the audit of vLLM
+BENCH = 8_500 + 150 + 560 + 220  # and for sleep, for the engine behind HTTP, under load; for the audit of vLLM
 SETTINGS, REASONS = 22, 40
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.

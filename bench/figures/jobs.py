@@ -83,7 +83,6 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
-    calls = _command("bench.host_overhead.models")
     preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     return [
         Job("h200_startup", startup, ("startup", "headline")),
@@ -92,7 +91,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
-        Job("h200_model_calls", calls, ("model-calls", "headline"), seconds=150),
+        Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls", "headline"), seconds=150),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
@@ -107,9 +106,9 @@ def _serving() -> list[Job]:
     speculation = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
     loads = ("--rate", "60", "--requests", "600"), ("--rate", "20,40,80", "--requests", "100", "--limit", "540")
     files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
-    rates = ("--attention", "fa3", "--arms", "eager,full,full-and-piecewise", "--rate", "20,40,80", "--requests", "40")
+    rates = ("bench.serve", "--attention", "fa3", "--arms", "eager,full,full-and-piecewise", "--rate", "20,40,80")
     return [
-        Job("h200_serve_rates", _command("bench.serve", *rates), seconds=150),
+        Job("h200_serve_rates", _command(*rates, "--requests", "40"), seconds=150),
         *(
             Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
             for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
@@ -119,7 +118,9 @@ def _serving() -> list[Job]:
 
 def _optimized() -> list[Job]:
     models = _command("bench.optimized", "--at-once", "8", "--total", "540")
+    readme = _command("bench.optimized", "--at-once", "4", "--batches", "1", "--total", "300")
     return [
+        Job("h200_readme", readme, seconds=320),
         Job("h200_optimized", models, ("optimized",)),
         Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
     ]
@@ -128,8 +129,10 @@ def _optimized() -> list[Job]:
 def _training() -> list[Job]:
     compiled = _training_command((), tuple(TRAINING_ARMS))
     first = _training_command(("mlp", "dqn"), ("eager", "train-step", "compiled-reduce-overhead"))
-    in_turn = ("eager", "forward-backward", "make-graphed-callables")
-    pairs = _training_command(("two linears", "two linears, autocast", "mlp", "vit-b 8"), in_turn)
+    pairs = _training_command(
+        ("two linears", "two linears, autocast", "mlp", "vit-b 8"),
+        ("eager", "forward-backward", "make-graphed-callables"),
+    )
     return [
         Job("h200_training", compiled, ("training", "training-start")),
         Job("h200_training_first", first, ("training-start",), seconds=300),

@@ -127,9 +127,10 @@ def run_row(
                 found["failed"] = f"{type(error).__name__}: {error}"
         with turn:
             _measure(figures["arms"], steps, batches, device)
-            wide = _in_float64(module, _batch(entry, rows, device, dtype, tiny))
+            inputs = _batch(entry, rows, device, dtype, tiny)
+            wanted = _in_float64(module, inputs)
             for arm, step in steps.items():
-                figures["arms"][arm]["error"] = _error(step(*wide.inputs), wide.answer)
+                figures["arms"][arm]["error"] = float((step(*inputs).double() - wanted).norm() / wanted.norm())
                 if arm in COMPARED and device.type == "cuda":
                     figures["arms"][arm]["kernels"] = _profiled(step, batches[0])
     return figures
@@ -185,26 +186,14 @@ def _profiled(step: Step, batch: Inputs) -> list[list[Any]]:
     return [*shown, ["others", round(sum(each[0] for each in others), 1), round(sum(each[1] for each in others), 2)]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wide:
-    """Inputs, and a module's answer to them in float64."""
-
-    inputs: Inputs
-    answer: Tensor
-
-
-def _in_float64(module: nn.Module, inputs: Inputs) -> _Wide:
-    """Compute the answer row by row: attention in float64 takes memory by the square of the tokens."""
+def _in_float64(module: nn.Module, inputs: Inputs) -> Tensor:
+    """Compute the answer in float64, row by row: attention in float64 takes memory by the square of the tokens."""
     wide = copy.deepcopy(module).double()
     answers = []
     for row in range(len(inputs[0])):
         given = [each[row : row + 1] if each.dim() else each for each in inputs]
         answers.append(wide(*(each.double() if each.is_floating_point() else each for each in given)))
-    return _Wide(inputs, torch.cat(answers))
-
-
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
+    return torch.cat(answers)
 
 
 # Imported before processes are forked, as far as they are installed.

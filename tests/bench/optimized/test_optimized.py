@@ -35,9 +35,8 @@ def test_first_calls_and_times_are_measured_in_turns(monkeypatch: pytest.MonkeyP
         def __exit__(self, *_: object) -> None:
             turns.pop()
 
-    monkeypatch.setattr(rows, "_first_calls", lambda *args: held.append(len(turns)) or (lambda *given: given[0]))
+    monkeypatch.setattr(rows, "_first_calls", lambda *args: held.append(len(turns)) or args[1])
     monkeypatch.setattr(rows, "_measure", lambda *args: held.append(len(turns)))
-    monkeypatch.setattr(rows, "_error", lambda *args: 0.0)
     rows.run_row(MODELS[0], 1, (EAGER, OPTIMIZED), CPU, True, 0, Turn())
     assert held == [1] * 3
     assert turns == []
