@@ -18,6 +18,8 @@ import simplegraph as sg
 from bench.tools.neighbor import neighbor
 from simplegraph.base.extras import memory_sources
 
+pytestmark = pytest.mark.alone  # it measures free memory, and another process fills it
+
 MIB, WIDTH = 1 << 20, 2048
 SIZES = [1, 2, 4, 8]
 
