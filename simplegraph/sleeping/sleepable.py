@@ -16,7 +16,7 @@ from simplegraph.base.extras import memory_sources
 from simplegraph.call.args import TensorArg
 from simplegraph.device.cuda.allocator import segments
 from simplegraph.device.emulator.memory import Arena
-from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
@@ -80,13 +80,14 @@ class SleepableMemory:
 
 def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
     """List the regions that are in use, and those of emulated pools; give back what is unused."""
-    look(_REGIONS)
-    unused = [region for region in _REGIONS if region.unused and not region.asleep]
-    for device in {region.device for region in unused}:
-        device.synchronize()
-    for region in unused:
-        region.close()
-        _REGIONS.remove(region)
+    with CAPTURE_LOCK:  # which `synchronize` takes, and whoever makes a pool has: two threads may look at once
+        look(_REGIONS)
+        unused = [region for region in _REGIONS if region.unused and not region.asleep]
+        for device in {region.device for region in unused}:
+            device.synchronize()
+        for region in unused:
+            region.close()
+            _REGIONS.remove(region)
     arenas = [pool.handle for pool in pools if isinstance(pool.handle, Arena)]
     emulated = [_POOLS.setdefault(arena, EmulatedPool(graph_device("cpu"), arena)) for arena in arenas]
     look(emulated)

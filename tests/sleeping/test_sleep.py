@@ -481,3 +481,23 @@ def test_a_process_may_end_asleep(device: torch.device) -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert (run.returncode, run.stdout) == (0, "asleep\n"), run.stderr
+
+
+def test_threads_may_build_and_drop_sleepable_models_at_once(device: torch.device) -> None:
+    """Unused memory is given back by whoever allocates next: once, though several do."""
+    failed: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            for _ in range(10):
+                with on(device):
+                    torch.zeros(64, device=device)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
