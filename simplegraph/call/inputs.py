@@ -120,13 +120,16 @@ class InputSet:
         ]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
-        """Fill a size with a call's rows, over and over: real values, valid as indices."""
+        """Fill a size with a call's rows, over and over: real values, valid as indices.
+
+        The last comes first: what a capture computes of these values itself, beside its graph, is no proof's answer.
+        """
         given = dict(tensors)
         for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
             dim = static.arg.batch_dim
             if isinstance(dim, int):
-                rows = torch.arange(padded, device=source.device) % batch
+                rows = (-1 - torch.arange(padded, device=source.device)) % batch
                 static.view(padded).copy_(source.index_select(dim, rows))
             elif dim is None:
                 static.view(padded).copy_(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import ctypes
 
@@ -876,6 +877,25 @@ def test_memory_that_a_break_fills_is_not_compared_before_it(device, name, upfro
             torch.testing.assert_close(model(x), ((x + 1) * 2 + 1) * 2)
     assert not {sg.Reason.CAPTURE_FAILED, sg.Reason.PADDING_SHOWS} & set(model.graph_stats.eager)
     assert model.graph_stats.replays >= 2
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(device, rows):
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                return pool.submit(torch.no_grad()(self.l), x).result() * 2
+
+    net = Threaded().to(device).eval()
+    model = sg.wrap(net, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(rows, 8, device=device)
+            torch.testing.assert_close(model(x), net.l(x) * 2)
 
 
 def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empty_once(device):
