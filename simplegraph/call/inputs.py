@@ -104,8 +104,7 @@ class InputSet:
                 for arg, leaf in zip(args, leaves, strict=True)
                 if isinstance(arg, TensorArg)
             }
-        storages = [item.view(rows).untyped_storage() for item in self.inputs.values() if item._reference is None]
-        self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        self._own = Spans(item.view(rows) for item in self.inputs.values() if item._reference is None)
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
@@ -144,8 +143,7 @@ class InputSet:
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Copy the sources that lie in these buffers: copying one in would overwrite another, still to come."""
-        ranges = self._ranges
-        return [s.clone() if any(start <= s.data_ptr() < end for start, end in ranges) else s for s in sources]
+        return [source.clone() if self._own.hold(source.data_ptr()) else source for source in sources]
 
     @property
     def memory(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ Link = tuple[Any, Any, Any]
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _READERS = tuple(map(operator.itemgetter, _REGISTRIES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_BY_VALUE = frozenset({type(None), bool, int, float, str})
+SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 _CONTAINERS = (list, dict, collections.deque)
 _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past what the class of an object makes of it
@@ -83,7 +83,7 @@ class Reading:
         ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
-        numbers = [at for at in others if type(values[at]) in _BY_VALUE]
+        numbers = [at for at in others if type(values[at]) in SETTINGS]
         others = sorted(set(others) - set(numbers))
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
         self._numbers = self._numbers_at(values)

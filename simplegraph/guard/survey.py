@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from simplegraph.base.tensors import parts, storage_key
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.reading import SETTINGS, Link
 from simplegraph.program.held import has_address, is_library, layer_settings, own_dict
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
@@ -21,10 +22,7 @@ _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by th
 _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
-SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 _CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
-
-Link = tuple[Any, Any, Any]
 
 
 class HeldTensor(NamedTuple):

@@ -62,7 +62,6 @@ class ReplayProof:
         self._before = memory.copy()
         self._random = random_states(generators)
         self._closing = contextlib.ExitStack()
-        self.close = self._closing.close  # lets memory and random generators be as eager left them
         self.draws = self.nested_otherwise = False
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
@@ -209,6 +208,10 @@ class ReplayProof:
             return None
         noise = again()  # on all ranks, or on none
         return None if found is None else self.difference(actual, expected, noise=noise, memory=memory)
+
+    def close(self) -> None:
+        """Let memory and random generators be as eager left them."""
+        self._closing.close()
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
