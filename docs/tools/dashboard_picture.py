@@ -42,13 +42,17 @@ scrape_configs:
 """
 
 
+class Encoder(nn.TransformerEncoderLayer):
+    """A layer with a name that fits into a legend."""
+
+
 def _traffic() -> None:
     """Call two models for a while, with batches that are too large and weights that move half-way."""
     chance, registry = random.Random(0), prometheus_client.CollectorRegistry()
     prometheus.register(registry)
     server, _ = prometheus_client.start_http_server(_METRICS, "127.0.0.1", registry)
     settings: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16], "progress": False}
-    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    encoder = Encoder(64, 4, 128, batch_first=True).eval()
     models = [(sg.wrap(encoder, **settings), (7, 64)), (sg.wrap(Ranker().eval(), mode="PIECEWISE", **settings), (256,))]
     begin, moved = time.monotonic(), False
     with torch.inference_mode():
