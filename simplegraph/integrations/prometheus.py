@@ -115,24 +115,20 @@ class GraphCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read the counters of each wrapper that was called or captured."""
         used = [wrapper.stats for wrapper in wrappers() if wrapper.stats.captures or wrapper.stats.eager]
+        seen = [self._seen.setdefault(stats, {}) for stats in used]
         for name, kind in METRICS.items():
             family: Any = _family(name, kind)
-            for stats in used:
+            for stats, highest in zip(used, seen, strict=True):
                 labels = [stats.name, str(stats.number)]
                 for label, value in kind.read(stats).items():
                     if kind.kind is _COUNTER:
-                        value = self._highest(stats, (name, label), value)
+                        value = highest[name, label] = max(value, highest.get((name, label), 0))
                     family.add_metric([*labels, label] if kind.label else labels, value)
             yield family
         audited = _audit_family()
         for kind_of_finding in KINDS:
             audited.add_metric([kind_of_finding], FOUND[kind_of_finding])
         yield audited
-
-    def _highest(self, stats: GraphStats, key: tuple[str, str], value: float) -> float:
-        seen = self._seen.setdefault(stats, {})
-        seen[key] = max(value, seen.get(key, 0))
-        return seen[key]
 
 
 def _family(name: str, kind: MetricKind) -> Metric:

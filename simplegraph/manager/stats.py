@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import operator
 import string
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -72,7 +71,7 @@ class GraphCounters:
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return sum(map(operator.mul, itertools.count(), self.paddings))
+        return sum(itertools.accumulate(self.paddings[:0:-1]))  # a call with p padding rows is in p of these sums
 
     def batch_sizes(self) -> dict[int, int]:
         """Return how many calls it served of each number of real rows; those of a backward are its forward's."""
