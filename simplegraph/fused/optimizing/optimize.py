@@ -81,31 +81,19 @@ class Optimization:
 
     Attributes:
         module: the module.
+        changed: the changed parts, by rewrite: folded layers and norms, weights in channels_last, fused layers.
+        left_out: the reason for each rewrite that was left out, by the name of the rewrite or of the pair.
+        errors: relative errors against float64 on the example inputs, before and after; None without such inputs.
     """
 
     def __init__(self, module: nn.Module, rewrites: _Rewrites) -> None:
-        self.module = module
-        self._rewrites = rewrites
-
-    @property
-    def changed(self) -> dict[str, list[str]]:
-        """The changed parts, by rewrite: layers and norms that were folded, weights in channels_last, fused layers."""
-        return {name: list(names) for name, names in self._rewrites.changed.items()}
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """The reason for each rewrite that was left out, by the name of the rewrite or of the pair."""
-        return dict(self._rewrites.left_out)
+        self.module, self._rewrites = module, rewrites
+        self.changed, self.left_out, self.errors = rewrites.changed, rewrites.left_out, rewrites.verified
 
     @property
     def extra_bytes(self) -> int:
         """The memory that folded weights take, beside the module's own."""
         return self._rewrites.memory.nbytes
-
-    @property
-    def errors(self) -> tuple[float, float] | None:
-        """Relative errors against float64 on the example inputs, before and after; None without such inputs."""
-        return self._rewrites.verified
 
     def refresh(self) -> None:
         """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
