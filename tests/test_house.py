@@ -23,11 +23,11 @@ CORE = {
     "base": 1_190,
     "batch": 300,
     "device": 1_780,
-    "program": 1_670,
+    "program": 1_660,
     "distributed": 220,
     "manager": 1_270,
     "guard": 940,
-    "call": 1_330,
+    "call": 1_320,
     "serve": 950,
 }
 # Extras, which the core would not miss.

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from simplegraph.base.nested import map_leaves
 from simplegraph.base.operators import wrapper_class
@@ -70,3 +72,13 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)
+
+
+def has_address(tensor: Tensor) -> bool:
+    """True if the tensor is memory that a graph can read."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_lazy(tensor))
+
+
+def lies_at(tensor: Tensor) -> tuple[Any, ...]:
+    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -11,10 +11,10 @@ from torch import Tensor
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import containers, flatten
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import has_address, lies_at
 from simplegraph.call.args import PLAIN_TENSORS
 from simplegraph.call.call import Call, invoke, is_copied
 from simplegraph.call.signature import CallReader
-from simplegraph.program.held import has_address, lies_at
 
 
 def invoke_watched(

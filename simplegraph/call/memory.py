@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.operators import strided_tensors, written_args
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import parts, storage_key
+from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.args import ConstantArg
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import Spans, overlaps_itself
@@ -22,7 +22,6 @@ from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.table import ProgramTable
-from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver
 
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from simplegraph.base.tensors import parts
+from simplegraph.base.tensors import has_address, parts
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.kernels import readable
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import ProgramTable
-from simplegraph.program.held import has_address
 
 
 def touched_lines(module: nn.Module, manager: CudaGraphManager | None) -> tuple[str, ...]:

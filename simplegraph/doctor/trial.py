@@ -17,7 +17,7 @@ from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import parts, storage_key, wait_collectives
+from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.call.args import batch_dim_of, known_arguments
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader
@@ -27,7 +27,6 @@ from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.jobs import CaptureSummary, MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
-from simplegraph.program.held import has_address
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from simplegraph.base.constants import reader
 from simplegraph.base.errors import ReplayError
-from simplegraph.base.tensors import parts, storage_key
+from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
-from simplegraph.program.held import has_address, is_same, lies_at
+from simplegraph.program.held import is_same
 from simplegraph.program.observe import MemoryObserver
 
 

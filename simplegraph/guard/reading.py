@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.modes import ANY_AUTOCAST
-from simplegraph.base.tensors import is_wrapper, parts
-from simplegraph.program.held import has_address, own_dict
+from simplegraph.base.tensors import has_address, is_wrapper, parts
+from simplegraph.program.held import own_dict
 
 Link = tuple[Any, Any, Any]
 

@@ -15,7 +15,7 @@ from simplegraph.base.context import CALLS, bypassed
 from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import parts, storage_key
+from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.call import invoke
 from simplegraph.call.memory import WriteSaver
 from simplegraph.call.outputs import unreturnable
@@ -28,7 +28,7 @@ from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.differences import EXACT, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.program.held import has_address, tensors_in
+from simplegraph.program.held import tensors_in
 from simplegraph.program.snapshot import Snapshot
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served

@@ -13,13 +13,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.tensors import parts
+from simplegraph.base.tensors import has_address, parts
 
 _Answer = TypeVar("_Answer")
 ABSENT = object()
@@ -203,19 +201,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             left += (item for _, item in items_of(held_by(value)))
 
 
-def has_address(tensor: Tensor) -> bool:
-    """True if the tensor is memory that a graph can read."""
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_lazy(tensor))
-
-
 def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
     """True if a thing is a tensor, or wraps one, whose memory is wanted."""
     return issubclass(type(thing), Tensor) and any(has_address(part) and is_wanted(part) for part in parts(thing))
-
-
-def lies_at(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 # Of torch's layers: their parameters' shapes tell these.

@@ -28,12 +28,12 @@ from simplegraph.base.extras import wait_before_captures
 from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import flatten
-from simplegraph.base.tensors import is_wrapper, parts, wait_collectives
+from simplegraph.base.tensors import has_address, is_wrapper, parts, wait_collectives
 from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.breaks.step import Break, BreakTrace
-from simplegraph.program.held import has_address, in_memory, tensors_in
+from simplegraph.program.held import in_memory, tensors_in
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.snapshot import Snapshot

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.patches import plain
-from simplegraph.base.tensors import parts
+from simplegraph.base.tensors import has_address, lies_at, parts
 from simplegraph.program.held import (
     ABSENT,
     MAX_OBJECTS,
     OPAQUE,
-    has_address,
     held_by,
     is_library,
     is_same,
@@ -34,7 +33,6 @@ from simplegraph.program.held import (
     is_users,
     items_of,
     kind_of,
-    lies_at,
     restore,
     tensors_in,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
@@ -17,7 +18,6 @@ from simplegraph.device.kernels import readable
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import wrappers
-from simplegraph.program.held import has_address
 from simplegraph.program.program import Program
 from simplegraph.sleeping.regions import MemoryRegion, Span, gib, storage_span
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import ATOMS, TreeSpec, Withheld, constant_key, flatten
+from simplegraph.base.tensors import lies_at
 
 Accept = Callable[[Any], str | None]
 
@@ -259,10 +260,10 @@ def _outside(tensor: Tensor, place: Place) -> Entry:
 
 
 def _same_memory(tensor: Tensor) -> Accept:
-    memory = _memory(tensor)
+    memory = lies_at(tensor)
 
     def accept_in_place(leaf: Any) -> str | None:
-        if leaf is tensor or (isinstance(leaf, Tensor) and _memory(leaf) == memory):
+        if leaf is tensor or (isinstance(leaf, Tensor) and lies_at(leaf) == memory):
             return None
         return f"{shown(leaf)} at another address; it was in place at the warmup. Return a clone, or always that one"
 
@@ -342,10 +343,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.uint8, device="cpu")
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(1)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def shown(leaf: Any) -> str:
