@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.written import hooked, plain_class
-from simplegraph.fused.optimizing.table import is_sequential, known_class
+from simplegraph.fused.optimizing.table import is_sequential, known_pairs_of
 
 # The norm that follows each kind of layer, and the dimensions of that layer's batched input.
 KINDS: dict[type, tuple[type, int]] = {
@@ -56,8 +56,9 @@ def known_pairs(root: nn.Module) -> list[Pair]:
 def _neighbours(owner: nn.Module) -> Iterator[tuple[str, str]]:
     if is_sequential(owner):
         yield from itertools.pairwise(owner._modules)
-    elif (known := known_class(owner)) is not None:
-        yield from ((layer, norm) for layer, norm in known.pairs if {layer, norm} <= owner._modules.keys())
+    else:
+        pairs = known_pairs_of(owner) or ()
+        yield from ((layer, norm) for layer, norm in pairs if {layer, norm} <= owner._modules.keys())
 
 
 def _dotted(prefix: str, name: str) -> str:

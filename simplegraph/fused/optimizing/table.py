@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from torch import nn
 
@@ -24,26 +23,16 @@ REWRITES: Mapping[str, str] = MappingProxyType(
 )
 
 
-class KnownClass(NamedTuple):
-    """Known properties of a class's forward.
+# Names of a child and of the norm that directly follows it and alone reads its output.
+Pairs = tuple[tuple[str, str], ...]
+_STEM: Pairs = (("conv1", "bn1"),)
+_BASIC: Pairs = (*_STEM, ("conv2", "bn2"))
+_BOTTLENECK: Pairs = (*_BASIC, ("conv3", "bn3"))
+_CONV_BN: Pairs = (("conv", "bn"),)
+_NAMED: Pairs = (("convolution", "normalization"),)
 
-    Attributes:
-        pairs: names of a child and of the norm that directly follows it and alone reads its output.
-        any_format: True if it runs with any memory format of its 4-d tensors: it views none.
-    """
-
-    pairs: tuple[tuple[str, str], ...] = ()
-    any_format: bool = False
-
-
-_STEM = KnownClass((("conv1", "bn1"),), any_format=True)
-_BASIC = KnownClass((("conv1", "bn1"), ("conv2", "bn2")), any_format=True)
-_BOTTLENECK = KnownClass((("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3")), any_format=True)
-_CONV_BN = KnownClass((("conv", "bn"),), any_format=True)
-_NAMED = KnownClass((("convolution", "normalization"),), any_format=True)
-
-# Classes without such pairs that run with any format, by the files where they are written.
-_ANY_FORMAT: Mapping[str, str] = MappingProxyType(
+# Classes without such pairs, by the files where they are written.
+_WITHOUT_PAIRS: Mapping[str, str] = MappingProxyType(
     {
         "torchvision.ops.misc": "Permute SqueezeExcitation",
         "torchvision.ops.stochastic_depth": "StochasticDepth",
@@ -69,14 +58,11 @@ _ANY_FORMAT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# By full name, so that no library is imported. A subclass is another class: it may have another forward.
-KNOWN_CLASSES: Mapping[str, KnownClass] = MappingProxyType(
+# Classes whose forward runs with any memory format of its 4-d tensors, since it views none, and the pairs in it.
+# They go by full name, so that no library is imported. A subclass is another class: it may have another forward.
+KNOWN_CLASSES: Mapping[str, Pairs] = MappingProxyType(
     {
-        **{
-            f"{file}.{name}": KnownClass(any_format=True)
-            for file, names in _ANY_FORMAT.items()
-            for name in names.split()
-        },
+        **{f"{file}.{name}": () for file, names in _WITHOUT_PAIRS.items() for name in names.split()},
         "torchvision.models.resnet.ResNet": _STEM,
         "torchvision.models.resnet.BasicBlock": _BASIC,
         "torchvision.models.resnet.Bottleneck": _BOTTLENECK,
@@ -104,8 +90,8 @@ def runs_own_forward(module: nn.Module) -> bool:
     return own and runs_as_written(module)
 
 
-def known_class(module: nn.Module) -> KnownClass | None:
-    """Return what is known of a module's forward; None if its class is unknown or its forward was replaced."""
+def known_pairs_of(module: nn.Module) -> Pairs | None:
+    """Return the pairs that a module's forward runs; None if its class is unknown or its forward was replaced."""
     return KNOWN_CLASSES.get(full_name(module)) if runs_own_forward(module) else None
 
 
@@ -127,8 +113,6 @@ def runs_any_format(module: nn.Module) -> bool:
 
 
 def _any_format(module: nn.Module) -> bool:
-    known = known_class(module)
-    if known is not None:
-        return known.any_format
     # torch's own layers take any format: those that reshape, such as Flatten, copy where they must.
-    return is_sequential(module) or (type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module))
+    own = type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    return known_pairs_of(module) is not None or is_sequential(module) or own
