@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.break_operators import breaking_operators, recording_breaks
-from simplegraph.base.errors import InputError, VerificationError
+from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.extras import entered
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
@@ -46,7 +46,7 @@ class ReplayProof:
         expected: the effects of the eager run.
         rounding: what runs of other batch sizes may differ by.
         replay_seconds: the time that the fastest replay took.
-        nested_otherwise: True if what it returned is not nested as the graph's outputs are.
+        otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
@@ -62,7 +62,7 @@ class ReplayProof:
         self._before = memory.copy()
         self._random = random_states(generators)
         self._closing = contextlib.ExitStack()
-        self.draws = self.nested_otherwise = False
+        self.draws, self.otherwise = False, ""
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
@@ -93,7 +93,7 @@ class ReplayProof:
         if self.draws:
             self._closing.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, spec = flatten(result)
-        self.nested_otherwise = spec != program.spec
+        self.otherwise = "" if spec == program.spec else "eager nests its outputs otherwise"
         memory = self._memory
         self.expected = Effects(
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
@@ -101,7 +101,10 @@ class ReplayProof:
         then = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
         self.written_inputs = {name for (name, _), before, now in then if difference(now, before, tolerance=EXACT)}
         if tape is not None:
-            program = played(program, tape.calls, self._differs, lambda: self.repeats)
+            try:
+                program = played(program, tape.calls, self._differs, lambda: self.repeats)
+            except BreakError as error:
+                self.otherwise = str(error)
         graph = self._graph
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
         self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # whose replays do not count
@@ -256,7 +259,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            found = proof.beyond_noise(replay(), proof.expected, replay)
+            found = proof.otherwise or proof.beyond_noise(replay(), proof.expected, replay)
         finally:
             proof.close()
         failure = ranks.failure(f"the proof of {job.label}", None if found is None else VerificationError(found))

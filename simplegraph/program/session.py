@@ -154,8 +154,8 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
     found = _living(kept)
     if not found:
         return names, []
-    unwanted = set(map(id, found))
-    names += [name for name in state.snapshot.release(lambda thing: id(thing) in unwanted) if name not in names]
+    released = state.snapshot.release(lambda thing: any(thing is tensor for tensor in found))
+    names += [name for name in released if name not in names]
     found.clear()
     still = _living(kept)
     for tensor in still:

@@ -166,8 +166,11 @@ class Snapshot:
         names = []
         for holder, held in self._touched(code=True):
             before = dict(items_of(held))
-            new = ((key, value) for key, value in items_of(held_by(holder)) if value is not before.get(key, ABSENT))
-            keys = [key for key, value in new if self._leads_to(value, unwanted)]
+            keys = [
+                key
+                for key, value in items_of(held_by(holder))
+                if value is not before.get(key, ABSENT) and self._leads_to(value, unwanted)
+            ]
             if keys:
                 names.append(self._name(keys[0], holder))
                 restore(holder, held, keys)

@@ -121,8 +121,8 @@ class _CallProof:
 
     def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
-        if proof.nested_otherwise:
-            return "eager nests its outputs otherwise"
+        if proof.otherwise:
+            return proof.otherwise
         try:
             again = functools.partial(self._replay, proof)
             first = again()

@@ -879,6 +879,51 @@ def test_memory_that_a_break_fills_is_not_compared_before_it(device, name, upfro
     assert model.graph_stats.replays >= 2
 
 
+@sg.eager_break
+def total(x):
+    return x.sum(0)
+
+
+@sg.eager_break
+def doubled(x):
+    return x * 2
+
+
+@sg.eager_break
+def refuse_negative(x):
+    if x.sum() < 0:
+        raise LookupError("negative")
+    return x * 2
+
+
+def once_for_each_row(x):
+    for _ in range(len(x)):
+        x = doubled(x)
+    return x
+
+
+def caught(x):
+    try:
+        return refuse_negative(x + 0)
+    except LookupError:
+        return x * 3
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x * 2 + total(x + 1), lambda x: x + total(x.exp())[:1], once_for_each_row, caught]
+)
+def test_breaks_that_padding_rows_change_in_number_or_result_stop_padding(device, function):
+    class Broken(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
+    with torch.no_grad():
+        for rows, sign in [(4, 1), (4, 1), (4, 1), (3, -1), (3, 1), (2, -1), (2, 1), (3, -1), (3, 1)]:
+            x = torch.rand(rows, 8, device=device) * sign
+            torch.testing.assert_close(model(x), function(x))
+
+
 @pytest.mark.parametrize("rows", [3, 4])
 def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(device, rows):
     class Threaded(nn.Module):

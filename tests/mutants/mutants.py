@@ -331,9 +331,9 @@ MUTANTS = [
     ),
     Mutant(
         "how eager nests its outputs does not count",
-        "serve/proof.py",
-        "if proof.nested_otherwise:",
-        "if False:",
+        "manager/proof.py",
+        '"" if spec == program.spec else "eager nests its outputs otherwise"',
+        '""',
         PROOFS,
     ),
     Mutant(

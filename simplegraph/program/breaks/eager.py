@@ -144,6 +144,7 @@ class RecordedBreak(NamedTuple):
         results, spec: the leaves of what it returned, tensors cloned, and how they nest.
         arguments: for each leaf of its arguments that the run made, what the call left in it; None for others.
         passed: the same before the call; None also for memory that nothing had written and the call filled.
+        shapes: those of all its arguments that are tensors, None for others.
         outside: puts back what it wrote to memory from before the run.
     """
 
@@ -152,6 +153,7 @@ class RecordedBreak(NamedTuple):
     spec: TreeSpec
     arguments: Sequence[Tensor | None]
     passed: Sequence[Tensor | None]
+    shapes: Sequence[Any]
     outside: Restore
 
 
@@ -195,8 +197,17 @@ class BreakTape:
             for leaf, copy, empty in zip(passed, before, blank, strict=True)
         ]
         read = [None if full else copy for full, copy in zip(filled, before, strict=True)]
-        results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
+        self.calls.append(
+            RecordedBreak(
+                function,
+                [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                spec,
+                arguments,
+                read,
+                [getattr(leaf, "shape", None) for leaf in passed],
+                outside,
+            )
+        )
         return result
 
 
@@ -230,6 +241,11 @@ class PlayedBreak(Break):
         for accept, leaf in zip(self.accepts, recorded.results, strict=True):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
+                # Of padded rows something as large: it may be made of all of them.
+                if leaf.shape == bridge.target.shape and recorded.shapes != [
+                    getattr(it, "shape", None) for it in passed
+                ]:
+                    raise BreakError(f"what eager break {self.name} returns is as large without padding rows")
                 self._fill(bridge.target, leaf)
             # Other tensors are arguments, or outside, and written already.
             elif not isinstance(leaf, Tensor) and (problem := accept(leaf)) is not None:
