@@ -197,8 +197,10 @@ def _random_events(
     calls = [name for name in sorted(CALLS) if CALL_PROMISES.get(name) not in without]
     sizes = [*settings["capture_sizes"], *settings["capture_sizes"], 1, 2, 3, 5, 7]
     changes = [name for name in CHANGES if CHANGE_PROMISES.get(name) not in without]
-    # Under autocast folded weights are rounded once more than the layer's own.
-    modes = [mode for mode in MODES if not (settings.get("optimized") and "autocast" in mode)]
+    # Under autocast folded weights are rounded once more than the layer's own; and beside breaks, where no half of the
+    # rows is run, rows that are mixed by less than its rounding are not found.
+    mixed = any("break" in name for name in pieces) and not MIXING.keys().isdisjoint(pieces)
+    modes = [mode for mode in MODES if not ((settings.get("optimized") or mixed) and "autocast" in mode)]
     for _ in range(rng.randint(2, 4)):
         mode, arguments = rng.choice(modes), rng.choice(calls) if rng.random() < 0.6 else "x"
         size = rng.choice(sizes)

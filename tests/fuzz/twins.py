@@ -193,6 +193,8 @@ class Twins:
             torch.manual_seed(self.seed + self.turn)
             with quiet(), torch.no_grad():
                 refused.append(outcome(lambda: exec(statement, self.spaces[id(module)])))  # noqa: B023
+            if isinstance(refused[-1], Raised):
+                refused[-1].error.__traceback__ = None  # as in a call
         found = difference(*refused)
         self._churn_memory()
         self._raise(found, f"change {statement!r}")
