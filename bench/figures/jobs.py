@@ -118,10 +118,8 @@ def _serving() -> list[Job]:
 
 def _optimized() -> list[Job]:
     models = _command("bench.optimized", "--at-once", "8", "--total", "540")
-    readme = _command("bench.optimized", "--at-once", "4", "--batches", "1", "--total", "300")
     return [
-        Job("h200_readme", readme, seconds=320),
-        Job("h200_optimized", models, ("optimized",)),
+        Job("h200_optimized", models, ("optimized", "readme")),
         Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
     ]
 

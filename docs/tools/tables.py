@@ -44,15 +44,34 @@ def write(page: Path) -> None:
     page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+README_ARMS = {
+    "eager": "eager",
+    "graph": "**simplegraph**",
+    "optimized": "**`sg.optimize`**",
+    "make-graphed-callables": "`make_graphed_callables`",
+    "tensordict-cudagraph": "tensordict",
+    "compiled": "`torch.compile`, reduce-overhead",
+}
+
+
+def readme_rows() -> dict[str, dict[str, Any]]:
+    """Return the figures of every arm at batch 1, by the model's name."""
+    rows = load("h200_optimized")["rows"]
+    return {text: rows[f"{key} 1"]["arms"] for key, text in optimized.MODELS.items() if f"{key} 1" in rows}
+
+
 def _readme() -> str:
-    names = ("eager", "**simplegraph**", "`make_graphed_callables`", "tensordict", "`torch.compile`, reduce-overhead")
-    order = ("eager", "simplegraph", "make-graphed-callables", "tensordict-cudagraph", "compiled-reduce-overhead")
+    found = readme_rows()
+    shown = {
+        arm: name for arm, name in README_ARMS.items() if any("ms" in arms.get(arm, {}) for arms in found.values())
+    }
     rows = []
-    for text, arms in models().items():
-        first = (f"{arms[arm]['first_seconds']:.1f} s" for arm in ("simplegraph", "compiled-reduce-overhead"))
-        faster = f"{arms['eager']['ms'] / arms['simplegraph']['ms']:.1f} times"
-        rows.append([text, *(f"{arms[arm]['ms']:.2f}" for arm in order), faster, " / ".join(first)])
-    return grid(["", *names, "faster than eager", "first call, simplegraph / compiled"], rows)
+    for text, arms in found.items():
+        faster = f"{arms['eager']['ms'] / arms['graph']['ms']:.1f} times"
+        ready = (f"{arms[arm]['ready_seconds']:.1f}" for arm in ("graph", "optimized", "compiled") if arm in arms)
+        times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in shown)
+        rows.append([text, *times, faster, " / ".join(ready)])
+    return grid(["", *shown.values(), "faster than eager", "ready, s: simplegraph / `optimize` / compiled"], rows)
 
 
 def _startup(file: str = "h200_startup") -> str:
@@ -227,7 +246,7 @@ def _first_token(results: Iterable[Any]) -> str:
     return grid(head, rows)
 
 
-def _serving() -> str:
+def _serving(file: str = "h200_serve") -> str:
     keys = {
         "requests_per_second": ("requests/s", 1),
         "ttft_median_ms": ("time to first token, median, ms", 1),
@@ -237,8 +256,8 @@ def _serving() -> str:
         "itl_p99_ms": ("99th percentile", 2),
     }
     rows = [
-        [name.removesuffix(", triton"), *(f"{run[key]:.{digits}f}" for key, (_, digits) in keys.items())]
-        for name, run in load("h200_serve")["results"].items()
+        [re.sub(", (triton|fa3)", "", name), *(f"{run[key]:.{digits}f}" for key, (_, digits) in keys.items())]
+        for name, run in load(file)["results"].items()
     ]
     return grid(["mode", *(text for text, _ in keys.values())], rows)
 

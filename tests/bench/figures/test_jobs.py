@@ -19,7 +19,6 @@ COMPUTED = {"modes"}  # not measured
 # Their commands are gone, the figures stay.
 PAST = {
     "startup-compiled",
-    "readme",
     "mixed",
     "attention",
     "kinds-equal",
