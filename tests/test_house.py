@@ -36,7 +36,7 @@ EXTRAS = {
     "training": 1_480,
     "attention": 1_800,
     "spec_decode": 290,
-    "doctor": 1_240,
+    "doctor": 1_270,
     "sleeping": 600,
     "integrations": 2_590,
 }

@@ -27,11 +27,13 @@ from simplegraph.base import patches
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
-from simplegraph.device.cuda.inventory.host import ProcessMemory
+from simplegraph.device.cuda.inventory.host import Piece, ProcessMemory
 from simplegraph.device.cuda.inventory.nodes import KernelFunction, NodeReader
 from simplegraph.device.cuda.inventory.reading import device_memory
+from simplegraph.device.cuda.inventory.structures import KernelParameters
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
+_FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams")
 _OTHERS = ("cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
 _CALLS = (*(f"cuGraph{name}" for name in _GRAPH), *_OTHERS)
@@ -108,6 +110,7 @@ class CudaGraphs:
         self._hooks: Any = importlib.import_module("torch.cuda.graphs")
         self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
         self._handles: dict[str, Any] = {}
+        self._functions: dict[tuple[int, int], KernelFunction] = {}
         self.span = _ADDRESSES
 
     def attach(self) -> None:
@@ -220,6 +223,7 @@ class CudaGraphs:
         try:
             with ProcessMemory() as memory:
                 reader = _ShapedReader(self._driver, memory)
+                reader.known = self._functions
                 reader.walk([handle] if handle else [])
                 reading.unread = reader.read()
             reading.parse, reading.notes = lambda: reader.described(*self.span), reader.notes
@@ -242,53 +246,95 @@ def _paused_collection() -> Iterator[None]:
 
 
 class _ShapedReader(NodeReader):
-    """Reads nodes with their names and shapes of launch, those without addresses, too."""
+    """Copies what launches are passed, fast enough for a capture, and reads it afterwards, with shapes of launch.
+
+    Attributes:
+        known: functions that other graphs launched, too, by their handles.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._described: dict[int, tuple[str, str]] = {}
-        self._packed: list[Any] = []
+        self.known: dict[tuple[int, int], KernelFunction] = {}
+        self._shapes: dict[int, tuple[KernelFunction, Sequence[int]]] = {}
+        self._indices: list[int] = []
+        self._structures: Any = (KernelParameters * 32)()
+        self._copied: list[tuple[int, KernelFunction, list[bytes]]] = []
+
+    def _launch(self, index: int, node: Any) -> None:
+        at = len(self._indices)
+        if at == len(self._structures):
+            grown = (KernelParameters * (4 * at))()
+            ctypes.memmove(grown, self._structures, at * _FIELDS.size)
+            self._structures = grown
+        if self.driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(self._structures[at])):
+            self.notes["kernel"] += 1
+        else:
+            self._indices.append(index)
 
     def read(self) -> int:
         """Copy the parameters of launches; return the first node whose parameters cannot be read, -1 for none."""
-        self._copied = super()._read_launches()
-        unread = {index for index, _, _ in self._launches}.difference(index for index, _, _ in self._copied)
-        return min(unread, default=-1)
+        launches, unread = [], -1
+        told = _FIELDS.iter_unpack(memoryview(self._structures).cast("B")[: len(self._indices) * _FIELDS.size])
+        for index, (func, *sizes, params, extra, kern) in zip(self._indices, told, strict=True):
+            function = self.known.get((func, kern))
+            if function is None:
+                function = self.known[func, kern] = self._function(func, kern)
+            self._shapes[index] = function, sizes
+            if function.layout:
+                launches.append((index, function, params, extra))
+        # Parameters lie where a list of addresses says, or, as cuBLAS passes them, in one buffer.
+        lists = self.memory.read([(at, 8 * len(it.layout)) if at else (extra, 32) for _, it, at, extra in launches])
+        pieces = [
+            _pieces(function, words, packed=not params)
+            for (_, function, params, _), words in zip(launches, lists, strict=True)
+        ]
+        parts = iter(self.memory.read([piece for each in pieces for piece in each]))
+        for (index, function, *_), each in zip(launches, pieces, strict=True):
+            copied = [next(parts) for _ in each]
+            if copied and None not in copied:
+                self._copied.append((index, function, copied))
+            else:
+                self.notes[f"parameters of {function.name}"] += 1
+                unread = index if unread < 0 else unread
+        return unread
 
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
-        return self._copied
+        return [(index, it, it.unpack(_laid_out(it, parts))) for index, it, parts in self._copied]
 
     def described(self, low: int, high: int) -> list[Node]:
         """Return the nodes, with the words of their parameters that lie between two addresses."""
+        named = {index: (name.partition(" ")[0], "") for words in self._transfers for index, name, *_ in words[:1]}
+        for index, (function, sizes) in self._shapes.items():
+            grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
+            named[index] = function.name, f"{grid} · {block}"
         found: dict[int, tuple[list[int], list[int]]] = {}
         for node in self.words(low, high, list):
             parts = found[node[0][0]] = ([], [])
             for _, _, value, certain, _ in node:
                 parts[not certain].append(value)
         nothing: tuple[list[int], list[int]] = ([], [])
-        described = (self._described.get(index, ("event", "")) for index in range(self.nodes))
-        return [Node(*shown, *found.get(index, nothing)) for index, shown in enumerate(described)]
+        return [Node(*named.get(at, ("event", "")), *found.get(at, nothing)) for at in range(self.nodes)]
 
-    def _launch(self, index: int, node: Any) -> None:
-        super()._launch(index, node)
-        function = self._functions.get((self._kernel.func, self._kernel.kern))
-        sizes = self._kernel.sizes
-        grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
-        self._described[index] = (function.name if function else "kernel", f"{grid} · {block}")
-        if function is not None and function.layout and not self._kernel.params and self._kernel.extra:
-            self._launches[-1] = index, function, self._list_of(function, self._kernel.extra)
 
-    def _list_of(self, function: KernelFunction, extra: int) -> int:
-        """Make a list of addresses for parameters that a launch got in one buffer, as cuBLAS passes them."""
-        told = self.memory.read([(extra, 32)])[0]
-        words = struct.unpack("<4Q", told or bytes(32))  # CU_LAUNCH_PARAM_BUFFER_POINTER is 1, ..._SIZE is 2
-        start = dict(zip(words[::2], words[1::2], strict=True)).get(1, 0)
-        self._packed.append((ctypes.c_uint64 * len(function.offsets))(*(start + at for at in function.offsets)))
-        return ctypes.addressof(self._packed[-1])
+def _pieces(function: KernelFunction, told: bytes | None, *, packed: bool) -> Sequence[Piece]:
+    """Return where the parameters of a launch are, by the list of their addresses or the description of one buffer."""
+    words = struct.unpack(f"<{len(told or b'') // 8}Q", told or b"")
+    if packed:  # pairs: CU_LAUNCH_PARAM_BUFFER_POINTER is 1
+        start = dict(zip(words[::2], words[1::2], strict=True)).get(1)
+        return [(start, function.size)] if start else ()
+    if [word - words[0] for word in words] == function.offsets:
+        return [(words[0], function.size)]
+    return [(word, size) for word, (_, size) in zip(words, function.layout, strict=False)]
 
-    def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
-        super()._take(index, addresses)
-        self._described[index] = (addresses[0][0].partition(" ")[0] if addresses else "copy", "")
+
+def _laid_out(function: KernelFunction, parts: Sequence[bytes]) -> bytes:
+    """Lay parameters as the function gets them."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = bytearray(function.size)
+    for offset, part in zip(function.offsets, parts, strict=True):
+        whole[offset : offset + len(part)] = part
+    return bytes(whole)
 
 
 class EmulatedGraphs:

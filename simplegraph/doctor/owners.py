@@ -288,9 +288,9 @@ def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict 
     """
     owner, block = use.owner, now.find(use.address)
     if block is None:
-        if now.is_device_memory(use.address):
-            return None if owner.state is State.OUTSIDE else Verdict("taken", State.OUTSIDE.value)
-        return Verdict("unmapped", "no memory of the device any more")
+        if owner.state is not State.OUTSIDE:
+            return Verdict("unmapped", "memory that torch gave back to the driver")
+        return None if now.is_device_memory(use.address) else Verdict("unmapped", "no memory of the device any more")
     if owner.state in (State.TENSOR, State.WORKSPACE, State.FREED):
         state = "" if block.active else State.FREED.value
         moved = _moved(use)
