@@ -122,13 +122,15 @@ class InputSet:
         """Fill a size with a call's rows, over and over: real values, valid as indices.
 
         The last comes first: what a capture computes of these values itself, beside its graph, is no proof's answer.
+        Rows that the caller wrote in place stay, since the call's own eager run reads them there.
         """
         given = dict(tensors)
-        for name, source in zip(given, self.detached([*given.values()]), strict=True):
+        for (name, written), source in zip(given.items(), self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
             dim = static.arg.batch_dim
             if isinstance(dim, int):
-                rows = (-1 - torch.arange(padded, device=source.device)) % batch
+                rows = torch.arange(padded, device=source.device)
+                rows = (-1 - rows if source is written else rows) % batch
                 static.view(padded).copy_(source.index_select(dim, rows))
             elif dim is None:
                 static.view(padded).copy_(source)
