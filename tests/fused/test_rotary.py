@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +129,7 @@ def altered(rotary: Any = modeling_llama.apply_rotary_pos_emb, half: Any = None,
     """An attention of Llama's in whose module's names a function is another."""
     rotary = with_names(rotary, {"rotate_half": half or modeling_llama.rotate_half})
     rotary.__defaults__ = (default,)
-    forward = with_names(modeling_llama.LlamaAttention.forward, {"apply_rotary_pos_emb": rotary})
+    forward = with_names(inspect.unwrap(modeling_llama.LlamaAttention.forward), {"apply_rotary_pos_emb": rotary})
     return type("Altered", (modeling_llama.LlamaAttention,), {"forward": forward})
 
 
@@ -155,7 +157,7 @@ def test_an_embedding_of_part_of_a_head_is_left_alone() -> None:
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99
     )
     model = modeling_gpt_neox.GPTNeoXForCausalLM(config)
-    assert "apply_rotary_pos_emb" in modeling_gpt_neox.GPTNeoXAttention.forward.__code__.co_names
+    assert "apply_rotary_pos_emb" in inspect.unwrap(modeling_gpt_neox.GPTNeoXAttention.forward).__code__.co_names
     assert rotary_attentions(model) == []
 
 
@@ -168,7 +170,16 @@ def test_an_attention_answers_to_the_bit(dtype: torch.dtype, device: torch.devic
     assert len(calls) == 1
     assert torch.equal(found, expected)
     assert vars(module) == before
-    assert modeling_llama.LlamaAttention.forward.__globals__ is vars(modeling_llama)
+    assert inspect.unwrap(modeling_llama.LlamaAttention.forward).__globals__ is vars(modeling_llama)
+
+
+def test_a_caller_from_before_the_cache_was_renamed_gets_its_cache_filled(device: torch.device) -> None:
+    module, cache = attention(device, torch.float32), transformers.DynamicCache()
+    with override_forwards(rotary_forwards(module, [])), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", FutureWarning)
+        hidden, (cos, sin) = torch.randn(2, 1, 64, device=device), torch.randn(2, 2, 1, 16, device=device)
+        module(hidden, position_embeddings=(cos, sin), attention_mask=None, past_key_values=cache)
+    assert cache.get_seq_length() == 1
 
 
 @pytest.mark.parametrize("case", ["thread", "later", "another", "own forward", "mixed dtypes", "gradient"])

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import tiny_models as tiny
 import torch
+import transformers
 
 from simplegraph.integrations.transformers import GraphedGeneration, graph_generation
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+# Name of the argument that holds a cache: "past_key_values" until transformers 5.24.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+)
 MODELS = tiny.DECODERS | tiny.MIXTURES | tiny.ENCODER_DECODERS
 
 

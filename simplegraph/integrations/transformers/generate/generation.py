@@ -20,7 +20,7 @@ from simplegraph.integrations.transformers.generate.ahead import may_run_late, w
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
 from simplegraph.integrations.transformers.generate.launched import LaunchedGeneration, is_known_loop
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
-from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
+from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, added, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
@@ -120,7 +120,7 @@ class GraphedGeneration(GraphedModel):
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole generation, and count it as eager if it decoded otherwise than graphs do."""
         self._call.decoded = False
-        self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
+        self._call.cache_is_kept = any(kwargs.get(name) is not None for name in CACHE_NAMES)
         result = generate(*args, **kwargs)
         if not self._call.decoded:
             self.stats.ran_eagerly(Reason.GENERATION, self._inner_generator())

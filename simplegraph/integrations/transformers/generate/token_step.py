@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from simplegraph.base.config import BatchDim
 from simplegraph.fused.layers.layer import Layer
@@ -20,6 +21,7 @@ from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.overrides import override_forwards
 
+CACHE_NAMES = frozenset({"cache", "past_key_values", "cache_params"})  # of the argument that holds a cache, by release
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
@@ -135,6 +137,8 @@ class TokenStep(ModelStep):
 
 
 def _cache_name(model: Any) -> str:
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        return "cache"  # of all models, from transformers 5.24 on
     names = inspect.signature(type(model).forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 

@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+from tiny_generation import CACHE  # noqa: E402
 from transformers.generation import utils as generation_utils  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
@@ -99,7 +100,7 @@ def test_scores_are_those_of_the_tokens(pair: Any, device: torch.device, checks:
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     found, expected = (one.generate(**batch, **settings) for one in (model, plain))
     assert len(found.logits) == len(expected.logits) == found.sequences.shape[1] - 7
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
     assert not checks  # the cache is handed out, so there is no step too many
 
 
@@ -136,13 +137,13 @@ def test_whoever_could_tell_is_asked_in_time(who: str, pair: Any, device: torch.
         elif who == "hook":
             one.register_forward_hook(lambda *args, seen=seen: seen.append(1))
         elif who == "cache":
-            extra = {"past_key_values": transformers.DynamicCache(config=one.config)}
+            extra = {CACHE: transformers.DynamicCache(config=one.config)}
         torch.manual_seed(0)
         results.append(one.generate(**batch, **(settings | extra)))
         if who == "sampling":
             seen.append(int(torch.randint(1 << 30, ())))
         elif who == "cache":
-            seen.append(extra["past_key_values"].get_seq_length())
+            seen.append(extra[CACHE].get_seq_length())
     assert torch.equal(*results)
     assert results[0].shape[1] < 47
     assert calls[id(plain)] == calls[id(model)] != []

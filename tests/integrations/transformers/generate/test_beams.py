@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
 import tiny_states  # noqa: E402
-from tiny_generation import MODELS, TOKENS, graphed, inputs  # noqa: E402
+from tiny_generation import CACHE, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
 from simplegraph.integrations.transformers.generate.cache.layouts import state_tensors  # noqa: E402
 
@@ -84,7 +84,7 @@ def test_the_returned_cache_is_in_the_beams_order(name: str, device: torch.devic
     settings = BEAMS | {"return_dict_in_generate": True}
     with graphed(model, max_batch_size=8) as graphs:
         for _ in range(2):
-            kept = [one.generate(**tiny.prompts([7, 4], device), **settings).past_key_values for one in (plain, model)]
+            kept = [one.generate(**tiny.prompts([7, 4], device), **settings)[CACHE] for one in (plain, model)]
             for expected, found in zip(
                 *(getattr(one, "self_attention_cache", one).layers for one in kept), strict=True
             ):

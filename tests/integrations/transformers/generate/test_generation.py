@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
 import tiny_states  # noqa: E402
-from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
+from tiny_generation import CACHE, GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 
@@ -86,8 +86,8 @@ def test_forwards_of_the_users_own_run_as_they_are(llama: Any, plain: Any, devic
     with graphed(llama), torch.no_grad():
         found, expected = llama(ids), plain(ids)
         assert torch.equal(found.logits, expected.logits)
-        step = {"input_ids": ids[:, -1:], "past_key_values": found.past_key_values}
-        assert llama(**step).past_key_values.get_seq_length() == 7
+        step = {"input_ids": ids[:, -1:], CACHE: found[CACHE]}
+        assert llama(**step)[CACHE].get_seq_length() == 7
 
 
 def test_remove_gives_the_model_back(llama: Any, plain: Any, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from tiny_generation import MODELS, graphed, inputs  # noqa: E402
+from tiny_generation import CACHE, MODELS, graphed, inputs  # noqa: E402
 from transformers.generation import utils as generation_utils  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
@@ -149,7 +149,7 @@ def test_the_cache_is_that_of_the_tokens(name: str, device: torch.device) -> Non
     assert type(found) is type(expected)
     new = expected.sequences.shape[1] - 7
     assert 9 <= new < 30
-    caches = found.past_key_values, expected.past_key_values
+    caches = found[CACHE], expected[CACHE]
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
     for layer, other in zip(*(cache.layers for cache in caches), strict=True):
         torch.testing.assert_close(layer.keys, other.keys)
@@ -197,7 +197,7 @@ def test_a_streamer_that_stops_a_generation_leaves_what_it_did(last: int, pair: 
         cache, stream = transformers.DynamicCache(config=one.config), Stream(last)
         torch.manual_seed(7)
         with pytest.raises(KeyboardInterrupt):
-            one.generate(**batch, **settings, past_key_values=cache, streamer=stream)
+            one.generate(**batch, **settings, **{CACHE: cache}, streamer=stream)
         left.append((stream.shown, cache.get_seq_length(), torch.rand(2, device=device).tolist()))
     assert left[0] == left[1]
     both(plain, model, batch, settings, 1)
@@ -333,7 +333,7 @@ def test_states_that_cannot_be_put_back_are_kept_right(device: torch.device) -> 
     with graphed(model, tokens_per_launch=STEPS) as graphs:
         both(plain, model, batch, settings)
         found, expected = both(plain, model, batch, FREE | {"return_dict_in_generate": True})  # no row can end early
-        for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
             torch.testing.assert_close(layer.recurrent_states, other.recurrent_states)
         assert launches(graphs) >= 5
         assert not graphs.stats.slower
@@ -341,7 +341,7 @@ def test_states_that_cannot_be_put_back_are_kept_right(device: torch.device) -> 
         found, expected = both(plain, model, batch, settings | {"return_dict_in_generate": True})
         assert graphs.stats.slower[Reason.ONE_TOKEN] == 2
         assert launches(graphs) == before
-        for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
             torch.testing.assert_close(layer.recurrent_states, other.recurrent_states)
 
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
 import tiny_states  # noqa: E402
-from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+from tiny_generation import CACHE, GREEDY, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers.generate.cache.layouts import state_tensors  # noqa: E402
 
@@ -57,7 +57,7 @@ def test_the_returned_cache_holds_the_states_of_plain_generate(name: str, device
     with graphed(model) as graphs:
         for _ in range(2):
             results = [one.generate(**batch, **GREEDY, return_dict_in_generate=True) for one in (plain, model)]
-            kept = [result.get("past_key_values", result.get("cache_params")) for result in results]
+            kept = [result.get(CACHE, result.get("cache_params")) for result in results]
             model.generate(**tiny.prompts([9, 9], device, 5), **GREEDY)  # writes to the memory of the graphs
             for expected, found in zip(kept[0].layers, kept[1].layers, strict=True):
                 assert type(found) is type(expected)
@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_with_the_states_of_its_last_turn(device: torch.d
         turns = [tiny.prompts([6], device)["input_ids"]]
         for seed in range(3):
             said = torch.cat([turns[-1], tiny.prompts([3], device, seed)["input_ids"]], dim=1)
-            turns.append(model.generate(said, **GREEDY, past_key_values=cache))
+            turns.append(model.generate(said, **GREEDY, **{CACHE: cache}))
         return turns
 
     plain, model = pair("Lfm2", device)

@@ -14,7 +14,7 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from tiny_generation import GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
+from tiny_generation import CACHE, GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 
@@ -162,7 +162,8 @@ def test_under_autocast_and_after_it(llama: Any, plain: Any, device: torch.devic
             for actual, wanted in zip(found.logits[:4], expected.logits[:4], strict=True):
                 torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=5e-2)  # a few units of bfloat16
             assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.replays == 4 * (TOKENS - 1) - 2  # the first step with either
+        # The first step with either. Newer releases cache values in autocast's dtype: each change needs another cache.
+        assert graphs.stats.replays == 4 * (TOKENS - 1) - (4 if CACHE == "cache" else 2)
 
 
 def test_guidance_has_a_cache_of_its_own_and_runs_as_it_did(llama: Any, plain: Any, device: torch.device) -> None:

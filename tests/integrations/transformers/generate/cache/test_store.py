@@ -12,7 +12,7 @@ import simplegraph as sg
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from tiny_generation import GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
+from tiny_generation import CACHE, GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
 from simplegraph.base.reasons import CannotBind  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
@@ -25,9 +25,7 @@ def test_the_returned_cache_holds_what_plain_generate_leaves(name: str, device: 
     batch = inputs(name, [7, 4, 6], device)
     with graphed(model):
         for _ in range(2):
-            caches = [
-                m.generate(**batch, **GREEDY, return_dict_in_generate=True).past_key_values for m in (plain, model)
-            ]
+            caches = [m.generate(**batch, **GREEDY, return_dict_in_generate=True)[CACHE] for m in (plain, model)]
             assert type(caches[0]) is type(caches[1])
             assert caches[0].get_seq_length() == caches[1].get_seq_length()
             expected, found = (getattr(cache, "self_attention_cache", cache).layers for cache in caches)
@@ -42,7 +40,7 @@ def test_a_cache_that_a_hook_kept_holds_what_plain_generate_leaves(name: str, de
     batch, kept = tiny.prompts([7, 4], device), []
     for model in (tiny.build(tiny.DECODERS[name], device) for _ in range(2)):
         seen: list[Any] = []
-        model.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1].past_key_values))
+        model.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1][CACHE]))
         if kept:
             graph_generation(model, max_batch_size=4, max_length=64)
             model.generate(**batch, **GREEDY)
@@ -63,7 +61,7 @@ def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(name: str, devic
         said = tiny.prompts([6], device)["input_ids"]
         turns = []
         for seed in range(3):
-            said = model.generate(said, **GREEDY, past_key_values=cache)
+            said = model.generate(said, **GREEDY, **{CACHE: cache})
             turns.append(said)
             said = torch.cat([said, tiny.prompts([3], device, seed)["input_ids"]], dim=1)
         return turns
@@ -78,7 +76,7 @@ def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(name: str, devic
 def test_a_returned_cache_is_not_overwritten_by_the_next_generation(llama: Any, device: torch.device) -> None:
     with graphed(llama):
         settings = GREEDY | {"return_dict_in_generate": True}
-        cache = llama.generate(**tiny.prompts([6], device), **settings).past_key_values
+        cache = llama.generate(**tiny.prompts([6], device), **settings)[CACHE]
         before = [layer.keys.clone() for layer in cache.layers]
         llama.generate(**tiny.prompts([9], device, seed=5), **settings)
         assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
@@ -104,7 +102,7 @@ def test_a_cache_changed_between_steps_is_an_error(llama: Any, device: torch.dev
         return scores
 
     with graphed(llama), pytest.raises(sg.StaleGraphError, match="changed between two steps"):
-        llama.generate(**tiny.prompts([6], device), **GREEDY, past_key_values=cache, logits_processor=[crops])
+        llama.generate(**tiny.prompts([6], device), **GREEDY, **{CACHE: cache}, logits_processor=[crops])
 
 
 def test_an_encoder_whose_outputs_are_pooled_before_attention_is_refused(device: torch.device) -> None:
