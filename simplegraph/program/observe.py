@@ -19,14 +19,10 @@ from simplegraph.base.errors import HostError
 from simplegraph.base.failures import BREAK, current_user_location
 from simplegraph.base.operators import (
     OperatorMode,
-    calls_eigensolver,
     defined,
     drops_in_cudnn,
+    facts_of,
     innermost_mode,
-    is_composite,
-    is_uninitialised,
-    may_draw,
-    multiplies_groups,
     strided_tensors,
     written_args,
 )
@@ -187,14 +183,15 @@ class MemoryObserver(OperatorMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""
-        if calls_eigensolver(func) and self._made_inside is None:
-            if is_composite(func):  # under inference_mode it comes whole, and may not come to one
+        facts = facts_of(func)
+        if facts.may_solve and self._made_inside is None:
+            if facts.is_composite:  # under inference_mode it comes whole, and may not come to one
                 return self.take_apart(func, args, kwargs)
             self._refuse(_EIGENSOLVER.format(func))
         if drops_in_cudnn(func, args) and self._made_inside is None:
             self._refuse(_CUDNN_DROPOUT)
-        self.may_draw = self.may_draw or may_draw(func)
-        self.rounds_by_group = self.rounds_by_group or multiplies_groups(func)
+        self.may_draw = self.may_draw or facts.may_draw
+        self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
         if self._device is not None:
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))
@@ -223,7 +220,7 @@ class MemoryObserver(OperatorMode):
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
-                (self.blank.add if is_uninitialised(func) else self.blank.discard)(key)
+                (self.blank.add if facts.is_uninitialised else self.blank.discard)(key)
                 self.left.pop(key, None)
                 if inside is not None:
                     inside.add(key)

@@ -6,18 +6,16 @@ a proof is none by chance.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simplegraph.base.operators import is_higher_order, without_modes
+from simplegraph.base.operators import argument, facts_of, without_modes
 from simplegraph.base.user_code import described_line, running_line
 
 _NUMBERS = frozenset({int, float, complex})
-_NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 _LIFTED = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _FULL = torch.ops.aten.full.default
@@ -84,9 +82,8 @@ class NumbersSeen:
         if func is _LIFTED:
             self._note_data(args[0])
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
-            positions, names = _numeric_args(func)
-            found = [args[at] for at in positions if at < len(args) and args[at].__class__ in _NUMBERS]
-            found += [kwargs[name] for name in names if kwargs.get(name).__class__ in _NUMBERS] if kwargs else ()
+            numeric = (argument(args, kwargs, *place) for place in facts_of(func).numeric)
+            found = [number for number in numeric if number.__class__ in _NUMBERS]
             if found and (_makes_number(func, args, kwargs) or any(map(_is_inexact, tensors))):
                 self.segments.append(PassedNumbers(func, tuple(found), running_line()))
 
@@ -97,8 +94,8 @@ class NumbersSeen:
                 self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
 
     def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Note an operator that picks values; this runs for every operator observed."""
-        if _picks_values(func):
+        """Note an operator that picks values, as a maximum does; this runs for every operator observed."""
+        if facts_of(func).name in _PICKING:
             self.choices.append(ChosenRows(func, _shapes(given), _shapes(made), _memory(made), running_line()))
         elif func in _READS:  # for a branch of Python's, which no capture takes
             read = _memory(given)
@@ -167,12 +164,6 @@ def _place(line: tuple[str, int] | None) -> str:
     return "" if line is None else f" at {described_line(*line)}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _picks_values(func: Any) -> bool:
-    """True if the operator returns some of the values that it is passed, or where they lie, as a maximum does."""
-    return not is_higher_order(func) and func._schema.name.removeprefix("aten::") in _PICKING
-
-
 def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -187,13 +178,3 @@ def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _text(numbers: tuple[Any, ...]) -> str:
     return ", ".join(f"{number:.6g}" for number in numbers)
-
-
-@functools.lru_cache(maxsize=4096)
-def _numeric_args(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Find where an operator takes numbers of its arithmetic: by position, and by name."""
-    if is_higher_order(func):
-        return (), ()
-    arguments = enumerate(func._schema.arguments)
-    found = [(at, arg.name) for at, arg in arguments if str(arg.type).removeprefix("Optional[").rstrip("]") in _NUMERIC]
-    return tuple(at for at, _ in found), tuple(name for _, name in found)

@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant(
         "a choice among all rows is not noticed",
         "program/scalars.py",
-        "if _picks_values(func):",
+        "if facts_of(func).name in _PICKING:",
         "if False:",
         PROOFS,
     ),
