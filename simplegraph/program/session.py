@@ -31,8 +31,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import has_address, is_wrapper, parts, wait_collectives
 from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
-from simplegraph.program.breaks.recorder import SegmentRecorder
-from simplegraph.program.breaks.step import Break, BreakTrace
+from simplegraph.program.breaks.step import Break, BreakTrace, SegmentRecorder
 from simplegraph.program.held import in_memory, tensors_in
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program

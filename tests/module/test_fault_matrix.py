@@ -22,7 +22,7 @@ from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import ReplayProof
 from simplegraph.manager.table import ProgramTable
-from simplegraph.program.breaks.recorder import SegmentRecorder
+from simplegraph.program.breaks.step import SegmentRecorder
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession
