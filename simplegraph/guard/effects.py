@@ -18,8 +18,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.reach import CodePlace
+from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.held import in_memory
 from simplegraph.program.session import PythonState, holds_graph_memory
 from simplegraph.program.snapshot import Snapshot
