@@ -26,7 +26,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.manager.stats import GraphStats
-from simplegraph.program.held import ABSENT, is_library, restore
+from simplegraph.program.snapshot import ABSENT, is_library, restore
 
 _MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function

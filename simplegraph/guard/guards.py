@@ -16,8 +16,8 @@ from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
-from simplegraph.program.held import is_same
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import is_same
 
 
 @dataclasses.dataclass(eq=False)

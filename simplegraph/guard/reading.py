@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.tensors import has_address, is_wrapper, parts
-from simplegraph.program.held import own_dict
+from simplegraph.program.snapshot import own_dict
 
 Link = tuple[Any, Any, Any]
 

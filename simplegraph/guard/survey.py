@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.reading import SETTINGS, Link
-from simplegraph.program.held import is_library, layer_settings, own_dict
+from simplegraph.program.snapshot import is_library, layer_settings, own_dict
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves

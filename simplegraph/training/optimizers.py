@@ -20,7 +20,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.functions import Attributes, CodePlace
-from simplegraph.program.held import ABSENT
+from simplegraph.program.snapshot import ABSENT
 from simplegraph.training.notes import noted_calls
 
 logger = logging.getLogger("simplegraph")
