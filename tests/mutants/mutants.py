@@ -380,7 +380,7 @@ MUTANTS = [
     ),
     Mutant(
         "a choice among all rows is not noticed",
-        "program/scalars.py",
+        "program/observe.py",
         "if facts_of(func).name in _PICKING:",
         "if False:",
         PROOFS,
@@ -408,7 +408,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers that follow the batch size are padded",
-        "program/scalars.py",
+        "program/observe.py",
         "if repr(pair[0].numbers) != repr(pair[1].numbers):",
         "if False:",
         NUMBERS,
