@@ -14,8 +14,7 @@ from simplegraph.base.constants import reader
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
-from simplegraph.guard.reading import Reading
-from simplegraph.guard.survey import HeldTensor, Survey, code_of
+from simplegraph.guard.survey import HeldTensor, Reading, Survey, code_of
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import is_same
 
