@@ -28,9 +28,8 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.device.cuda.inventory.host import Piece, ProcessMemory
-from simplegraph.device.cuda.inventory.nodes import KernelFunction, NodeReader
+from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader
 from simplegraph.device.cuda.inventory.reading import device_memory
-from simplegraph.device.cuda.inventory.structures import KernelParameters
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
