@@ -435,14 +435,14 @@ class MemoryObserver(OperatorMode):
         kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
         self._kernels = None if self._device is None else kernels
         if self._kernels is not None:
-            patches.hold(self._kernels, "run", _shown)
+            patches.replace(self._kernels, "run", _shown)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         if self._kernels is not None:
-            patches.release(self._kernels, "run")
+            patches.restore(self._kernels, "run")
         if self._device is not None:
             self._look_for_unseen(self._device)
 

@@ -138,25 +138,24 @@ class EmulatorDevice:
         self._thread.refuse_in_capture("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
-        self._set_recording(EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues))
-
-    def _set_recording(self, recording: EmulatedCapture | None) -> None:
-        self._thread.recording = recording
+        self._thread.recording = EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues)
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
-        patched: list[tuple[Any, str, Any]] = [
-            (torch.cuda, "is_current_stream_capturing", self._any_capturing),
-            (overrides, "has_torch_function", self._overridden),
-            (torch, "get_rng_state", self._rng_state),
+        replacing: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.cuda, "is_current_stream_capturing", lambda _: self._any_capturing),
+            (overrides, "has_torch_function", lambda _: self._overridden),
+            (torch, "get_rng_state", lambda _: self._rng_state),
         ]
         # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
-        if compiled is not None:
-            patches.restore(compiled, "__call__")
-            patched.append((compiled, "__call__", self._refusing(compiled.__call__)))
-        for owner, name, replacement in patched:
+        replacing += [(compiled, "__call__", self._refusing)] if compiled is not None else []
+        for owner, name, make in replacing:
+            patches.replace(owner, name, make)
+        self._thread.replaced = [(owner, name) for owner, name, _ in replacing]
+
+    def _end_recording(self) -> None:
+        self._thread.recording = None
+        for owner, name in self._thread.replaced:
             patches.restore(owner, name)
-            if recording is not None:
-                patches.replace(owner, name, replacement)
 
     def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +191,7 @@ class EmulatorDevice:
         if recording.stream != self.current_stream():
             raise EmulatorError("a capture must end on the stream that it began on.")
         segment: EmulatorSegment | None = recording.finish()
-        self._set_recording(None)
+        self._end_recording()
         return segment
 
     def recorded(self) -> tuple[int, int] | None:
@@ -203,7 +202,7 @@ class EmulatorDevice:
         recording = self._thread.recording
         if recording is None:
             return None
-        self._set_recording(None)
+        self._end_recording()
         recording.stop()
         recording.undo()
         broken: EmulatorError | None = recording.broken

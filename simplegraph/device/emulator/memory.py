@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -174,11 +174,12 @@ class EmulatedThread(threading.local):
 
     Attributes:
         stream: the current one.
-        recording: the capture under way.
+        recording: the capture under way; replaced: what it replaced of torch's, as owner and name.
     """
 
     stream = DEFAULT_STREAM
     recording: Any = None
+    replaced: Sequence[tuple[Any, str]] = ()
 
     def refuse_in_capture(self, found: str) -> None:
         """Break the capture under way, if there is one."""
