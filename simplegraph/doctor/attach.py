@@ -27,8 +27,7 @@ from simplegraph.base import patches
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
-from simplegraph.device.cuda.inventory.host import Piece, ProcessMemory
-from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader
+from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader, Piece, ProcessMemory
 from simplegraph.device.cuda.inventory.reading import device_memory
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device

@@ -118,7 +118,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)
     generator = torch.Generator()
-    for home in ("program.breaks.recorder", "call.memory"):
+    for home in ("program.program", "call.memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))
