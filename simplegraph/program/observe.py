@@ -101,7 +101,8 @@ class NumbersSeen:
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
             numeric = (argument(args, kwargs, *place) for place in facts_of(func).numeric)
             found = [number for number in numeric if number.__class__ in _NUMBERS]
-            if found and (_makes_number(func, args, kwargs) or any(map(_is_inexact, tensors))):
+            inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+            if found and (_makes_number(func, args, kwargs) or any(inexact)):
                 self.segments.append(PassedNumbers(func, tuple(found), running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
@@ -113,10 +114,12 @@ class NumbersSeen:
     def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Note an operator that picks values, as a maximum does; this runs for every operator observed."""
         if facts_of(func).name in _PICKING:
-            self.choices.append(ChosenRows(func, _shapes(given), _shapes(made), _memory(made), running_line()))
+            passed, returned = (tuple(tensor.shape for tensor in tensors) for tensors in (given, made))
+            memory = frozenset(map(storage_key, made))
+            self.choices.append(ChosenRows(func, passed, returned, memory, running_line()))
         elif func in _READS:  # for a branch of Python's, which no capture takes
-            read = _memory(given)
-            self.choices = [chosen for chosen in self.choices if chosen.memory.isdisjoint(read)]
+            read = set(map(storage_key, given))
+            self.choices = [chosen for chosen in self.choices if read.isdisjoint(chosen.memory)]
 
     def choice(self, seen: NumbersSeen) -> ChosenRows | None:
         """Find the first operator that picks as many values among the rows of two batch sizes."""
@@ -169,20 +172,8 @@ class NumbersBySize:
         return None
 
 
-def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in tensors)
-
-
-def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-
 def _place(line: tuple[str, int] | None) -> str:
     return "" if line is None else f" at {described_line(*line)}"
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
