@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simplegraph.base import patches
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import BREAK, current_user_location
+from simplegraph.base.failures import BREAK, current_user_location, described_line, running_line
 from simplegraph.base.operators import (
     OperatorMode,
     argument,
@@ -29,7 +29,6 @@ from simplegraph.base.operators import (
     written_args,
 )
 from simplegraph.base.tensors import storage_key
-from simplegraph.base.user_code import described_line, running_line
 from simplegraph.device.protocol import GraphDevice
 
 _NUMBERS = frozenset({int, float, complex})
