@@ -15,7 +15,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -218,7 +218,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
-_OFTEN = 8  # new values in a row, each within as many looks after the last, from which on calls run eagerly
+_MOST_CHANGES = 3  # new values in a row, each within a few looks after the last, from which on calls run eagerly
+_OFTEN = 8  # looks: so few after the last, and until a value holds for more
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
     "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
@@ -252,8 +253,7 @@ class FunctionModule(nn.Module):
 
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.values.watching():
-                return self._run(args, kwargs)
+            return self._run(args, kwargs)
 
         self.forward = forward
 
@@ -313,13 +313,10 @@ class ReachedValues:
     Attributes:
         places: they.
         key: the plain values among what they hold.
-        counted: names of plain values that two runs in a row changed: by each, as far as can be told.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.counted: set[str] = set()
-        self._changed: set[str] = set()  # by the latest run
         self.key: tuple[Any, ...] = ()
         self._seen: set[Hashable] = set()
         self._since = self._changes = 0
@@ -354,20 +351,11 @@ class ReachedValues:
             return
         is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
         self._changes = self._changes + 1 if is_often else 0
-        if self._changes < _OFTEN:
+        if self._changes < _MOST_CHANGES:
             self._seen.add(key)
         names = [place.name for place in self.places if isinstance(place.value, ATOMS)]
         self._often = [name for name, now, then in zip(names, key, self.key, strict=False) if now != then]
         self._since, self.key = 0, key
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Find out if the run in here changes the plain values, which a replay would not."""
-        before = self.now()
-        yield
-        changed = {place.name for place in _changed_since(before)}
-        self.counted |= changed & self._changed
-        self._changed = changed
 
     def now(self) -> list[CodePlace]:
         """List the places of plain values, with what they hold now."""
@@ -378,16 +366,11 @@ class ReachedValues:
         changed = _changed_since(before)
         for place in changed:
             place.holder[place.key] = place.value
-        names = {place.name for place in changed}
-        self.counted -= names
-        self._changed = set()  # what a capture repeats of the run before it is no count
-        return names
+        return {place.name for place in changed}
 
     def state(self) -> Hashable:
         """Return the key: the very same object while no value is set again. Raises CannotBind."""
-        if self.counted:
-            raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self.counted)))
-        if self._changes >= _OFTEN >= self._since:
+        if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
             raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}")
         return self.key
 
