@@ -360,7 +360,7 @@ MUTANTS = [
     Mutant(
         "values on the CPU are not watched",
         "guard/guards.py",
-        "            and all(map(CapturedValue.is_same, self._values.values()))\n",
+        "            and all(map(WatchedValue.is_same, self._values.values()))\n",
         "",
         ("tests/module/test_watched_bytes.py", *HOST),
     ),
