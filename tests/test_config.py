@@ -22,22 +22,21 @@ BUSY = CudaGraphConfig(
 
 class TestMode:
     @pytest.mark.parametrize(
-        ("mode", "decode", "mixed", "separate", "full", "piecewise"),
+        ("mode", "decode", "mixed", "separate", "full"),
         [
-            ("NONE", "NONE", "NONE", False, False, False),
-            ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, False, True),
-            ("FULL", "FULL", "FULL", False, True, False),
-            ("FULL_DECODE_ONLY", "FULL", "NONE", True, True, False),
-            ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, True, True),
+            ("NONE", "NONE", "NONE", False, False),
+            ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, False),
+            ("FULL", "FULL", "FULL", False, True),
+            ("FULL_DECODE_ONLY", "FULL", "NONE", True, True),
+            ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, True),
         ],
     )
-    def test_table(self, mode, decode, mixed, separate, full, piecewise):
+    def test_table(self, mode, decode, mixed, separate, full):
         mode = CudaGraphMode[mode]
         assert mode.decode_mode() is CudaGraphMode[decode]
         assert mode.mixed_mode() is CudaGraphMode[mixed]
         assert mode.separate_routine() is separate
         assert mode.has_full() is full
-        assert mode.has_piecewise() is piecewise
 
     def test_parse(self):
         assert CudaGraphMode.parse("full_decode_only") is CudaGraphMode.FULL_DECODE_ONLY

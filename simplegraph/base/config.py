@@ -50,10 +50,6 @@ class CudaGraphMode(enum.Enum):
         """True if any batch may run as one full graph."""
         return "FULL" in self.value
 
-    def has_piecewise(self) -> bool:
-        """True if any batch may run as graph segments with eager breaks between them."""
-        return "PIECEWISE" in self.value
-
     @classmethod
     def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
         """Return the mode of this name, in any case, "off" for NONE; a mode is returned as it is.
