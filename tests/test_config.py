@@ -22,22 +22,21 @@ BUSY = CudaGraphConfig(
 
 class TestMode:
     @pytest.mark.parametrize(
-        ("mode", "decode", "mixed", "separate", "full", "piecewise"),
+        ("mode", "decode", "mixed", "separate", "full"),
         [
-            ("NONE", "NONE", "NONE", False, False, False),
-            ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, False, True),
-            ("FULL", "FULL", "FULL", False, True, False),
-            ("FULL_DECODE_ONLY", "FULL", "NONE", True, True, False),
-            ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, True, True),
+            ("NONE", "NONE", "NONE", False, False),
+            ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, False),
+            ("FULL", "FULL", "FULL", False, True),
+            ("FULL_DECODE_ONLY", "FULL", "NONE", True, True),
+            ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, True),
         ],
     )
-    def test_table(self, mode, decode, mixed, separate, full, piecewise):
+    def test_table(self, mode, decode, mixed, separate, full):
         mode = CudaGraphMode[mode]
         assert mode.decode_mode() is CudaGraphMode[decode]
         assert mode.mixed_mode() is CudaGraphMode[mixed]
         assert mode.separate_routine() is separate
         assert mode.has_full() is full
-        assert mode.has_piecewise() is piecewise
 
     def test_parse(self):
         assert CudaGraphMode.parse("full_decode_only") is CudaGraphMode.FULL_DECODE_ONLY
@@ -229,6 +228,7 @@ class TestEnvironment:
             ("MODE", "none", "mode", CudaGraphMode.NONE),
             ("MODE", " FULL_AND_PIECEWISE ", "mode", CudaGraphMode.FULL_AND_PIECEWISE),
             ("CAPTURE_SIZES", "4,1, 2", "capture_sizes", (1, 2, 4)),
+            ("CAPTURE_SIZES", "[4, 1, 2]", "capture_sizes", (1, 2, 4)),
             ("MAX_NUM_SEQS", "100", "max_num_seqs", 100),
             ("MAX_NUM_TOKENS", "100", "max_num_tokens", 100),
             ("UNIFORM_QUERY_LEN", "4", "uniform_query_len", 4),
@@ -274,12 +274,12 @@ class TestEnvironment:
         [
             ("VERIFY", "many", "SIMPLEGRAPH_VERIFY='many' is not valid: expected a whole number"),
             ("VERIFY", "-1", r"verify is -1.*SIMPLEGRAPH_VERIFY"),
-            ("DEBUG", "maybe", "SIMPLEGRAPH_DEBUG='maybe' is not valid: expected 1 or 0"),
+            ("DEBUG", "maybe", "SIMPLEGRAPH_DEBUG='maybe' is not valid: expected True or False"),
             ("DEBUG", "", "SIMPLEGRAPH_DEBUG='' is not valid"),
-            ("CAPTURE_SIZES", "1;2", "expected sizes separated by commas"),
-            ("CAPTURE_SIZES", "", "expected sizes separated by commas"),
-            ("CAPTURE_SIZES", "0", "capture_sizes entry is 0"),
-            ("MODE", "fast", "SIMPLEGRAPH_MODE='fast' is not valid: mode is 'fast'"),
+            ("CAPTURE_SIZES", "1;2", r"expected whole numbers of at least 1, such as \[1, 2, 4\]"),
+            ("CAPTURE_SIZES", "", r"expected whole numbers of at least 1, such as \[1, 2, 4\]"),
+            ("CAPTURE_SIZES", "0", r"capture_sizes is \(0,\); expected whole numbers.*SIMPLEGRAPH_CAPTURE_SIZES"),
+            ("MODE", "fast", r"mode is 'fast'; expected one of .*SIMPLEGRAPH_MODE"),
             ("OUTPUTS", "copy", r"outputs is 'copy'.*SIMPLEGRAPH_OUTPUTS"),
         ],
     )

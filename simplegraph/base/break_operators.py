@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from simplegraph.base import patches
-
 
 class BreakRecorder(Protocol):
     """Is called for every break that a thread meets.
@@ -74,7 +72,7 @@ def inlining(functions: Collection[Any]) -> Iterator[None]:
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
 _library: Any = torch.library  # typed loosely because torch leaves it untyped
-_libraries: list[Any] = []
+_libraries: list[Any] = []  # whose kernels end with them
 _intercepted: set[Any] = set()
 _lock = threading.Lock()
 
@@ -118,7 +116,6 @@ def _intercept(operator: Any) -> None:
         fallback = _library.Library("_", "IMPL")
         fallback.fallback(_library.fallthrough_kernel, _KEY_NAME)
         _libraries.append(fallback)
-        patches.record("torch.library kernels of break operators", _forget_operators)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         recorder = recorder_of(operator)
@@ -132,13 +129,6 @@ def _intercept(operator: Any) -> None:
     library.impl(operator, kernel, _KEY_NAME)
     _libraries.append(library)
     _intercepted.add(operator)
-
-
-def _forget_operators() -> None:
-    for library in reversed(_libraries):
-        library._destroy()
-    _libraries.clear()
-    _intercepted.clear()
 
 
 def name_of(function: Any) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import math
 import os
 import types
 import typing
@@ -48,10 +49,6 @@ class CudaGraphMode(enum.Enum):
     def has_full(self) -> bool:
         """True if any batch may run as one full graph."""
         return "FULL" in self.value
-
-    def has_piecewise(self) -> bool:
-        """True if any batch may run as graph segments with eager breaks between them."""
-        return "PIECEWISE" in self.value
 
     @classmethod
     def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
@@ -172,8 +169,11 @@ class CudaGraphConfig:
     def __post_init__(self) -> None:
         for name, (optional, kind) in _kinds().items():
             value = getattr(self, name)
-            if value is not None or not optional:
-                object.__setattr__(self, name, kind.check(name, value))
+            if value is None and optional:
+                continue
+            if not kind.accepts(value):
+                raise ConfigError(f"{name} is {value!r}; expected {kind.expected}.")
+            object.__setattr__(self, name, kind.kept(value))
         if bool(self.length_dims) != bool(self.lengths):
             raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
         if self.lengths and self.exact_shapes:
@@ -185,18 +185,15 @@ class CudaGraphConfig:
         for odd in (size for size in sizes if size % self.uniform_query_len):
             told = f"decode_capture_sizes has {odd}; expected multiples of"
             raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
-        if self.max_num_tokens is None:
-            return
-        if sizes and sizes[-1] > self.max_num_tokens:
-            above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
-            raise ConfigError(f"{above}; no batch could ever use it.")
-        if self.uniform_query_len > self.max_num_tokens:
-            above = f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}"
-            raise ConfigError(f"{above}; no request of a uniform decode batch would fit. Lower it, or raise the limit.")
-        if self.capture_sizes is not None and self.capture_sizes[-1] > self.max_num_tokens:
-            above = f"the largest capture size is {self.capture_sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
-            drop = "Drop the sizes above max_num_tokens, or raise the limit."
-            raise ConfigError(f"{above}; no batch could ever use it. {drop}")
+        largest = {
+            "the largest of decode_capture_sizes": max(sizes, default=0),
+            "uniform_query_len": self.uniform_query_len,
+            "the largest capture size": max(self.capture_sizes or (), default=0),
+        }
+        for name, size in largest.items():
+            if self.max_num_tokens is not None and size > self.max_num_tokens:
+                above = f"{name} is {size}, above max_num_tokens={self.max_num_tokens}"
+                raise ConfigError(f"{above}; no batch could ever use it. Lower it, or raise the limit.")
 
     def replace(self, **changes: Any) -> CudaGraphConfig:
         """Return a copy with some fields changed, validated again.
@@ -220,21 +217,22 @@ class CudaGraphConfig:
             ConfigError: a value is invalid.
         """
         environ = os.environ if environ is None else environ
-        kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
-        variables = {ENV_PREFIX + field.upper(): field for field in kinds}
-        others = (*variables, f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # the last two are `sg.audit`'s
-        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in others)
-        _warn_of_unknown(tuple(unknown))
-        changes = {
-            field: _from_variable(variable, kinds[field], environ[variable])
-            for variable, field in variables.items()
-            if variable in environ
-        }
+        fields = {ENV_PREFIX + field.upper(): field for field, (_, kind) in _kinds().items() if kind.parse}
+        others = (f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # which are `sg.audit`'s
+        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in (*fields, *others))
+        _warn_of_unknown(tuple(unknown), tuple(fields))
+        changes, given = {}, [name for name in fields if name in environ]
+        for variable in given:
+            _, kind = _kinds()[fields[variable]]
+            try:
+                changes[fields[variable]] = kind.parse(environ[variable].strip()) if kind.parse else None
+            except (ValueError, LookupError):
+                found = f"{variable}={environ[variable]!r} is not valid"
+                raise ConfigError(f"{found}: expected {kind.expected}.") from None
         try:
             return self.replace(**changes) if changes else self
         except ConfigError as error:
-            names = ", ".join(ENV_PREFIX + name.upper() for name in changes)
-            raise ConfigError(f"{error} (set from the environment: {names})") from None
+            raise ConfigError(f"{error} (set from the environment: {', '.join(given)})") from None
 
 
 # What to use in place of settings that there were.
@@ -258,42 +256,6 @@ def check_settings(names: Iterable[str], where: str = "") -> None:
         raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(known)}.")
 
 
-def _require(name: str, value: Any, valid: bool, expected: str) -> Any:
-    if not valid:
-        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
-    return value
-
-
-def _checked(valid: Callable[[Any], bool], expected: str) -> Callable[[str, Any], Any]:
-    """Make a check of a single value."""
-    return lambda name, value: _require(name, value, valid(value), expected)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_int(name: str, value: Any) -> int:
-    least = _LEAST.get(name, 1)
-    return int(_require(name, value, _is_int(value) and value >= least, f"a whole number of at least {least}"))
-
-
-def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    valid = isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, (str, bytes))
-    if not _require(name, sizes, valid, "a sequence of sizes, such as [1, 2, 4, 8]"):
-        raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
-    return tuple(sorted({_check_int(f"{name} entry", size) for size in sizes}))
-
-
-def _check_mapping(check: Callable[[str, Any], Any], name: str, mapping: Any) -> Mapping[str, Any]:
-    _require(name, mapping, isinstance(mapping, Mapping), "a mapping from argument names")
-    for argument, value in mapping.items():
-        if not isinstance(argument, str):
-            raise ConfigError(f"{name} has the key {argument!r}; expected an argument name.")
-        check(f"{name}[{argument!r}]", value)
-    return _FrozenMapping(mapping)
-
-
 class _FrozenMapping(dict[str, Any]):
     """A mapping that cannot be edited after validation; it can be hashed and pickled."""
 
@@ -311,55 +273,69 @@ class _FrozenMapping(dict[str, Any]):
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_of_unknown(variables: tuple[str, ...]) -> None:
+def _warn_of_unknown(variables: tuple[str, ...], known: tuple[str, ...]) -> None:
     """Warn once a process of environment variables that name no setting."""
-    known = [ENV_PREFIX + field.upper() for field, (_, kind) in _kinds().items() if kind.parse]
     for variable in variables:
         hint = did_you_mean([variable], known, cutoff=0.9)  # the prefix alone makes any two similar
         logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
 
 
-def _from_variable(variable: str, kind: _Kind, text: str) -> Any:
-    """Parse the value of an environment variable."""
-    try:
-        return kind.parse(text.strip()) if kind.parse is not None else text
-    except ValueError as error:
-        detail = str(error) if isinstance(error, ConfigError) else f"expected {kind.expected}."
-        raise ConfigError(f"{variable}={text!r} is not valid: {detail}") from None
-
-
-def _parse_bool(text: str) -> bool:
-    known = ("1", "true", "yes", "on", "0", "false", "no", "off")
-    return known.index(text.lower()) < 4  # which raises ValueError
-
-
 class _Kind(NamedTuple):
-    """Checks the settings of one type; `parse` reads them from an environment variable, if that is possible."""
+    """The values that settings of one type may have.
 
-    check: Callable[[str, Any], Any]
+    Attributes:
+        accepts: returns True for them.
+        expected: describes them in messages.
+        parse: reads one from an environment variable, if that is possible.
+        kept: returns what is kept of a valid one.
+    """
+
+    accepts: Callable[[Any], bool]
+    expected: str
     parse: Callable[[str], Any] | None = None
-    expected: str = ""
+    kept: Callable[[Any], Any] = lambda value: value
 
 
-_BATCH_DIM = _checked(
-    lambda value: value is None or value == "reference" or _is_int(value), "a dimension, None or 'reference'"
-)
-_PAD_RULE = _checked(
-    lambda value: isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last"),
-    "'zero', 'keep', 'repeat-last' or a number",
-)
-_LEAST = {"verify": 0}  # for all other integers 1
+def _is_int(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_sizes(value: Any) -> bool:
+    listed = isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes))
+    return listed and bool(value) and all(_is_int(size, 1) for size in value)
+
+
+def _mapping_to(is_valid: Callable[[Any], bool], expected: str) -> _Kind:
+    """Make the kind of a mapping from arguments' names to such values."""
+
+    def accepts(value: Any) -> bool:
+        items = value.items() if isinstance(value, Mapping) else [(None, None)]
+        return all(isinstance(name, str) and is_valid(item) for name, item in items)
+
+    return _Kind(accepts, f"argument names with {expected}, such as {{'x': 0}}", kept=_FrozenMapping)
+
+
+_SPELLED = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _KINDS: dict[Any, _Kind] = {
-    CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
-    int: _Kind(_check_int, int, "a whole number"),
-    bool: _Kind(_checked(lambda value: isinstance(value, bool), "True or False"), _parse_bool, "1 or 0, true or false"),
+    CudaGraphMode: _Kind(lambda _: True, "a mode", str, CudaGraphMode.parse),  # which refuses others
+    int: _Kind(lambda value: _is_int(value, 1), "a whole number of at least 1", int),
+    bool: _Kind(lambda value: isinstance(value, bool), "True or False", lambda text: _SPELLED[text.lower()]),
     Sequence[int]: _Kind(
-        _check_sizes, lambda text: tuple(map(int, text.split(","))), "sizes separated by commas, such as 1,2,4"
+        _are_sizes,
+        "whole numbers of at least 1, such as [1, 2, 4]",
+        lambda text: tuple(map(int, text.strip("[]()").split(","))),
+        lambda sizes: tuple(sorted(set(sizes))),
     ),
-    Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _BATCH_DIM)),
-    Mapping[str, int]: _Kind(functools.partial(_check_mapping, _checked(_is_int, "a dimension"))),
-    Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _PAD_RULE)),
-    Callable[[Any], Hashable]: _Kind(_checked(callable, "a function of the module")),
+    Mapping[str, BatchDim]: _mapping_to(
+        lambda item: item in (None, "reference") or _is_int(item), "a dimension, None or 'reference'"
+    ),
+    Mapping[str, int]: _mapping_to(_is_int, "a dimension"),
+    Mapping[str, PadRule]: _mapping_to(
+        lambda item: isinstance(item, (int, float)) or item in ("zero", "keep", "repeat-last"),
+        "'zero', 'keep', 'repeat-last' or a number",
+    ),
+    Callable[[Any], Hashable]: _Kind(callable, "a function of the module"),
+    "verify": _Kind(lambda value: _is_int(value, 0), "a whole number of at least 0", int),
 }
 
 
@@ -370,6 +346,6 @@ def _kinds() -> dict[str, tuple[bool, _Kind]]:
     for name, hint in typing.get_type_hints(CudaGraphConfig).items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         choices = typing.get_args(arms[0])
-        choice = _checked(choices.__contains__, " or ".join(map(repr, choices)))
-        kinds[name] = type(None) in arms, _KINDS.get(arms[0]) or _Kind(choice, str)
+        choice = _Kind(choices.__contains__, " or ".join(map(repr, choices)), str)
+        kinds[name] = type(None) in arms, _KINDS.get(name) or _KINDS.get(arms[0]) or choice
     return kinds

@@ -46,7 +46,7 @@ class FrozenConstants:
         self.notes: dict[str, int] = {}
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
-        self._sources: dict[Hashable, list[tuple[Callable[[], Hashable], Hashable]]] = {}
+        self._sources: dict[Hashable, list[WatchedValue]] = {}
         self._changes: collections.Counter[Hashable] = collections.Counter()
 
     def learn(
@@ -64,7 +64,7 @@ class FrozenConstants:
         self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
         self._had_any = self._had_any or bool(copies)
         self._copies[key] = {content: self.find(content, copy) for content, copy in copies.items()}
-        self._sources[key] = [(read, read()) for read in map(reader, sources)]
+        self._sources[key] = list(map(WatchedValue, sources))
 
     def find(self, content: Hashable, otherwise: Tensor) -> Tensor:
         """Return a copy that another graph has already, so that equal constants take memory once."""
@@ -85,7 +85,7 @@ class FrozenConstants:
         return self._had_any
 
     def _changed(self, key: Hashable) -> bool:
-        return any(read() != before for read, before in self._sources.get(key, ()))
+        return not all(map(WatchedValue.is_same, self._sources.get(key, ())))
 
     def clear(self) -> None:
         """Drop the copies; that there were some is kept."""
@@ -128,7 +128,24 @@ def is_watchable(tensor: Tensor) -> bool:
     return nbytes <= LARGEST_BYTES and not tensor.is_inference() and tensor.untyped_storage().resizable()
 
 
-def reader(tensor: Tensor) -> Callable[[], Hashable]:
+class WatchedValue:
+    """The value of a CPU tensor: whatever writes to it, versions and hooks may miss it.
+
+    Args:
+        tensor: itself.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._read = _reader(tensor)
+        self._before = self._read()
+
+    def is_same(self) -> bool:
+        """True if it is what it was."""
+        return self._read() == self._before
+
+
+def _reader(tensor: Tensor) -> Callable[[], Hashable]:
     """Return a function that reads what tells if a CPU tensor was written to: its bytes, or version and some bytes."""
     address, nbytes, read = tensor.data_ptr, span(tensor), ctypes.string_at
     if nbytes > WATCHED_BYTES:

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from simplegraph.base.failures import described_line, running_line
 from simplegraph.base.reasons import Reason
-from simplegraph.base.user_code import described_line, running_line
 
 logger = logging.getLogger("simplegraph")
 

@@ -1,4 +1,4 @@
-"""Operators as torch dispatches them: a mode that sees each one, and which arguments it writes to."""
+"""Operators as torch dispatches them: a mode that sees each one, and what is known of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # as when DTensor computes how its results are sharded
             return func(*args, **kwargs)
-        if is_higher_order(func):
+        if facts_of(func).is_higher_order:
             return self.run(func, args, kwargs)
         with _keys_without_mode(func, self._cast):
             return self.run(func, args, kwargs)
@@ -134,26 +134,96 @@ def wrapper_class(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def is_higher_order(func: Any) -> bool:
-    """True if the operator runs functions that it is passed, as torch.cond and flex_attention do; it has no schema."""
-    return isinstance(func, HigherOrderOperator)
+class OperatorFacts(NamedTuple):
+    """What an operator's name, schema and kernels tell of it. By default of a higher-order one, which has no schema.
+
+    Attributes:
+        name: without ``aten::``; empty for a higher-order operator.
+        is_higher_order: True if it runs functions that it is passed, as torch.cond and flex_attention do.
+        is_composite: True if it is only made of others. Under inference_mode it is dispatched whole.
+        is_collective: True if it communicates with other ranks.
+        may_draw: True if it draws random numbers, or is not torch's own and may do so unsaid.
+        may_solve: True if it computes eigenvalues, or is made of others that may.
+        multiplies_groups: True if it multiplies rows by one matrix per group, as experts do: a group's size decides
+            rounding.
+        is_uninitialised: True if what it makes is whatever the memory held.
+        reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and device only.
+        numeric: (position, name) of each argument that may be a number of its arithmetic.
+        written: (position, name, flag) of each argument that it writes to; with a flag, only where that one is true.
+    """
+
+    name: str = ""
+    is_higher_order: bool = True
+    is_composite: bool = False
+    is_collective: bool = False
+    may_draw: bool = True
+    may_solve: bool = False
+    multiplies_groups: bool = False
+    is_uninitialised: bool = False
+    reads_no_value: bool = False
+    numeric: tuple[tuple[int, str], ...] = ()
+    written: tuple[tuple[int, str, tuple[int, str] | None], ...] = ()
 
 
-def is_collective(func: Any) -> bool:
-    """True if the operator communicates with other ranks."""
-    return func.namespace in ("c10d", "_c10d_functional")
-
-
-_EIGEN = frozenset({"aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_eigvals", "aten::_linalg_eigvals"})
-_MADE_OF_EIGEN = frozenset({"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linalg_pinv"})  # may be
+_EIGEN = {"_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"}
+_MADE_OF_EIGEN = {"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linalg_pinv"}  # may be
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 
 
 @functools.lru_cache(maxsize=4096)
-def calls_eigensolver(func: Any) -> bool:
-    """True if the operator computes eigenvalues, or is made of others that may."""
-    if is_higher_order(func):
-        return False
-    return func._schema.name in _EIGEN or func._schema.name.removeprefix("aten::") in _MADE_OF_EIGEN
+def facts_of(func: Any) -> OperatorFacts:
+    """Return what is known of an operator."""
+    if isinstance(func, HigherOrderOperator):
+        return OperatorFacts()
+    schema, has_kernel = func._schema, torch._C._dispatch_has_kernel_for_dispatch_key
+    name: str = schema.name.removeprefix("aten::")
+    bare = name.rpartition("::")[2]
+    results = [result.alias_info for result in schema.returns]
+    is_view = bool(results) and all(alias is not None and not alias.is_write for alias in results)
+    places = [(at, arg.name, str(arg.type).removeprefix("Optional[")) for at, arg in enumerate(schema.arguments)]
+    return OperatorFacts(
+        name,
+        is_higher_order=False,
+        is_composite=has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"),
+        is_collective=func.namespace in ("c10d", "_c10d_functional"),
+        may_draw=func.namespace not in ("aten", "prims", "prim") or torch.Tag.nondeterministic_seeded in func.tags,
+        may_solve=name in _EIGEN | _MADE_OF_EIGEN,
+        multiplies_groups="grouped_mm" in name,
+        is_uninitialised=name in _UNINITIALISED,
+        reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_")),
+        numeric=tuple((at, argument) for at, argument, kind in places if kind.rstrip("]") in _NUMERIC),
+        written=_written(schema, is_c10d=func.namespace == "c10d"),
+    )
+
+
+def _written(schema: Any, *, is_c10d: bool) -> tuple[tuple[int, str, tuple[int, str] | None], ...]:
+    arguments = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
+    aliases = [argument.alias_info for argument in schema.arguments]
+    # Collectives say nothing of their outputs, which come first.
+    always = {index for index, alias in enumerate(aliases) if alias is not None and alias.is_write}
+    always |= {0} if is_c10d else set()
+    # Batch norm updates its statistics without a word in its schema, but only in training.
+    flag = next((place for place in arguments if place[1] in ("training", "use_input_stats")), None)
+    flagged = {index for index, name in arguments if flag is not None and name in ("running_mean", "running_var")}
+    return tuple(
+        (index, name, None if index in always else flag) for index, name in arguments if index in always | flagged
+    )
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    """Return what an operator is passed at this position, or by this name; None if nothing."""
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator writes to."""
+    for position, name, flag in facts_of(func).written:
+        if flag is not None and not argument(args, kwargs, *flag):
+            continue
+        value = argument(args, kwargs, position, name)
+        if value is not None:
+            yield value
 
 
 _CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
@@ -162,36 +232,6 @@ _CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
 def drops_in_cudnn(func: Any, args: Sequence[Any]) -> bool:
     """True if cuDNN drops between recurrent layers, by random numbers that no generator of torch's knows."""
     return func is _CUDNN_RNN and bool(args[11] > 0 and args[12])  # the dropout, and whether it trains
-
-
-@functools.lru_cache(maxsize=4096)
-def is_composite(func: Any) -> bool:
-    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-
-
-@functools.lru_cache(maxsize=4096)
-def may_draw(func: Any) -> bool:
-    """True if the operator draws random numbers, or is not torch's own and may do so unsaid."""
-    own = func.namespace in ("aten", "prims", "prim")  # no higher-order operator is
-    return not own or torch.Tag.nondeterministic_seeded in func.tags
-
-
-@functools.lru_cache(maxsize=4096)
-def multiplies_groups(func: Any) -> bool:
-    """True if the operator multiplies rows by one matrix per group, as experts do: a group's size decides rounding."""
-    return "grouped_mm" in func.name()
-
-
-@functools.lru_cache(maxsize=4096)
-def reads_no_value(func: Any) -> bool:
-    """True if the operator returns a view of its argument, or looks at its shape, dtype and device only."""
-    name = func._schema.name.partition("::")[2]
-    if name.endswith("_like") or name.startswith(("new_", "empty", "sym_")):
-        return True
-    results = [result.alias_info for result in func._schema.returns]
-    return bool(results) and all(alias is not None and not alias.is_write for alias in results)
 
 
 def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -209,44 +249,3 @@ def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
 def defined(result: Any) -> Any:
     """Return an operator's result; an undefined tensor in a list comes out as None, which cannot go back in."""
     return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result
-
-
-_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-
-
-@functools.lru_cache(maxsize=4096)
-def is_uninitialised(func: Any) -> bool:
-    """True if what an operator makes is whatever the memory held."""
-    return not is_higher_order(func) and func._schema.name.removeprefix("aten::") in _UNINITIALISED
-
-
-def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that an operator writes to."""
-    for position, name, flag in _written(func):
-        if flag is not None and not _argument(args, kwargs, *flag):
-            continue
-        value = _argument(args, kwargs, position, name)
-        if value is not None:
-            yield value
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    return args[position] if position < len(args) else kwargs.get(name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(func: Any) -> tuple[tuple[int, str, tuple[int, str] | None], ...]:
-    """(position, name, flag) of each argument that is written; with a flag, only where that argument is true."""
-    if is_higher_order(func):
-        return ()
-    arguments = [(index, argument.name) for index, argument in enumerate(func._schema.arguments)]
-    aliases = [argument.alias_info for argument in func._schema.arguments]
-    # Collectives say nothing of their outputs, which come first.
-    always = {index for index, alias in enumerate(aliases) if alias is not None and alias.is_write}
-    always |= {0} if func.namespace == "c10d" else set()
-    # Batch norm updates its statistics without a word in its schema, but only in training.
-    flag = next((place for place in arguments if place[1] in ("training", "use_input_stats")), None)
-    flagged = {index for index, name in arguments if flag is not None and name in ("running_mean", "running_var")}
-    return tuple(
-        (index, name, None if index in always else flag) for index, name in arguments if index in always | flagged
-    )

@@ -1,4 +1,4 @@
-"""Every change this library makes to other people's classes and registries, listed, and the way back; and subclasses.
+"""Every change this library makes to other people's classes and registries, and the way back; and subclasses.
 
 While a capture runs, or an observer of one, and taken back at its end:
 
@@ -14,7 +14,7 @@ While an audit is attached (doctor.attach):
     torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
     EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
 
-From the first use that needs them on, once a process:
+From the first use that needs them on, for the rest of the process:
 
     break operators                    kernels on a spare dispatch key, so that they can break (base.break_operators)
     is_tracing of transformers, ...    see integrations.transformers.masks
@@ -23,32 +23,40 @@ From the first use that needs them on, once a process:
 
 from __future__ import annotations
 
-import collections
 import functools
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-_undo: dict[str, Callable[[], None]] = {}
-_held: collections.Counter[str] = collections.Counter()
+_changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many asked for each, and what takes it back
 _lock = threading.Lock()
 _ABSENT = object()
 
 
-def replace(owner: Any, name: str, new: Any) -> None:
-    """Set an attribute of somebody else's class or module, and remember what was there."""
-    original = vars(owner).get(name, _ABSENT)  # absent also where it is inherited
-    take_back = functools.partial(delattr, owner, name)
-    if original is not _ABSENT:
-        take_back = functools.partial(setattr, owner, name, original)
-    setattr(owner, name, new)
-    record(_label(owner, name), take_back)
+def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
+    """Replace an attribute of somebody else's class or module by what `replacing` makes of it, if nobody has yet."""
+    with _lock:
+        label = _label(owner, name)
+        holders, take_back = _changes.get(label, (0, bool))
+        if not holders:
+            own = vars(owner).get(name, _ABSENT)  # absent also where it is inherited
+            take_back = functools.partial(setattr, owner, name, own)
+            if own is _ABSENT:
+                take_back = functools.partial(delattr, owner, name)
+            setattr(owner, name, replacing(getattr(owner, name)))
+        _changes[label] = holders + 1, take_back
 
 
 def restore(owner: Any, name: str) -> None:
-    """Put back what `replace` found; harmless where nothing was replaced."""
-    undo(_label(owner, name))
+    """Give up what `replace` asked for: the last one puts the attribute back. Harmless where nothing was replaced."""
+    with _lock:
+        label = _label(owner, name)
+        holders, take_back = _changes.pop(label, (0, bool))
+        if holders > 1:
+            _changes[label] = holders - 1, take_back
+        else:
+            take_back()
 
 
 def _label(owner: Any, name: str) -> str:
@@ -56,43 +64,9 @@ def _label(owner: Any, name: str) -> str:
     return f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
 
-def record(label: str, take_back: Callable[[], None]) -> None:
-    """List a change of another kind, with what takes it back."""
-    _undo[label] = take_back
-
-
-def undo(label: str) -> None:
-    """Take one change back; harmless where there is none."""
-    _undo.pop(label, lambda: None)()
-
-
-def hold(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
-    """Replace an attribute by what `replacing` makes of it, until every holder has released it."""
-    with _lock:
-        label = _label(owner, name)
-        _held[label] += 1
-        if _held[label] == 1:
-            replace(owner, name, replacing(getattr(owner, name)))
-
-
-def release(owner: Any, name: str) -> None:
-    """Give up what `hold` asked for; the last one puts the attribute back."""
-    with _lock:
-        label = _label(owner, name)
-        _held[label] -= 1
-        if not _held[label]:
-            restore(owner, name)
-
-
 def installed() -> list[str]:
-    """List what is changed at the moment."""
-    return list(_undo)
-
-
-def remove() -> None:
-    """Take every change back, last first. The next capture makes those that it needs again."""
-    for label in reversed(installed()):
-        undo(label)
+    """List what is replaced at the moment."""
+    return list(_changes)
 
 
 # Subclasses made at run time, which go by the original's name in messages, pickles and reprs.

@@ -28,8 +28,7 @@ from simplegraph.guard.effects import CountedState
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
-from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.scalars import NumbersBySize, NumbersSeen
+from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 
 logger = logging.getLogger("simplegraph")
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them

@@ -33,14 +33,10 @@ def launched_by_torch(kernel: str) -> bool:
 @functools.cache
 def readable(kernel: str) -> str:
     """Return a kernel's name without what a template was made for, and without its arguments."""
-    text, depth, shown = _demangle(kernel) if kernel.startswith("_Z") else kernel, 0, ""
+    text, found = _demangle(kernel) if kernel.startswith("_Z") else kernel, 1
     if text == kernel:
         return kernel
     text = text.replace("(anonymous namespace)::", "")
-    for at, letter in enumerate(text):
-        if letter == "(" and depth == 0 and not text.startswith("operator()", max(0, at - 8)):
-            break
-        depth -= letter == ">"
-        shown += letter if depth == 0 and letter != "<" and letter != ">" else ""
-        depth += letter == "<"
-    return shown.removeprefix("void ").strip()
+    while found:
+        text, found = re.subn("<[^<>]*>", "", text)
+    return re.sub(r"(?<!operator)\(.*", "", text).removeprefix("void ").strip()

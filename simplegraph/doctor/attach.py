@@ -27,10 +27,8 @@ from simplegraph.base import patches
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
-from simplegraph.device.cuda.inventory.host import Piece, ProcessMemory
-from simplegraph.device.cuda.inventory.nodes import KernelFunction, NodeReader
+from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader, Piece, ProcessMemory
 from simplegraph.device.cuda.inventory.reading import device_memory
-from simplegraph.device.cuda.inventory.structures import KernelParameters
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
@@ -172,8 +170,7 @@ class CudaGraphs:
     # By the methods of the class.
 
     def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
-        original = getattr(torch.cuda.CUDAGraph, name)
-        patches.replace(torch.cuda.CUDAGraph, name, functools.wraps(original)(replacing(original)))
+        patches.replace(torch.cuda.CUDAGraph, name, lambda original: functools.wraps(original)(replacing(original)))
 
     def _beginning(self, original: Any) -> Any:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
@@ -371,9 +368,9 @@ class EmulatedGraphs:
             self._watcher.graph_dropped(id(segment))
             reset(segment)
 
-        patches.replace(self._device, "begin", beginning)
-        patches.replace(self._device, "end", ending)
-        patches.replace(self._segment, "reset", resetting)
+        patches.replace(self._device, "begin", lambda _: beginning)
+        patches.replace(self._device, "end", lambda _: ending)
+        patches.replace(self._segment, "reset", lambda _: resetting)
 
     def watch_replays(self, watched: bool) -> None:
         """Show replays, too, or no longer."""
@@ -388,7 +385,7 @@ class EmulatedGraphs:
             original(segment)
             self._watcher.replay_ended(segment)
 
-        patches.replace(self._segment, "replay", replay)
+        patches.replace(self._segment, "replay", lambda _: replay)
 
     def detach(self) -> None:
         """Put everything back as it was."""

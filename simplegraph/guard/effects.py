@@ -18,11 +18,9 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.generators import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.reach import CodePlace
-from simplegraph.program.held import in_memory
+from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.session import PythonState, holds_graph_memory
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.snapshot import Snapshot, in_memory
 
 _NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.constants import reader
+from simplegraph.base.constants import WatchedValue
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
-from simplegraph.guard.reading import Reading
-from simplegraph.guard.survey import HeldTensor, Survey, code_of
-from simplegraph.program.held import is_same
+from simplegraph.guard.survey import HeldTensor, Reading, Survey, code_of
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import is_same
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,7 +85,7 @@ class CapturedState:
         self._reading: Reading | None = None
         self._places: dict[str, tuple[Any, ...]] = {}
         self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
-        self._values: dict[tuple[Any, ...], CapturedValue] = {}
+        self._values: dict[tuple[Any, ...], WatchedValue] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: set[str] = set()
         self._generators: dict[str, torch.Generator] = {}
@@ -100,7 +99,7 @@ class CapturedState:
         survey = self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
-        self._values = {at: CapturedValue(tensor) for at, tensor in read.values.items()} | self._values
+        self._values = {at: WatchedValue(tensor) for at, tensor in read.values.items()} | self._values
         tensors = survey.tensors.values()
         covered = [each for each in tensors if self._read.covers(each)]
         for each in covered:
@@ -136,7 +135,7 @@ class CapturedState:
             reading is not None
             and module is not None
             and reading.same(vars(module))
-            and all(map(CapturedValue.is_same, self._values.values()))
+            and all(map(WatchedValue.is_same, self._values.values()))
         ):
             return False
         self._reading = None
@@ -202,23 +201,6 @@ class CapturedState:
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-class CapturedValue:
-    """A CPU tensor whose value a capture took: whatever writes to it, versions and hooks may miss it.
-
-    Args:
-        tensor: itself.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._read = reader(tensor)
-        self._before = self._read()
-
-    def is_same(self) -> bool:
-        """True if it has the value that it had."""
-        return self._read() == self._before
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -58,26 +59,24 @@ _READ: dict[str, Callable[[], Any]] = {
 _ALL = tuple(_READ.values())
 
 
+@dataclasses.dataclass(frozen=True)
 class TorchSettings:
     """The settings of the whole process, as one value.
 
     Attributes:
-        values: one for each setting.
+        read: what the getters return.
+        values: the same, as far as it differs to torch.
     """
 
-    def __init__(self) -> None:
-        self._raw = [read() for read in _ALL]
-        self.values = tuple(map(_comparable, self._raw))
+    read: list[Any] = dataclasses.field(default_factory=lambda: [read() for read in _ALL], init=False, compare=False)
+    values: tuple[Any, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(map(_comparable, self.read)))
 
     def hold(self) -> bool:
         """True if every setting still has its value; quick, since it is asked at every call."""
-        return [read() for read in _ALL] == self._raw or TorchSettings() == self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TorchSettings) and self.values == other.values
-
-    def __hash__(self) -> int:
-        return hash(self.values)
+        return [read() for read in _ALL] == self.read or TorchSettings() == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
         """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""

@@ -28,8 +28,7 @@ from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.differences import EXACT, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.program.held import tensors_in
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.snapshot import Snapshot, tensors_in
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others

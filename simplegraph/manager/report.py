@@ -79,7 +79,7 @@ class GraphReport:
         ]
         graphs = self.graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
-        lines += [_shares(graph) for graph in graphs if graph.breaks]
+        lines += [_parts(graph) for graph in graphs if graph.breaks]
         lines += self.touched
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
@@ -113,25 +113,16 @@ def _row(graph: GraphCounters) -> tuple[str, ...]:
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
-    costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
+    steps, _, inventory = fields.pop("steps"), fields.pop("paddings"), fields.pop("inventory")
     fields["inventory"] = None if inventory is None else inventory.to_dict()
     fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
-    return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
+    return fields | ({"steps": steps()} if graph.breaks else {})
 
 
-def _shares(graph: GraphCounters) -> str:
-    """Share out a piecewise replay's time: to the segments together, and to every break function."""
-    parts: dict[str, list[float | None]] = {}
-    for cost in graph.costs():
-        parts.setdefault(cost.name or "segments", []).append(cost.ms)
-    times = {name: sum(ms) for name, known in parts.items() if (ms := [t for t in known if t is not None])}
-    total = sum(times.values())
-    shown = [
-        f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
-        for name, known in parts.items()
-    ]
-    untimed = "" if times else " (timed at the second replay)"
-    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
+def _parts(graph: GraphCounters) -> str:
+    """List the steps of a piecewise graph: the segments together, and every break function."""
+    counts = collections.Counter(step["name"] or "segments" for step in graph.steps())
+    return f"  {graph.mode} {graph.size}: {', '.join(f'{name} x {count}' for name, count in counts.items())}"
 
 
 def _mib(count: int) -> str:

@@ -212,7 +212,8 @@ class ProgramTable:
         kind = job.part.partition(",")[0].upper() or job.mode.name  # as the report names such graphs
         what = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
-        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
+        steps = program.described_steps
+        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, steps=steps)
         self._forget_failure(job)
         rows: set[int] | None = set() if self.config.verify else None
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)

@@ -41,9 +41,7 @@ from simplegraph.base.failures import BREAK
 from simplegraph.base.operators import (
     OperatorMode,
     defined,
-    is_composite,
-    is_higher_order,
-    reads_no_value,
+    facts_of,
     strided_tensors,
     without_modes,
     written_args,
@@ -97,7 +95,11 @@ class HostMode(OperatorMode, abc.ABC):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on plain tensors, and follow what it does with those on the CPU."""
         # Inside a break, or for one, no recorder of breaks is active.
-        if is_higher_order(func) or ACTIVE.recorder is not self._recorder or (self._emulated and func is not _LIFT):
+        if (
+            facts_of(func).is_higher_order
+            or ACTIVE.recorder is not self._recorder
+            or (self._emulated and func is not _LIFT)
+        ):
             return defined(func(*args, **kwargs))
         if self._emulated:
             if is_list(args[0]):
@@ -110,7 +112,7 @@ class HostMode(OperatorMode, abc.ABC):
             result = func(*args, **kwargs)
             self._note_made(result, known=False)
             return defined(result)
-        if host and is_composite(func):  # under inference_mode it comes whole
+        if host and facts_of(func).is_composite:  # under inference_mode it comes whole
             return self.take_apart(func, args, kwargs)
         on_host = len(host) == len(tensors)
         self._check(func, args, kwargs, host, on_host=on_host)
@@ -325,7 +327,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                     found = f"{self._named(tensor)} is on the CPU and the forward writes to it ({func.overloadpacket})"
                     remedy = f"Keep state on the device, or {BREAK}."
                     self._refuse(f"{found}, which a replay would not do", remedy)
-        if reads_no_value(func):
+        if facts_of(func).reads_no_value:
             return
         for tensor in host:
             known = self._made.get(storage_key(tensor))
@@ -369,6 +371,4 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
 
 
 def _draws_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:
-    return (
-        not is_higher_order(func) and torch.Tag.nondeterministic_seeded in func.tags and target_device(kwargs) == "cpu"
-    )
+    return torch.Tag.nondeterministic_seeded in func.tags and target_device(kwargs) == "cpu"

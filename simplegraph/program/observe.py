@@ -8,31 +8,184 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.base import patches
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import BREAK, current_user_location
+from simplegraph.base.failures import BREAK, current_user_location, described_line, running_line
 from simplegraph.base.operators import (
     OperatorMode,
-    calls_eigensolver,
+    argument,
     defined,
     drops_in_cudnn,
+    facts_of,
     innermost_mode,
-    is_composite,
-    is_uninitialised,
-    may_draw,
-    multiplies_groups,
     strided_tensors,
+    without_modes,
     written_args,
 )
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.protocol import GraphDevice
-from simplegraph.program.scalars import NumbersSeen
+
+_NUMBERS = frozenset({int, float, complex})
+_LIFTED = torch.ops.aten.lift_fresh.default
+_SCALAR = torch.ops.aten.scalar_tensor.default
+_FULL = torch.ops.aten.full.default
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
+_PICKING = {"max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"}
+_PICKING |= {"median", "nanmedian", "mode", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
+_NUMBER_REMEDY = (
+    "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
+    "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
+)
+_ROWS_REMEDY = "Add the sizes of your batches to capture_sizes, or pick in each row."
+_MAX_SIZES = 3  # of as many batch sizes the latest run is remembered
+
+
+class PassedNumbers(NamedTuple):
+    """The numbers that one operator is passed.
+
+    Attributes:
+        func: the operator.
+        numbers: in the order of its arguments.
+        line: the file and the number of the user's line; None if there is none.
+    """
+
+    func: Any
+    numbers: tuple[Any, ...]
+    line: tuple[str, int] | None
+
+
+class ChosenRows(NamedTuple):
+    """An operator that picks values among others, as a maximum does.
+
+    Attributes:
+        func: the operator.
+        given, made: the shapes of the tensors that it is passed and returns.
+        memory: the storage keys of what it returns.
+        line: the file and the number of the user's line; None if there is none.
+    """
+
+    func: Any
+    given: tuple[torch.Size, ...]
+    made: tuple[torch.Size, ...]
+    memory: frozenset[int]
+    line: tuple[str, int] | None
+
+
+class NumbersSeen:
+    """The numbers that a run passes to operators on floating tensors, in their order.
+
+    Those of data are kept apart: data may be made on the device. What breaks pass is not looked at: they run at every
+    call, and their Python may change for any reason.
+
+    Args:
+        rows: the batch size of the run; 0 if it is not known.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        self.rows = rows
+        self.segments: list[PassedNumbers] = []
+        self.data: list[PassedNumbers] = []
+        self.choices: list[ChosenRows] = []
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Note what an operator is passed, `tensors` among it; this runs for every operator observed."""
+        if func is _LIFTED:
+            self._note_data(args[0])
+        elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
+            numeric = (argument(args, kwargs, *place) for place in facts_of(func).numeric)
+            found = [number for number in numeric if number.__class__ in _NUMBERS]
+            inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+            if found and (_makes_number(func, args, kwargs) or any(inexact)):
+                self.segments.append(PassedNumbers(func, tuple(found), running_line()))
+
+    def _note_data(self, tensor: Tensor) -> None:
+        """Note a number that became a tensor, where reading it needs no wait for the device."""
+        if tensor.dim() == 0 and tensor.is_cpu and tensor.is_floating_point():
+            with without_modes():
+                self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
+
+    def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note an operator that picks values, as a maximum does; this runs for every operator observed."""
+        if facts_of(func).name in _PICKING:
+            passed, returned = (tuple(tensor.shape for tensor in tensors) for tensors in (given, made))
+            memory = frozenset(map(storage_key, made))
+            self.choices.append(ChosenRows(func, passed, returned, memory, running_line()))
+        elif func in _READS:  # for a branch of Python's, which no capture takes
+            read = set(map(storage_key, given))
+            self.choices = [chosen for chosen in self.choices if read.isdisjoint(chosen.memory)]
+
+    def choice(self, seen: NumbersSeen) -> ChosenRows | None:
+        """Find the first operator that picks as many values among the rows of two batch sizes."""
+        if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
+            return None
+        pairs = zip(self.choices, seen.choices, strict=True)
+        return next((now for now, then in pairs if now.given != then.given and now.made == then.made), None)
+
+    def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
+        """Find the first operator that two runs of the same operators pass other numbers."""
+        for own, others in ((self.segments, seen.segments), (self.data, seen.data)):
+            if [passed.func for passed in own] == [passed.func for passed in others]:
+                for pair in zip(own, others, strict=True):
+                    if repr(pair[0].numbers) != repr(pair[1].numbers):  # NaN differs from itself
+                        return pair
+        return None
+
+
+class NumbersBySize:
+    """The numbers of the runs of one signature, by batch size."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, NumbersSeen] = {}
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._seen.clear()
+
+    def learn(self, seen: NumbersSeen) -> tuple[str, str] | None:
+        """Remember a run; return what padding would change, as runs of two sizes tell, and what to do about it."""
+        rows = seen.rows
+        before = self._seen.pop(rows, None)
+        if before is not None and before.other(seen) is not None:
+            self._seen.clear()  # it changes at one size, too, so other sizes tell nothing
+        found = ((size, known.other(seen)) for size, known in self._seen.items())
+        differ = next(((size, *pair) for size, pair in found if pair is not None), None)
+        chosen = next(filter(None, map(seen.choice, self._seen.values())), None)
+        self._seen[rows] = seen
+        while len(self._seen) > _MAX_SIZES:
+            del self._seen[next(iter(self._seen))]
+        if differ is not None:
+            size, then, now = differ
+            values = {size: _text(then.numbers), rows: _text(now.numbers)}
+            said = ", ".join(f"{values[key]} for {key} rows" for key in sorted(values))
+            what = f"a number that the forward computes from the batch size goes into {now.func}{_place(now.line)}"
+            return f"{what}: {said}", _NUMBER_REMEDY
+        if chosen is not None:
+            said = f"{chosen.func}{_place(chosen.line)} picks among all rows, those of padding too"
+            return said, _ROWS_REMEDY
+        return None
+
+
+def _place(line: tuple[str, int] | None) -> str:
+    return "" if line is None else f" at {described_line(*line)}"
+
+
+def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True if an operator makes a tensor of one number for another operator, as torch.where does without gradients."""
+    if func is not _SCALAR and (func is not _FULL or args[0]):
+        return False
+    dtype = kwargs.get("dtype")
+    return args[-1].__class__ is float if dtype is None else bool(dtype.is_floating_point)
+
+
+def _text(numbers: tuple[Any, ...]) -> str:
+    return ", ".join(f"{number:.6g}" for number in numbers)
+
 
 _OWN = __name__.partition(".")[0]  # no kernel of this library takes an address as a number
 _ADDRESSES = 1 << 32  # numbers from here on may be one
@@ -187,14 +340,15 @@ class MemoryObserver(OperatorMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""
-        if calls_eigensolver(func) and self._made_inside is None:
-            if is_composite(func):  # under inference_mode it comes whole, and may not come to one
+        facts = facts_of(func)
+        if facts.may_solve and self._made_inside is None:
+            if facts.is_composite:  # under inference_mode it comes whole, and may not come to one
                 return self.take_apart(func, args, kwargs)
             self._refuse(_EIGENSOLVER.format(func))
         if drops_in_cudnn(func, args) and self._made_inside is None:
             self._refuse(_CUDNN_DROPOUT)
-        self.may_draw = self.may_draw or may_draw(func)
-        self.rounds_by_group = self.rounds_by_group or multiplies_groups(func)
+        self.may_draw = self.may_draw or facts.may_draw
+        self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
         if self._device is not None:
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))
@@ -223,7 +377,7 @@ class MemoryObserver(OperatorMode):
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
-                (self.blank.add if is_uninitialised(func) else self.blank.discard)(key)
+                (self.blank.add if facts.is_uninitialised else self.blank.discard)(key)
                 self.left.pop(key, None)
                 if inside is not None:
                     inside.add(key)
@@ -271,14 +425,14 @@ class MemoryObserver(OperatorMode):
         kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
         self._kernels = None if self._device is None else kernels
         if self._kernels is not None:
-            patches.hold(self._kernels, "run", _shown)
+            patches.replace(self._kernels, "run", _shown)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         if self._kernels is not None:
-            patches.release(self._kernels, "run")
+            patches.restore(self._kernels, "run")
         if self._device is not None:
             self._look_for_unseen(self._device)
 

@@ -31,12 +31,10 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import has_address, is_wrapper, parts, wait_collectives
 from simplegraph.device.generators import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
-from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.breaks.step import Break, BreakTrace
-from simplegraph.program.held import in_memory, tensors_in
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.program import Program
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.program import Program, SegmentRecorder
+from simplegraph.program.snapshot import Snapshot, in_memory, tensors_in
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries

@@ -22,11 +22,10 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.watched_steps import after_step
-from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.reach import CodePlace
+from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.program.held import restore
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.snapshot import restore
 from simplegraph.training.leaves import leaves_reached, replicas_refused, set_up_backwards
 from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
 

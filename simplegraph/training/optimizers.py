@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
-from simplegraph.guard.reach import Attributes, CodePlace
-from simplegraph.program.held import ABSENT
+from simplegraph.guard.functions import Attributes, CodePlace
+from simplegraph.program.snapshot import ABSENT
 from simplegraph.training.notes import noted_calls
 
 logger = logging.getLogger("simplegraph")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.base.failures import capture_error
-from simplegraph.base.user_code import called_lines, dynamic_shape, is_printing
+from simplegraph.base.failures import called_lines, capture_error, dynamic_shape, is_printing
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simplegraph.program import held, snapshot
+from simplegraph.program import snapshot
 from simplegraph.program.snapshot import Snapshot
 
 
@@ -40,7 +40,7 @@ def classes(kind: type = object) -> Iterator[type]:
 
 def test_classes_of_every_kind_can_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Static classes of C have no dict that the garbage collector shows, as those of scikit-learn and of this table."""
-    monkeypatch.setattr(held, "_LIBRARIES", frozenset())
+    monkeypatch.setattr(snapshot, "_LIBRARIES", frozenset())
     monkeypatch.setattr(snapshot, "_MAX_PLACES", 10**6)
     kinds = list(classes())
     assert len(kinds) > 1000

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import CudaGraphManager, Reason
-from simplegraph.device.emulator import emulator
+from simplegraph.device.emulator.device import emulator
 from simplegraph.device.select import graph_device
 
 SIZES = [1, 2, 4, 8]

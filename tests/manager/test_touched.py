@@ -16,7 +16,8 @@ from torch._subclasses import FakeTensorMode
 import simplegraph as sg
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
-from simplegraph.device.emulator import EmulatorDevice, EmulatorSegment
+from simplegraph.device.emulator.device import EmulatorDevice
+from simplegraph.device.emulator.recording import EmulatorSegment
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
 

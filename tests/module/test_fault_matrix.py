@@ -22,9 +22,8 @@ from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import ReplayProof
 from simplegraph.manager.table import ProgramTable
-from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.program import Program
+from simplegraph.program.program import Program, SegmentRecorder
 from simplegraph.program.session import CaptureSession
 from simplegraph.program.snapshot import Snapshot
 from tests.module.faults import SIZE, WIDTH, Bomb, Breaks, Fault, Hooks, Keeps, Subject, Trial, planted

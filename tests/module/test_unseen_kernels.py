@@ -17,7 +17,7 @@ from unseen_kernel import JITFunction, launch, stand_in_triton
 import simplegraph as sg
 from simplegraph import Reason
 from simplegraph.device import memory
-from simplegraph.device.emulator import emulator
+from simplegraph.device.emulator.device import emulator
 from tests.module.answers import reasons
 
 WIDTH = 6

@@ -13,7 +13,7 @@ from eager_twin import difference
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.device.emulator import emulator
+from simplegraph.device.emulator.device import emulator
 from tests.fuzz.grammar import CHANGES, PLAIN
 from tests.fuzz.program import SIZES, Program
 from tests.fuzz.twins import Box

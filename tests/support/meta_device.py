@@ -32,11 +32,6 @@ class MetaSegment:
         pass
 
 
-class MetaMark:
-    def ms_since(self, earlier: Any) -> float:
-        return 0.0
-
-
 class MetaDevice:
     """The `GraphDevice` protocol on the meta device, with nothing behind it."""
 
@@ -88,9 +83,6 @@ class MetaDevice:
     def release_cached_memory(self) -> None:
         pass
 
-    def mark(self) -> MetaMark:
-        return MetaMark()
-
     def free_memory(self) -> int:
         return 0
 
@@ -118,7 +110,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)
     generator = torch.Generator()
-    for home in ("program.breaks.recorder", "call.memory"):
+    for home in ("program.program", "call.memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.device.emulator import emulator
+from simplegraph.device.emulator.device import emulator
 from simplegraph.device.emulator.recording import RecordedCall
 
 

@@ -23,7 +23,7 @@ def captured_so_far(stream: int) -> tuple[int, int] | None:
 
     It is asked twice for each operator of a capture, hence with as little of Python as there can be.
     """
-    driver = _driver()
+    driver = cuda_driver()
     if driver is None:
         return None
     handle = ctypes.c_void_p(stream)
@@ -43,7 +43,7 @@ def unjoined_operations(stream: int) -> int:
     To end a capture that has some is an error of CUDA's, but not if a library has set what its streams wait for, as
     NCCL does: a collective on a stream of its own that was not waited for would run beside what reads its result.
     """
-    driver = _driver()
+    driver = cuda_driver()
     if driver is None or not hasattr(driver, "cuStreamGetCaptureInfo_v3") or not hasattr(driver, "cuGraphGetEdges_v2"):
         return 0
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
@@ -104,19 +104,14 @@ def _computes(driver: Any, node: int) -> bool:
 
 def new_stream() -> int | None:
     """Make a stream, and return its raw handle, on the current device; None where the driver does not give one."""
-    driver, handle = _driver(), ctypes.c_void_p()
+    driver, handle = cuda_driver(), ctypes.c_void_p()
     failed = driver is None or driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
     return None if failed else handle.value
 
 
-def cuda_driver() -> Any:
-    """Return the CUDA driver, whose functions are called by their names; None where there is none."""
-    return _driver()
-
-
 @functools.cache
-def _driver() -> Any:
-    """Load the CUDA driver, which torch has loaded already; None where it is another one."""
+def cuda_driver() -> Any:
+    """Load the CUDA driver, which torch has loaded already, to call its functions by name; None where it is no such."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         _ = driver.cuStreamCreate, driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes

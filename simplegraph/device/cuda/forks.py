@@ -21,7 +21,7 @@ def start(stream: int) -> None:
     """Begin to watch a capture of this thread, on a stream given by its raw handle."""
     stop()
     for name, note in _WATCHED.items():
-        patches.hold(torch.cuda.Event, name, functools.partial(_watched, note))
+        patches.replace(torch.cuda.Event, name, functools.partial(_watched, note))
     _watching.open = _Open(stream)
 
 
@@ -29,7 +29,7 @@ def stop() -> None:
     """Forget the thread's capture, which is over; harmless where there is none."""
     if getattr(_watching, "open", None) is not None:
         for name in _WATCHED:
-            patches.release(torch.cuda.Event, name)
+            patches.restore(torch.cuda.Event, name)
     _watching.open = None
 
 

@@ -10,9 +10,3 @@ operators again, on the addresses seen at capture.
     recording   sees, runs and records operators between begin and end
     device      the `GraphDevice` protocol on top of these
 """
-
-from simplegraph.device.emulator.device import CAPTURE_STREAM, EmulatorDevice, emulator
-from simplegraph.device.emulator.memory import DEFAULT_STREAM
-from simplegraph.device.emulator.recording import EmulatorSegment
-
-__all__ = ["CAPTURE_STREAM", "DEFAULT_STREAM", "EmulatorDevice", "EmulatorSegment", "emulator"]

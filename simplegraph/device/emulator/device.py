@@ -6,10 +6,9 @@ import collections
 import contextlib
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, overrides
@@ -24,6 +23,7 @@ from simplegraph.device.emulator.memory import (
     Memory,
     MemoryView,
     Streams,
+    living,
 )
 from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
 from simplegraph.device.emulator.rules import COMPILED
@@ -35,15 +35,6 @@ _functions: Any = overrides  # typed loosely because torch leaves it untyped
 CAPTURE_STREAM = 1
 
 _TOTAL_BYTES = 16 << 30  # of the imagined device
-
-
-class EmulatorMark(NamedTuple):
-    """A point in time; the emulator queues nothing."""
-
-    seconds: float
-
-    def ms_since(self, earlier: EmulatorMark) -> float:
-        return (self.seconds - earlier.seconds) * 1e3
 
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
@@ -72,10 +63,9 @@ class EmulatorDevice:
         self._thread = EmulatedThread()
         self._streams = Streams()
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-        self._sizes: dict[int, int] = {}
 
     def new_pool(self) -> GraphPool:
-        return GraphPool(self, Arena(self._memories, self._sizes, self._streams, self._thread), self.current_stream())
+        return GraphPool(self, Arena(self._memories, self._streams, self._thread), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:
         """Give the pool's memory back.
@@ -138,25 +128,24 @@ class EmulatorDevice:
         self._thread.refuse_in_capture("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
-        self._set_recording(EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues))
-
-    def _set_recording(self, recording: EmulatedCapture | None) -> None:
-        self._thread.recording = recording
+        self._thread.recording = EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues)
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
-        patched: list[tuple[Any, str, Any]] = [
-            (torch.cuda, "is_current_stream_capturing", self._any_capturing),
-            (overrides, "has_torch_function", self._overridden),
-            (torch, "get_rng_state", self._rng_state),
+        replacing: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.cuda, "is_current_stream_capturing", lambda _: self._any_capturing),
+            (overrides, "has_torch_function", lambda _: self._overridden),
+            (torch, "get_rng_state", lambda _: self._rng_state),
         ]
         # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
-        if compiled is not None:
-            patches.restore(compiled, "__call__")
-            patched.append((compiled, "__call__", self._refusing(compiled.__call__)))
-        for owner, name, replacement in patched:
+        replacing += [(compiled, "__call__", self._refusing)] if compiled is not None else []
+        for owner, name, make in replacing:
+            patches.replace(owner, name, make)
+        self._thread.replaced = [(owner, name) for owner, name, _ in replacing]
+
+    def _end_recording(self) -> None:
+        self._thread.recording = None
+        for owner, name in self._thread.replaced:
             patches.restore(owner, name)
-            if recording is not None:
-                patches.replace(owner, name, replacement)
 
     def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +181,7 @@ class EmulatorDevice:
         if recording.stream != self.current_stream():
             raise EmulatorError("a capture must end on the stream that it began on.")
         segment: EmulatorSegment | None = recording.finish()
-        self._set_recording(None)
+        self._end_recording()
         return segment
 
     def recorded(self) -> tuple[int, int] | None:
@@ -203,7 +192,7 @@ class EmulatorDevice:
         recording = self._thread.recording
         if recording is None:
             return None
-        self._set_recording(None)
+        self._end_recording()
         recording.stop()
         recording.undo()
         broken: EmulatorError | None = recording.broken
@@ -217,12 +206,9 @@ class EmulatorDevice:
     def release_cached_memory(self) -> None:
         self.cache_releases += 1
 
-    def mark(self) -> EmulatorMark:
-        return EmulatorMark(time.perf_counter())
-
     def free_memory(self) -> int:
         """Count as on a device of its own: exact, so that tests can tell what a capture takes."""
-        return _TOTAL_BYTES - sum(self._sizes.values())
+        return _TOTAL_BYTES - sum(memory.storage.nbytes() for memory in living(self._memories))
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         memory = self._captured(tensor)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,6 @@ class Memory:
         return storage
 
     def __del__(self) -> None:
-        if self.pool is not None:
-            self.pool.sizes.pop(vars(self).get("address", 0), None)
         if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
             ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
@@ -174,11 +172,12 @@ class EmulatedThread(threading.local):
 
     Attributes:
         stream: the current one.
-        recording: the capture under way.
+        recording: the capture under way; replaced: what it replaced of torch's, as owner and name.
     """
 
     stream = DEFAULT_STREAM
     recording: Any = None
+    replaced: Sequence[tuple[Any, str]] = ()
 
     def refuse_in_capture(self, found: str) -> None:
         """Break the capture under way, if there is one."""
@@ -190,7 +189,7 @@ class Arena:
     """Keeps what the emulator knows of a pool.
 
     Attributes:
-        memories, sizes: what segments of all pools created, and how many bytes each has, by address.
+        memories: what segments of all pools created, by address.
         group: the run of segments under capture: those of one Program, which replay in order.
         index: how many segments the group has.
         segments: how many segments are live.
@@ -200,16 +199,12 @@ class Arena:
     """
 
     def __init__(
-        self,
-        memories: weakref.WeakValueDictionary[int, Memory],
-        sizes: dict[int, int],
-        streams: Streams,
-        thread: EmulatedThread,
+        self, memories: weakref.WeakValueDictionary[int, Memory], streams: Streams, thread: EmulatedThread
     ) -> None:
         self.group = self.index = self.segments = 0
         self.capturing = self.released = False
         self.retired: list[Memory] = []
-        self.memories, self.sizes, self._streams, self._thread = memories, sizes, streams, thread
+        self.memories, self._streams, self._thread = memories, streams, thread
         self._group: list[weakref.ref[Memory]] = []
         self._dirty: list[Memory] = []  # written by replays since it was last poisoned
         self._used = self._last = (0, 0)  # (stream, tick), and the place, of the last replay
@@ -240,7 +235,6 @@ class Arena:
         self.segments += 1
         found = {memory.address: memory for memory in created if memory.address}
         self.memories.update(found)
-        self.sizes.update({address: memory.storage.nbytes() for address, memory in found.items()})
         self._group += map(weakref.ref, found.values())
         return self.group, self.index
 
@@ -253,8 +247,7 @@ class Arena:
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
         """
-        if self._thread.recording is not None:
-            self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
+        self._thread.refuse_in_capture("a graph was replayed in a capture, which is not permitted")
         self._used = self._streams.use(self._thread.stream, self._used)
         if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)

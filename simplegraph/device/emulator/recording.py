@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 from simplegraph.base.constants import SERVING
 from simplegraph.base.errors import EmulatorError, ReplayError
 from simplegraph.base.modes import autocast_dtype
-from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order, written_args
+from simplegraph.base.operators import OperatorMode, facts_of, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
 from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, poison
@@ -39,13 +39,13 @@ class _RecordingMode(OperatorMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, taken apart where it is made of others."""
-        if is_higher_order(func):
+        if facts_of(func).is_higher_order:
             if func.name() == "cond":  # which runs no Python where a mode could see it choose
                 self._recording.fail(f"{rules.READ_BACK} (torch.cond)")
             with self, _FunctionMode(self._recording):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         inputs = self._recording.check(func, args, kwargs)
-        if is_composite(func):
+        if facts_of(func).is_composite:
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
@@ -206,7 +206,7 @@ class EmulatedCapture:
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
         if rules.masks(func, args) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
-        is_lift = rules.operator_name(func) == "aten::lift_fresh" and not SERVING.active
+        is_lift = facts_of(func).name == "lift_fresh" and not SERVING.active
         # Python data that is more than a number, and that a GPU would have to fetch.
         if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
@@ -220,13 +220,13 @@ class EmulatedCapture:
             return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
-            if rules.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
+            if facts_of(func).name == "lift_fresh" and memory.pool is None:
                 memory.freeze()
         written = rules.tensors(*written_args(func, args, kwargs))
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
         call = _as_recorded(func)
-        if is_collective(func):
+        if facts_of(func).is_collective:
             with _Unsent(self._works):  # without a word to the other ranks: one may fail to get here at all
                 result = func(*args, **kwargs)
         else:
@@ -351,7 +351,7 @@ def _as_recorded(func: Any) -> Callable[..., Any]:
 
     It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
     """
-    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), is_collective(func)
+    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts_of(func).is_collective
     if not (grad or dtype or waits):
         return func  # type: ignore[no-any-return]
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.base.operators import is_uninitialised
+from simplegraph.base.operators import facts_of
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
 COMPILED = "compiled code ran, whose kernels no emulator sees"
 
-_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::_linalg_check_errors"}
+_READS = {"_local_scalar_dense", "item", "is_nonzero", "_linalg_check_errors"}
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _NESTING = (tuple, list, dict)
-_TAKES_MASK = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_TAKES_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 def tensors(*values: Any) -> list[Tensor]:
@@ -33,11 +33,6 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for item in items for leaf in (leaves(item) if isinstance(item, _NESTING) else (item,))]
 
 
-def operator_name(func: Any) -> str:
-    """Return an operator's name without its overload, such as ``aten::add``."""
-    return str(func._schema.name)
-
-
 def operator_label(func: Any) -> str:
     """Name an operator as a user knows it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
@@ -45,25 +40,26 @@ def operator_label(func: Any) -> str:
 
 def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
     """True if the host needs a tensor's value to go on."""
-    if operator_name(func) in _READS:
+    name = facts_of(func).name
+    if name in _READS:
         return True
-    if operator_name(func) in {*_TAKES_MASK, "aten::equal"} or kwargs.get("output_size") is not None:
+    if name in {*_TAKES_MASK, "equal"} or kwargs.get("output_size") is not None:
         return False  # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
     return not _READING_TAGS.isdisjoint(func.tags)
 
 
 def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
     """List the boolean masks among the indices of an indexing operator."""
-    if operator_name(func) not in _TAKES_MASK:
+    if facts_of(func).name not in _TAKES_MASK:
         return []
     return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 
 
 def does_work(func: Any, written: Sequence[Tensor], created: Sequence[Any]) -> bool:
     """True if a device would have anything to do for the operator."""
-    if is_uninitialised(func) or torch.Tag.inplace_view in func.tags:
+    if facts_of(func).is_uninitialised or torch.Tag.inplace_view in func.tags:
         return False
-    return bool(written or created) or func.namespace != "aten" or "assert" in operator_name(func)
+    return bool(written or created) or func.namespace != "aten" or "assert" in facts_of(func).name
 
 
 def poison_byte(dtype: torch.dtype) -> int:
@@ -89,7 +85,7 @@ def waits_for_value(func: Any, args: Any, kwargs: dict[str, Any], is_number: Cal
         kwargs: the same by name.
         is_number: True for a tensor that holds a number from Python, which is on the CPU there, too.
     """
-    name = func._schema.name.removeprefix("aten::")
+    name = facts_of(func).name
     waits = _WAITS.get(name.removesuffix("_")) or _WAITS.get(name)
     if waits is None:
         return False
@@ -101,7 +97,7 @@ def waits_for_value(func: Any, args: Any, kwargs: dict[str, Any], is_number: Cal
 
 def host_results(func: Any, args: Any, kwargs: dict[str, Any], is_host: Callable[[Tensor], bool]) -> Sequence[int]:
     """List the places of the results that lie on the CPU beside a GPU, too, if what they follow from does."""
-    name, place = _ON_HOST.get(func._schema.name, ("", 0))
+    name, place = _ON_HOST.get(facts_of(func).name, ("", 0))
     return (place,) if name and is_host(_arguments(func, args, kwargs)[name]) else ()
 
 
@@ -111,7 +107,7 @@ def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # Which argument torch wants on the CPU, and the place of the result that follows from it.
-_ON_HOST = {"aten::_pack_padded_sequence": ("lengths", 1), "aten::_pad_packed_sequence": ("batch_sizes", 1)}
+_ON_HOST = {"_pack_padded_sequence": ("lengths", 1), "_pad_packed_sequence": ("batch_sizes", 1)}
 
 
 def _reads(*names: str) -> _Waits:

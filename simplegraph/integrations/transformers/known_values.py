@@ -13,9 +13,8 @@ from simplegraph.base.break_operators import ACTIVE
 from simplegraph.base.operators import (
     OperatorMode,
     defined,
+    facts_of,
     innermost_mode,
-    is_composite,
-    is_higher_order,
     strided_tensors,
     without_modes,
     written_args,
@@ -75,14 +74,14 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and compute it on the CPU if all that it is passed is known."""
         kind = _kind(func) if self._follows and not self.inside_break else None
-        if is_higher_order(func) or (kind is None and not self._known):
+        if facts_of(func).is_higher_order or (kind is None and not self._known):
             return defined(func(*args, **kwargs))
         tensors = strided_tensors((*args, *kwargs.values()))
         values = [value for value in map(self._value, tensors) if value is not None]
         if values and not self.inside_break:
             if func in _READS:
                 return self._read(func, values[0])
-            if is_composite(func):  # under inference_mode it comes whole
+            if facts_of(func).is_composite:  # under inference_mode it comes whole
                 return self.take_apart(func, args, kwargs)
         self._forget(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
@@ -148,8 +147,6 @@ def _place(tensor: Tensor) -> Hashable:
 @functools.lru_cache(maxsize=4096)
 def _kind(func: Any) -> str | None:
     """Return the name of an operator whose results follow from its arguments, to the bit on all devices."""
-    if is_higher_order(func):
-        return None
-    name: str = func._schema.name.removeprefix("aten::")
+    name = facts_of(func).name
     known = name in _FILLED or name in _ARITHMETIC or name in _EXACT
     return name if known and not any(arg.is_out for arg in func._schema.arguments) else None

@@ -49,7 +49,7 @@ def _watch() -> None:
         for function in ("is_tracing", *_DECIDING) if module is not None else ():
             original = vars(module).get(function)
             if original is not None and original.__module__ != __name__:
-                patches.replace(module, function, (_is_tracing if function == "is_tracing" else _decision)(original))
+                patches.replace(module, function, _is_tracing if function == "is_tracing" else _decision)
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def _watch_caches() -> None:
             given = (*asking.get("args", ()), *asking.get("kwargs", {}).values())
             return bool(strided_tensors(given))  # in tuples, too
 
-        patches.replace(module, "is_torchdynamo_compiling", is_compiling)
+        patches.replace(module, "is_torchdynamo_compiling", lambda _: is_compiling)
 
 
 def _decision(original: Callable[..., Any]) -> Callable[..., Any]:

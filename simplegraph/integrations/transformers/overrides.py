@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers.modeling_utils import AttentionInterface
 
-from simplegraph.base import patches
 from simplegraph.base.patches import subclass
 
 Forward = Callable[..., Any]
@@ -114,18 +113,16 @@ _overriding: collections.Counter[Forward] = collections.Counter()
 @contextlib.contextmanager
 def override_attention(name: str, original: Forward, other: Forward) -> Iterator[None]:
     """Register `other` instead of `original` while any thread is in this context; a user's own function stays."""
-    label = f"transformers' attention function {name}, by {other.__qualname__}"
     with _LOCK:
         _overriding[other] += 1
         _exchange(name, original, other)
-        patches.record(label, lambda: _exchange(name, other, original))
     try:
         yield
     finally:
         with _LOCK:
             _overriding[other] -= 1
             if not _overriding[other]:
-                patches.undo(label)
+                _exchange(name, other, original)
 
 
 def _exchange(name: str, expected: Forward, new: Forward) -> None:

@@ -76,13 +76,13 @@ JOINED = [*FORKED, (COLLECTIVE, ADDITION)]
 def test_a_collective_that_the_stream_does_not_wait_for_is_found_and_its_events_are_not_counted(
     edges: list[tuple[int, int]], ends: list[int], unjoined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "_driver", lambda: Driver(KINDS, edges, ends))
+    monkeypatch.setattr(capturing, "cuda_driver", lambda: Driver(KINDS, edges, ends))
     assert unjoined_operations(STREAM) == unjoined
 
 
 @pytest.mark.parametrize("driver", [None, OlderDriver(), Driver(KINDS, FORKED, [ADDITION], status=2)])
 def test_a_driver_that_does_not_say_is_taken_at_its_silence(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "_driver", lambda: driver)
+    monkeypatch.setattr(capturing, "cuda_driver", lambda: driver)
     assert unjoined_operations(STREAM) == 0
 
 
@@ -98,6 +98,6 @@ def test_long_chains_are_followed_to_their_beginning() -> None:
 def test_the_progress_of_a_capture_is_its_number_and_the_count_of_its_operations(
     driver: Any, progress: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "_driver", lambda: driver)
+    monkeypatch.setattr(capturing, "cuda_driver", lambda: driver)
     assert captured_so_far(STREAM) == progress
     assert captured_nodes(STREAM) == (None if progress is None else progress[1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stand_in_driver import Driver, Kernel, Other, pointer
 
-from simplegraph.device.cuda.inventory.host import ProcessMemory, readable_ranges
+from simplegraph.device.cuda.inventory.nodes import ProcessMemory, readable_ranges
 from simplegraph.device.cuda.inventory.places import Places
 from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind

@@ -272,7 +272,7 @@ def test_what_is_asked_outside_of_graphs_is_answered_as_before(device: torch.dev
     assert masking_utils.find_packed_sequence_indices(torch.arange(4)[None]) is None
     assert masking_utils.find_packed_sequence_indices(torch.arange(4)[None] % 2).tolist() == [[0, 0, 1, 1]]
     original = masking_utils.is_tracing
-    patches.remove()
+    patches.restore(masking_utils, "is_tracing")
     assert masking_utils.is_tracing is not original
     assert masking_utils.is_tracing.__module__.startswith("transformers.")
 

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from simplegraph.device.cuda.inventory.structures import Word
+from simplegraph.device.cuda.inventory.nodes import Word
 from simplegraph.device.inventory import KnownMemory, MemoryKind, Touch
 
 PoolId = tuple[int, int]

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simplegraph.device.cuda.inventory.host import ProcessMemory
-from simplegraph.device.cuda.inventory.nodes import NodeReader
+from simplegraph.device.cuda.inventory.nodes import NodeReader, ProcessMemory
 from simplegraph.device.cuda.inventory.places import Places
 from simplegraph.device.inventory import Inventory
 
