@@ -102,8 +102,7 @@ class Binding:
         if warn:
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See %s", *texts, Reason.PADDING_SHOWS.link)
         for layout in self.layouts.values():
-            layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
-            layout.refusals.clear()
+            layout.plans.clear()
 
     def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
         """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
@@ -156,8 +155,8 @@ class CallLayout:
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
         device_type: of the device that they run on; binding: what is known about the signature.
         training: the mode of the module.
-        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
-            same, why it is not (a `Refusal`).
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`), or why it is not (a
+            `Refusal`).
     """
 
     spec: TreeSpec
@@ -170,7 +169,6 @@ class CallLayout:
     binding: Binding
     training: bool = False
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positional, keyword = self.spec.children

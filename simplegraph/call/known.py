@@ -15,7 +15,6 @@ from simplegraph.base.extras import StateKey, state_key_of
 from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.nested import TreeSpec
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import memory_order
 from simplegraph.call.args import PLAIN_TENSORS, ConstantArg, known_arguments
 from simplegraph.call.call import Binding, Call, CallLayout
 from simplegraph.call.signature import CallReader
@@ -61,6 +60,9 @@ class KnownCalls:
         self.outdated = False
         self.state_key = config.state_key
         self._reader: CallReader | None = None
+        # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
+        # that wanted gradients, if that was why.
+        self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
 
     @property
     def layouts(self) -> list[CallLayout]:
@@ -135,11 +137,27 @@ class KnownCalls:
             ) from None
         return state
 
+    def check_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call of a form that is known to be refused, unread. Raises CannotBind."""
+        if not self._refused or (known := self._refused.get(_form(args, kwargs))) is None:
+            return
+        why, lessons, wanting = known
+        if lessons == self.reader(module).lessons and (wanting is None or _wants_grad(*wanting)):
+            raise CannotBind(*why)
+
+    def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
+        """Remember why a call was refused unread, if such calls always are."""
+        wanting = _first_parameter(module) if why.reason is Reason.GRAD and not why.detail else None
+        if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
+            if len(self._refused) >= _MOST_FORMS:
+                self._refused.clear()
+            known = (why.reason, why.detail, why.size), self.reader(module).lessons, wanting
+            self._refused[_form(args, kwargs)] = known
+
     def drop_plans(self) -> None:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
         for layout in self.layouts:
             layout.plans.clear()
-            layout.refusals.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()
@@ -160,82 +178,40 @@ _reached_state: StateKey = operator.methodcaller("state")
 
 
 class Refusal:
-    """Holds the reason for which no graph serves calls like one, for as long as nothing more is learnt.
+    """Stands where the plan of such calls would, and refuses them, for as long as nothing more is learnt.
 
     Args:
         call: one of these calls; why: why they run eagerly.
         reader: counts what is learnt of the module.
-
-    Attributes:
-        why: reason, detail and size.
     """
 
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
-        self.why = why.reason, why.detail, call.batch
+        self._why = why.reason, why.detail, call.batch
         self._reader, self._lessons = reader, reader.lessons
         self._read_with_grad = _grad_enabled()
         self._parameter = _first_parameter(call.module) if self._read_with_grad else None
-        pairs = zip(call.leaves, call.layout.args, strict=True)
-        self._expected: list[tuple[Any, Any, Any]] = [
-            (arg, None, None) if isinstance(arg, ConstantArg) else (arg, _form_of(leaf), leaf.stride())
-            for leaf, arg in pairs
-        ]
+        self._expected = list(zip(call.layout.args, map(_form_of, call.leaves), strict=True))
 
-    def holds(self, leaves: Sequence[Any]) -> bool:
-        """True if a call with these leaves is such a call."""
+    def bind(self, leaves: Sequence[Any]) -> None:
+        """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
         if self._reader.lessons != self._lessons or (_grad_enabled() and not self._wants_no_grad(leaves)):
-            return False
-        for leaf, (arg, form, stride) in zip(leaves, self._expected, strict=True):
-            if form is None:
+            return
+        for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
+            if isinstance(arg, ConstantArg):
                 if not arg.holds(leaf):
-                    return False
-            elif (
-                _form_of(leaf) != form
-                or arg.address not in (None, leaf.data_ptr())
-                or (leaf.stride() != stride and memory_order(leaf) != arg.order)
-            ):
-                return False
-        return True
+                    return
+            elif _form_of(leaf) != form or arg.address not in (None, leaf.data_ptr()):
+                return
+        raise CannotBind(*self._why)
 
     def _wants_no_grad(self, leaves: Sequence[Any]) -> bool:
         """True if eager builds no autograd graph, as far as arguments and the first parameter tell."""
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return False
-        return self._read_with_grad and (self._parameter is None or not wants_grad(*self._parameter))
+        return self._read_with_grad and (self._parameter is None or not _wants_grad(*self._parameter))
 
 
-class RefusedForms:
-    """Remembers why calls of a form were refused before they were read, by classes and shapes of their arguments."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[Any, ...], CallReader, int]] = {}
-        self._wanting: tuple[Mapping[str, Any], str] | None = None
-
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call of a known form. Raises CannotBind."""
-        if _grad_enabled():
-            if self._wanting is not None and wants_grad(*self._wanting):
-                raise CannotBind(Reason.GRAD, "")
-        elif self._known and (known := self._known.get(_form(args, kwargs))) is not None:
-            why, reader, lessons = known
-            if reader.lessons == lessons:
-                raise CannotBind(*why)
-
-    def learn(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind, known: KnownCalls
-    ) -> None:
-        """Remember why a call was refused, if such calls always are."""
-        if why.reason is Reason.GRAD and not why.detail:
-            first = _first_parameter(module)
-            self._wanting = first if first is not None and wants_grad(*first) else None
-        elif why.reason in _BY_FORM and not _grad_enabled():
-            if len(self._known) >= _MOST_FORMS:
-                self._known.clear()
-            reader = known.reader(module)
-            self._known[_form(args, kwargs)] = (why.reason, why.detail, why.size), reader, reader.lessons
-
-
-def wants_grad(held: Mapping[str, Any], name: str) -> bool:
+def _wants_grad(held: Mapping[str, Any], name: str) -> bool:
     """True if what a module holds by this name requires grad."""
     return bool(getattr(held.get(name), "requires_grad", False))
 
@@ -247,13 +223,13 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
 
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Describe arguments by their classes, and tensors among them by dtype, shape and device."""
-    return tuple(map(_form_of, (*args, *kwargs.values()))), tuple(kwargs)
+    """Describe a call by the grad mode, and by classes of arguments; tensors by dtype, shape, strides and device."""
+    return _grad_enabled(), tuple(map(_form_of, (*args, *kwargs.values()))), tuple(kwargs)
 
 
 def _form_of(leaf: Any) -> Any:
     """Describe an argument; containers are told apart by what they are, since anything may be inside."""
     if leaf.__class__ in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested
-        return (leaf.dtype, leaf.shape, leaf.get_device()) if sized else (leaf.layout, leaf.is_nested)
+        return (leaf.dtype, leaf.shape, leaf.stride(), leaf.get_device()) if sized else (leaf.layout, leaf.is_nested)
     return (leaf.__class__, id(leaf)) if isinstance(leaf, (tuple, list, dict)) else leaf.__class__

@@ -21,8 +21,7 @@ from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, CallLayout, invoke
-from simplegraph.call.known import LASTING, KnownCalls, Refusal, RefusedForms
-from simplegraph.call.plan import Plan
+from simplegraph.call.known import LASTING, KnownCalls, Refusal
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -92,7 +91,6 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.lengths = next(filter(None, (find(config) for find in length_servers)), None)
         self._known = KnownCalls(config)
-        self._refused = RefusedForms()
         self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
@@ -147,13 +145,13 @@ class GraphRunner:
                     known.last = layout
                     return result
         if context is None:
-            self._refused.check(args, kwargs)
+            known.check_form(module, args, kwargs)
         with self._lock:
             try:
                 builder, call = self._read(module, args, kwargs)
             except CannotBind as error:
                 if context is None:
-                    self._refused.learn(module, args, kwargs, error, known)
+                    known.refuse_form(module, args, kwargs, error)
                 raise
             with builder.manager.pool.lock:
                 try:
@@ -161,7 +159,7 @@ class GraphRunner:
                 except CannotBind as error:
                     error.size = call.batch
                     if error.reason in LASTING:
-                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder.reader)
+                        call.layout.plans[call.plan_key] = Refusal(call, error, builder.reader)
                     raise
 
     def _read(
@@ -374,9 +372,8 @@ def try_replay(
     except (TypeError, AttributeError, IndexError):
         return MISS
     key = size if context is None else (size, context.batch)
-    plan: Plan | None = layout.plans.get(key)
-    refusal = layout.refusals.get(key) if plan is None else None
-    if plan is None and (refusal is None or not refusal.holds(leaves)):
+    plan = layout.plans.get(key)
+    if plan is None:
         return MISS
     # Autocast, settings, modes, hooks on all modules and Python state are those of the layout's calls.
     if module.training is not layout.training:
@@ -392,17 +389,13 @@ def try_replay(
         return MISS
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return MISS
-    if plan is None:
-        if refusal is not None and (state_key is None or state_key(module) == layout.state):
-            raise CannotBind(*refusal.why)
+    if state_key is not None and state_key(module) != layout.state:
         return MISS
     copies = plan.bind(leaves)
     if copies is None:
         return MISS
     state = plan.state
     if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):
-        return MISS
-    if state_key is not None and state_key(module) != layout.state:
         return MISS
     with plan.pool.lock:
         if state.moved() or not plan.graph.left or plan.is_capturing():
