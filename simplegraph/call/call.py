@@ -7,9 +7,8 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from simplegraph.base.config import CudaGraphMode
@@ -25,7 +24,6 @@ from simplegraph.call.inputs import InputSet, overlap, overlaps_itself
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.effects import CountedState
-from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
 from simplegraph.program.observe import MemoryObserver
@@ -161,16 +159,13 @@ class CallLayout:
 
     spec: TreeSpec
     args: Sequence[Arg]
-    autocast: torch.dtype | None
-    state: Hashable
-    settings: TorchSettings
-    modes: tuple[Any, ...]
     device_type: str
     binding: Binding
     training: bool = False
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.autocast, self.state, self.settings, self.modes, _ = self.binding.signature.context
         positional, keyword = self.spec.children
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
         self._num_args, self._keywords = len(positional.children), keyword.keys
@@ -198,8 +193,16 @@ class CallLayout:
         return args if not self._keywords else None
 
 
-class Call(NamedTuple):
-    """A call of the wrapped module, read."""
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call of the wrapped module, read.
+
+    Attributes:
+        binding, spec: those of its layout.
+        padded: rows of its graph; padding: how many of these are none of the call's.
+        key: of its graph; plan_key: of such calls' plan in their layout.
+        breaks: True if its graph honours breaks, so that its warmup must trace them.
+    """
 
     module: Any
     args: tuple[Any, ...]
@@ -210,35 +213,13 @@ class Call(NamedTuple):
     layout: CallLayout
     dispatch: Dispatch
 
-    @property
-    def binding(self) -> Binding:
-        return self.layout.binding
-
-    @property
-    def spec(self) -> TreeSpec:
-        return self.layout.spec
-
-    @property
-    def key(self) -> Hashable:
-        return self.binding.signature, self.dispatch.mode, self.dispatch.descriptor
-
-    @property
-    def plan_key(self) -> Hashable:
-        """Return the key of such calls' plan in their layout."""
-        return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
-
-    @property
-    def padded(self) -> int:
-        return self.dispatch.descriptor.num_tokens
-
-    @property
-    def padding(self) -> int:
-        return self.padded - self.batch
-
-    @property
-    def breaks(self) -> bool:
-        """True if its graph honours breaks, so that its warmup must trace them."""
-        return self.dispatch.mode is CudaGraphMode.PIECEWISE
+    def __post_init__(self) -> None:
+        mode, descriptor = self.dispatch[:2]
+        self.binding, self.spec = self.layout.binding, self.layout.spec
+        self.padded, self.padding = descriptor.num_tokens, descriptor.num_tokens - self.batch
+        self.key: Hashable = (self.binding.signature, mode, descriptor)
+        self.plan_key: Hashable = self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
+        self.breaks = mode is CudaGraphMode.PIECEWISE
 
     def check(self) -> None:
         """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
@@ -275,7 +256,7 @@ class Call(NamedTuple):
     def at_exact_size(self) -> Call:
         """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
         descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
-        return self._replace(dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
+        return dataclasses.replace(self, dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
     @property
     def memory(self) -> dict[str, int]:

@@ -93,14 +93,12 @@ class KnownCalls:
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
         autocast, settings, modes = autocast_dtype(device.type), TorchSettings(), function_modes()
-        state = self._state_of(module)
-        context = autocast, state, settings, modes, gradients
+        context = autocast, self._state_of(module), settings, modes, gradients
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
         binding = self.bindings.get(signature.values) or Binding(signature)
         layout = binding.layouts.get(spec)
         if layout is None:
-            around = autocast, state, settings, modes, device.type
-            layout = CallLayout(spec, args, *around, binding, module.training)
+            layout = CallLayout(spec, args, device.type, binding, module.training)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)

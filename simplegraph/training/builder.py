@@ -120,7 +120,9 @@ class PairBuilder(GraphBuilder):
                 self.refused[key] = error.again()
                 raise
         if not plan.unproven:
-            call.layout.plans[call._replace(batch=1).plan_key] = plan  # no dimension of a layout counts rows
+            call.layout.plans[dataclasses.replace(call, batch=1).plan_key] = (
+                plan  # no dimension of a layout counts rows
+            )
         return plan
 
     def _new_pair(self, call: Call, key: Hashable) -> PairPlan:

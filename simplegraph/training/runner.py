@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class PairRunner(GraphRunner):
             shape = tuple(call.leaves[sized[0]].shape)
             raise CannotBind(Reason.EMPTY_BATCH, f"{call.names[sized[0]]} has shape {shape}")
         dispatch = Dispatch(CudaGraphMode.FULL, BatchDescriptor(rows), Reason.EXACT, 0)
-        call = call._replace(batch=rows, dispatch=dispatch)
+        call = dataclasses.replace(call, batch=rows, dispatch=dispatch)
         table, binding, notes = builder.manager.table, call.binding, builder.notes(call)
         table.order_streams()
         if (refused := builder.refused.get(builder.key(call))) is not None:
