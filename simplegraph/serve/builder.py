@@ -20,10 +20,9 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.call.args import HostArg
-from simplegraph.call.arguments import invoke_watched
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
+from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.generators import drew, random_states

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.call.arguments import invoke_watched
 from simplegraph.call.call import Binding, Call
 from simplegraph.call.inputs import InputSet
-from simplegraph.call.memory import held_generators
+from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.jobs import CaptureJob
