@@ -23,8 +23,8 @@ from simplegraph.batch.dispatch import Dispatcher as Dispatcher
 from simplegraph.batch.sizes import SizePlan as SizePlan
 from simplegraph.batch.sizes import default_sizes as default_sizes
 from simplegraph.batch.sizes import plan_sizes as plan_sizes
-from simplegraph.distributed import RankGroup as RankGroup
-from simplegraph.distributed import ShapeConsensus as ShapeConsensus
+from simplegraph.distributed.group import RankGroup as RankGroup
+from simplegraph.distributed.group import ShapeConsensus as ShapeConsensus
 from simplegraph.doctor.audit import Audit as Audit
 from simplegraph.doctor.audit import AuditFinding as AuditFinding
 from simplegraph.doctor.audit import audit as audit

@@ -21,7 +21,6 @@ from simplegraph.call.call import Graphed, invoke
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.distributed import RankGroup
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
@@ -163,6 +162,7 @@ _SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 
 if TYPE_CHECKING:
+    from simplegraph.distributed.group import RankGroup
 
     class WrappedModule(CudaGraphWrapper, nn.Module, Any, Generic[ModuleType]):  # type: ignore[misc]
         """A module that `wrap` returned, for type checkers: a wrapper that is also accepted as the module's class.

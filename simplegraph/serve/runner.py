@@ -25,7 +25,7 @@ from simplegraph.call.known import LASTING, KnownCalls, Refusal
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.distributed.ranks import RankGroup
+from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state
@@ -73,7 +73,7 @@ class GraphRunner:
         self,
         config: CudaGraphConfig,
         pool: GraphPool | None = None,
-        ranks: RankGroup | None = None,
+        ranks: SingleRank | None = None,
         stats: GraphStats | None = None,
     ) -> None:
         self.stats = stats or GraphStats(unit="calls" if config.exact_shapes else "rows")
@@ -85,7 +85,7 @@ class GraphRunner:
             register(self)
 
     def _use(
-        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
+        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: SingleRank | None
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
@@ -281,7 +281,7 @@ class GraphRunner:
     # For the wrapper's other methods.
 
     def configure(
-        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None
+        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: SingleRank | None = None
     ) -> None:
         """Drop the graphs and start over with other settings, in another pool, or with other ranks."""
         config = settings.from_env()  # refuses before anything is dropped

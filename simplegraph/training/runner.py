@@ -17,7 +17,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, invoke
 from simplegraph.device.protocol import GraphPool
-from simplegraph.distributed.ranks import RankGroup
+from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.runner import GraphRunner
@@ -98,7 +98,7 @@ class TrainingRunner(GraphRunner):
     """The graphs of a module wrapped with ``training=True``."""
 
     def _use(
-        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
+        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: SingleRank | None
     ) -> None:
         if ranks is not None:
             raise ConfigError("training=True does not go with ranks: training graphs are captured by each rank alone.")

@@ -22,7 +22,7 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.distributed.rendezvous import require_group
+from simplegraph.distributed.group import require_group
 
 
 class ContextParallelBackend(AttentionBackend):
