@@ -49,25 +49,21 @@ class KnownCalls:
 
     Attributes:
         outdated: True if there are as many signatures as may be, and some belong to a state that is over.
-        bindings: by the values of their signatures; last: the layout of the latest call.
+        bindings: by the values of their signatures.
+        layouts: the ways of passing arguments of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
     def __init__(self, config: CudaGraphConfig) -> None:
         self._config = config
         self.bindings: dict[Hashable, Binding] = {}
-        self.last: CallLayout | None = None
+        self.layouts: list[CallLayout] = []
         self.outdated = False
         self.state_key = config.state_key
         self._reader: CallReader | None = None
         # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
         # that wanted gradients, if that was why.
         self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
-
-    @property
-    def layouts(self) -> list[CallLayout]:
-        """The ways of passing arguments of all signatures."""
-        return [layout for binding in list(self.bindings.values()) for layout in list(binding.layouts.values())]
 
     def reader(self, module: Any) -> CallReader:
         """Return what names the leaves of the module's calls."""
@@ -114,9 +110,15 @@ class KnownCalls:
         known = layout.binding.layouts
         self.bindings[layout.binding.signature.values] = layout.binding
         known.pop(layout.spec, None)  # the latest comes last
-        known[layout.spec] = self.last = layout
+        known[layout.spec] = layout
         while len(known) > _MAX_LAYOUTS:
             del known[next(iter(known))]  # its plan is made again when such a call comes
+        self.put_first(layout)
+
+    def put_first(self, layout: CallLayout) -> None:
+        """Note that a layout is the latest; in a new list, since other threads may walk the one before."""
+        kept = (each for each in self.layouts if each.binding.layouts.get(each.spec) is each)
+        self.layouts = [layout, *(each for each in kept if each is not layout)]
 
     def _state_of(self, module: Any) -> Hashable:
         """Read the Python state that is part of the key: as declared, or else as extras know it, and a function's."""
@@ -168,7 +170,7 @@ class KnownCalls:
         for binding in self.bindings.values():
             binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
         self.bindings.clear()
-        self.last = None
+        self.layouts = []
 
 
 # No method of the module itself: what refers to the module and is referred to by it is freed by the collector, late.

@@ -16,11 +16,11 @@ from torch.nn.utils import parametrize
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
-from simplegraph.base.extras import StateKey, length_servers
+from simplegraph.base.extras import length_servers
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, CallLayout, invoke
+from simplegraph.call.call import Call, invoke
 from simplegraph.call.known import LASTING, KnownCalls, Refusal
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
@@ -45,7 +45,6 @@ from simplegraph.serve.builder import GraphBuilder, SettingsChanged
 from simplegraph.serve.proof import prove
 
 logger = logging.getLogger("simplegraph")
-MISS = object()  # no replay, and nothing done
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
@@ -111,16 +110,50 @@ class GraphRunner:
         return [self.builder] if self.builder is not None else []
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve one call."""
+        """Serve one call: by a replay where a plan's guards hold, else by a step towards one, or eagerly, with why."""
         context = CALLS.context
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
-        known = self._known
+        known, layouts = self._known, self._known.layouts
         try:
-            if (layout := known.last) is not None:
-                result = try_replay(module, layout, known.state_key, args, kwargs, context)
-                if result is not MISS:
-                    return result
+            for layout in layouts:
+                # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
+                leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+                try:
+                    anchor = layout.anchor
+                    size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
+                except (TypeError, AttributeError, IndexError):
+                    continue
+                plan = layout.plans.get(size if context is None else (size, context.batch))
+                # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
+                if plan is None or module.training is not layout.training:
+                    continue
+                autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
+                if autocast is not layout.autocast:
+                    continue
+                if forward_ad._current_level >= 0 or num_operator_modes():
+                    continue
+                if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+                    continue
+                if not layout.settings.hold():
+                    continue
+                if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
+                    continue
+                if known.state_key is not None and known.state_key(module) != layout.state:
+                    continue
+                copies = plan.bind(leaves)  # a refusal ends the way here
+                if copies is None:
+                    continue
+                # 3. What the graph reads of the module, and if it is proven for this number of rows.
+                wants = not plan.differentiable and _grad_enabled()
+                if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):
+                    continue
+                with plan.pool.lock:
+                    if plan.state.moved() or not plan.graph.left or plan.is_capturing():
+                        continue
+                    if layout is not layouts[0]:
+                        known.put_first(layout)
+                    return plan.replay(leaves, copies)
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
@@ -137,13 +170,8 @@ class GraphRunner:
     def _call_slowly(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
     ) -> Any:
+        """Read a call that no plan is known for, and serve it, eagerly or by a graph. Raises CannotBind."""
         known = self._known
-        for layout in known.layouts:
-            if layout is not known.last:
-                result = try_replay(module, layout, known.state_key, args, kwargs, context)
-                if result is not MISS:
-                    known.last = layout
-                    return result
         if context is None:
             known.check_form(module, args, kwargs)
         with self._lock:
@@ -314,13 +342,13 @@ class GraphRunner:
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
-        layout = self._known.last
-        if layout is None or self.builder is None or not self.builder.inputs_of:
+        if self.builder is None or not self.builder.inputs_of:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
+        signature = self._known.layouts[0].binding.signature
         manager = self.builder.manager
         size = manager.descriptors()[0][1].num_tokens if size is None else size
         found = manager.dispatch(size, *described_batch())
-        inputs = self.builder.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
+        inputs = self.builder.inputs_of.get((signature, found.mode, found.descriptor))
         if inputs is None:
             said = f"{found.reason.text}.\n  See {found.reason.link}"
             raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
@@ -350,57 +378,6 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
-
-
-def try_replay(
-    module: Any,
-    layout: CallLayout,
-    state_key: StateKey | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: CallContext | None,
-) -> Any:
-    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
-
-    Raises:
-        CannotBind: such calls are known to run eagerly.
-    """
-    leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
-    try:
-        anchor = layout.anchor
-        size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
-    except (TypeError, AttributeError, IndexError):
-        return MISS
-    key = size if context is None else (size, context.batch)
-    plan = layout.plans.get(key)
-    if plan is None:
-        return MISS
-    # Autocast, settings, modes, hooks on all modules and Python state are those of the layout's calls.
-    if module.training is not layout.training:
-        return MISS
-    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
-    if autocast is not layout.autocast:
-        return MISS
-    if forward_ad._current_level >= 0 or num_operator_modes():
-        return MISS
-    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-        return MISS
-    if not layout.settings.hold():
-        return MISS
-    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-        return MISS
-    if state_key is not None and state_key(module) != layout.state:
-        return MISS
-    copies = plan.bind(leaves)
-    if copies is None:
-        return MISS
-    state = plan.state
-    if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):
-        return MISS
-    with plan.pool.lock:
-        if state.moved() or not plan.graph.left or plan.is_capturing():
-            return MISS
-        return plan.replay(leaves, copies)
 
 
 def _argument_of(module: Any) -> str:

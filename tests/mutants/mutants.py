@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "gradients are not asked for before a replay",
         "serve/runner.py",
-        "if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):",
+        "if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):",
         "if False:",
         ("tests/module/test_grad_modes.py",),
     ),
@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         "settings of torch are not compared before a replay",
         "serve/runner.py",
-        "    if not layout.settings.hold():\n        return MISS\n",
+        "                if not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
