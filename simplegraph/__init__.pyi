@@ -47,11 +47,11 @@ from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
 from simplegraph.manager.table import GraphHooks as GraphHooks
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break
-from simplegraph.serve.mixin import CudaGraphWrapper as CudaGraphWrapper
-from simplegraph.serve.mixin import cuda_graph as cuda_graph
-from simplegraph.serve.mixin import graph_pool as graph_pool
-from simplegraph.serve.mixin import unwrap as unwrap
-from simplegraph.serve.mixin import wrap as wrap
+from simplegraph.serve.runner import CudaGraphWrapper as CudaGraphWrapper
+from simplegraph.serve.wrap import cuda_graph as cuda_graph
+from simplegraph.serve.wrap import graph_pool as graph_pool
+from simplegraph.serve.wrap import unwrap as unwrap
+from simplegraph.serve.wrap import wrap as wrap
 from simplegraph.sleeping.regions import AsleepError as AsleepError
 from simplegraph.sleeping.sleepable import sleepable as sleepable
 from simplegraph.sleeping.sleeper import SleepReport as SleepReport

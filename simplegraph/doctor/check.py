@@ -16,7 +16,7 @@ from simplegraph.base.errors import InputError
 from simplegraph.base.failures import BREAK
 from simplegraph.doctor.trial import TRIED, ModuleTrial
 from simplegraph.manager.jobs import MemoryEstimate
-from simplegraph.serve.mixin import wrap
+from simplegraph.serve.wrap import wrap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,26 +1,28 @@
-"""Serves the calls of a wrapped module: eager, warmup, capture or replay."""
+"""The way of one call of a wrapped module: a replay, or a step towards one: eager run, warmup, capture, proof."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.config import CudaGraphConfig, CudaGraphMode, check_settings
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
-from simplegraph.base.extras import length_servers
+from simplegraph.base.extras import Sleeps, length_servers, runner_kinds, touch_displays
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, invoke
+from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.known import LASTING, KnownCalls, Refusal
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
@@ -40,16 +42,149 @@ from simplegraph.guard.torch_state import (
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport, register
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.builder import GraphBuilder, SettingsChanged
 from simplegraph.serve.proof import prove
 
+if TYPE_CHECKING:
+    from simplegraph.distributed.group import RankGroup
+
 logger = logging.getLogger("simplegraph")
+# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
+OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
 _RUNS_TO_SETTLE = 3  # of a capture whose first runs change settings of torch
+
+
+class CudaGraphWrapper(Sleeps, Graphed):
+    """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
+
+    A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
+    sees eager's results. Settings come from the class attribute `cuda_graph_config`, from
+    ``class M(CudaGraphWrapper, nn.Module, capture_sizes=[1, 2, 4])``, or from `configure_graphs`.
+    """
+
+    cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+
+    def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
+        others: dict[str, Any] = {**settings}  # of another base
+        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
+        try:
+            super().__init_subclass__(**others)
+        except TypeError:
+            check_settings(others, f"class {cls.__name__}: ")
+            raise
+        if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
+            raise ConfigError(
+                f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
+                f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
+            )
+        if known:
+            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
+        runner = self._graph_runner
+        if runner.lengths is not None:
+            return runner.lengths.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
+
+    @property
+    def _graph_runner(self) -> GraphRunner:
+        runner: GraphRunner | None = self.__dict__.get("_simplegraph")
+        if runner is None:
+            runner = self.__dict__["_simplegraph"] = new_runner(type(self).cuda_graph_config)
+        return runner
+
+    def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
+        """Change settings of this instance; its graphs are dropped and captured again as calls come.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid; nothing is changed.
+        """
+        config = self._graph_runner.settings.replace(**settings)
+        if config.training is not self._graph_runner.settings.training:
+            raise ConfigError("training cannot be changed later; wrap the module with training=True.")
+        self._graph_runner.configure(config)
+
+    def use_graph_pool(self, pool: GraphPool) -> None:
+        """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
+
+        Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
+        """
+        self._graph_runner.configure(self._graph_runner.settings, pool)
+
+    def use_ranks(self, ranks: RankGroup) -> None:
+        """Capture together with other ranks from now on; this one's graphs are dropped and captured again."""
+        self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture all sizes now, largest first, from example inputs of any batch size.
+
+        The forward runs once for real on the largest size, filled with the examples'
+        rows over and over; a module that keeps state sees this run. Others, on half as many rows so
+        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
+        1 GiB, Python state and random numbers are put back.
+
+        Returns:
+            What was captured, how long it took, and what failed.
+
+        Raises:
+            InputError: these inputs cannot be bound to a graph; the message says which, and why.
+            CaptureError: a size failed and ``on_capture_failure`` is "raise".
+            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
+        """
+        runner = self._graph_runner
+        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        summary: CaptureSummary = capture(self, args, kwargs)
+        return summary
+
+    def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
+        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
+
+        Args:
+            batch_size: rows of the views; the largest size if None.
+
+        Raises:
+            ReplayError: nothing was captured yet, so there are no buffers.
+            CaptureSizeError: no captured size holds so many rows.
+        """
+        return self._graph_runner.static_inputs(batch_size)
+
+    def reset_graphs(self) -> None:
+        """Drop all graphs and their memory; later calls capture again."""
+        self._graph_runner.reset()
+
+    def graph_report(self, *, pointers: bool = False) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
+
+        Args:
+            pointers: show what the kernels of graphs touch, by module, as the CUDA driver tells it now: of the
+                largest and the smallest graph of each capture, and of others that were replayed.
+        """
+        modules: Any = self
+        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
+        lines = tuple(line for each in kept if each is not None for line in each.lines())
+        touched = touch_displays[-1](modules, self.graph_manager) if pointers else ()
+        return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """The counters behind `graph_report`."""
+        return self._graph_runner.stats
+
+    @property
+    def graph_manager(self) -> CudaGraphManager | None:
+        """The manager that holds the graphs; None before the first call tells the device."""
+        return self._graph_runner.manager
+
+
+_SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 
 class GraphRunner:
@@ -394,3 +529,10 @@ def _refuse_inside_forward(what: str) -> None:
     """Refuse to replace the graphs of a forward that is running."""
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
+
+
+def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
+    """Make the runner that the settings ask for."""
+    known = config.from_env()
+    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
+    return kind(config, pool, ranks)
