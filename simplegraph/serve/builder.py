@@ -48,10 +48,6 @@ _COMPARE_REMEDY = (
 )
 
 
-class SettingsChanged(Exception):
-    """A forward, or torch beneath it, changed settings of torch that are part of the key; internal."""
-
-
 @dataclasses.dataclass(eq=False)
 class GraphBuilder:
     """Builds the graphs of one module on one device.
@@ -398,7 +394,11 @@ class GraphBuilder:
 
 
 def _check_settings(call: Call) -> None:
-    """Refuse captures under other settings than the call was read under: no later call would find them."""
+    """Refuse captures under other settings than the call was read under: no later call would find them.
+
+    Raises:
+        CannotBind: the forward, or torch beneath it, changed some.
+    """
     changed = call.layout.settings.difference()
     if changed:
-        raise SettingsChanged(changed)
+        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")

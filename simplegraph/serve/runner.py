@@ -44,7 +44,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
-from simplegraph.serve.builder import GraphBuilder, SettingsChanged
+from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 
 if TYPE_CHECKING:
@@ -458,9 +458,10 @@ class GraphRunner:
         _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
-        changed = ""
+        left = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
-            for _ in range(_RUNS_TO_SETTLE):
+            while True:
+                left -= 1
                 try:
                     builder, call = self._read(module, args, kwargs, largest=True)
                     self._drop_if_stale(builder)
@@ -469,11 +470,9 @@ class GraphRunner:
                     self._served_before = self.stats.replays
                     return summary
                 except CannotBind as error:
-                    raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
-                except SettingsChanged as settings:  # by a process's first run, such as the order of attention kernels
-                    changed = str(settings)
-        cause = f"the forward changes settings of torch whenever it runs: {changed}"
-        raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.")
+                    # A process's first run may change settings of torch, such as the order of attention kernels.
+                    if error.reason is not Reason.PYTHON_STATE or not left:
+                        raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""

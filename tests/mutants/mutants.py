@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "graphs are captured under other settings than calls are read under",
         "serve/builder.py",
-        "        raise SettingsChanged(changed)",
+        '        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")',
         "        pass",
         ("tests/module/test_settings_of_the_recording.py",),
     ),
