@@ -15,9 +15,8 @@ from simplegraph.base.nested import containers, flatten
 from simplegraph.base.operators import strided_tensors, written_args
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
-from simplegraph.call.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.call.call import Call, invoke, is_copied
-from simplegraph.call.inputs import Spans, overlaps_itself
+from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
 from simplegraph.device.generators import default_generator
 from simplegraph.device.memory import SavedMemory, copy_limit

@@ -21,17 +21,16 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGra
 from simplegraph.base.errors import ConfigError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
+from simplegraph.manager.jobs import CaptureJob, Forward, Key, MemoryEstimate, bind_forward
 from simplegraph.manager.proof import prove_batch
-from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.manager.table import CapturedGraph, GraphHooks, ProgramTable
 from simplegraph.program.program import Program
 from simplegraph.program.session import PythonState

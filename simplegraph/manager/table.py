@@ -17,12 +17,12 @@ from simplegraph.base.context import bypassed
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.failures import release_frames
 from simplegraph.base.reasons import Reason
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.inventory import KnownMemory
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.distributed.ranks import SingleRank
-from simplegraph.manager.jobs import CaptureJob, Key, joined_labels, merged_failures, origin
-from simplegraph.manager.stats import GraphCounters, GraphStats
+from simplegraph.manager.jobs import CaptureJob, Key
+from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.program import Program
 

@@ -18,10 +18,9 @@ from simplegraph.base.errors import CaptureError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.call.args import HostArg
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, is_copied
-from simplegraph.call.inputs import InputSet, shared_rows
+from simplegraph.call.inputs import HostArg, InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
@@ -33,8 +32,9 @@ from simplegraph.guard.functions import FunctionModule, computes_gradients, note
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary
+from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.session import KEPT_REMEDY, PythonState, kept_by

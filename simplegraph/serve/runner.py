@@ -22,8 +22,7 @@ from simplegraph.base.extras import Sleeps, length_servers, runner_kinds, touch_
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, Graphed, invoke
-from simplegraph.call.known import LASTING, KnownCalls, Refusal
+from simplegraph.call.call import LASTING, Call, Graphed, KnownCalls, Refusal, invoke
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -39,11 +38,9 @@ from simplegraph.guard.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
-from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 

@@ -13,13 +13,12 @@ from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, invoke
 from simplegraph.device.protocol import GraphPool
 from simplegraph.distributed.ranks import SingleRank
-from simplegraph.manager.report import GraphReport
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import GraphReport, GraphStats
 from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.leaves import refuse_hooks

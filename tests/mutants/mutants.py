@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "constants of another value are taken for the captured ones",
-        "call/args.py",
+        "call/inputs.py",
         "return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))",
         "return True",
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
@@ -387,14 +387,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "call/known.py",
+        "call/call.py",
         "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "call/known.py",
+        "call/call.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers are remembered of a model that was changed",
-        "call/known.py",
+        "call/call.py",
         "binding.numbers.clear()",
         "pass",
         NUMBERS,
