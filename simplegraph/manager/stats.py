@@ -155,8 +155,7 @@ class GraphStats:
     recaptures: int = 0
     flushes: int = 0
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    _dropped_padding: int = 0
+    _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -173,7 +172,11 @@ class GraphStats:
     @property
     def replays(self) -> int:
         """Replays of all graphs, dropped ones included."""
-        return self._dropped_sizes.total() + sum(graph.replays for graph in list(self.graphs.values()))
+        return sum(graph.replays for graph in self._every_graph())
+
+    def _every_graph(self) -> list[GraphCounters]:
+        """List the counters of graphs, and the totals of those that were dropped."""
+        return [*list(self.graphs.values()), *list(self._dropped.values())]
 
     @property
     def batch_sizes(self) -> dict[int, int]:
@@ -181,22 +184,21 @@ class GraphStats:
 
         Eager calls are in it where a graph of some size could have served them: not in training mode, say.
         """
-        sizes = self._eager_sizes + self._dropped_sizes
-        for graph in list(self.graphs.values()):
+        sizes = self._eager_sizes.copy()
+        for graph in self._every_graph():
             sizes.update(graph.batch_sizes())
         return {size: sizes[size] for size in sorted(sizes) if size > 0}
 
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return self._dropped_padding + sum(graph.padded_tokens for graph in list(self.graphs.values()))
+        return sum(graph.padded_tokens for graph in self._every_graph())
 
     @property
     def replayed_tokens(self) -> int:
         """Real rows in all replays together."""
-        graphs = [graph for graph in list(self.graphs.values()) if graph.mode != "BACKWARD"]
-        served = sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
-        return served + sum(size * count for size, count in list(self._dropped_sizes.items()))
+        graphs = [graph for graph in self._every_graph() if graph.mode != "BACKWARD"]
+        return sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
 
     @property
     def graph_bytes(self) -> int:
@@ -244,16 +246,14 @@ class GraphStats:
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
 
-    def uncaptured(self, key: Hashable) -> None:
-        """Take back a capture that turned out unusable; the totals of its replays stay."""
-        self.captures -= not self.graphs[key].replays
-        self.dropped([key])
-
     def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
         for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
-            self._dropped_padding += graph.padded_tokens
-            self._dropped_sizes.update(graph.batch_sizes())
+            total = self._dropped.setdefault(
+                (graph.mode, graph.size), GraphCounters("", graph.mode, graph.size, 0.0, 0)
+            )
+            pairs = itertools.zip_longest(total.paddings, graph.paddings, fillvalue=0)
+            total.paddings = [before + more for before, more in pairs]
 
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")

@@ -251,15 +251,10 @@ class ProgramTable:
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
-        for job in jobs:
-            self.forget_key(job.key)
-
-    def forget_key(self, key: Key) -> None:
-        """Drop the program of a key as if it had not been captured."""
-        graph = self.graphs.pop(key, None)
-        if graph is not None:
-            graph.drop()
-            self.stats.uncaptured(key)
+        for key in [job.key for job in jobs if job.key in self.graphs]:
+            self.stats.captures -= not self.graphs[key].counters.replays  # the totals of replays stay
+            self.graphs.pop(key).drop()
+            self.stats.dropped([key])
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
         """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""
