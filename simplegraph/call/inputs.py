@@ -126,7 +126,7 @@ def _host_key(tensor: Tensor) -> Hashable:
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
-_MAX_PARTS = 8192  # views that are kept
+_MAX_VIEWS = 8192  # views that are kept
 
 
 class StaticInput:
@@ -155,33 +155,31 @@ class StaticInput:
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
         # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
         # refers to a method of its own is freed when garbage is collected, and buffers are large.
-        self._views: dict[int, Tensor] = {}
-        self._parts: dict[tuple[int, int, int], Tensor] = {}
+        self._views: dict[tuple[int, int, int], Tensor] = {}
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return tuple(rows if size == -1 else size for size in self.arg.shape)
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
-        if padded not in self._views and self._reference is None:
+        return self.part(padded, 0, padded)
+
+    def part(self, padded: int, start: int, end: int) -> Tensor:
+        """View rows `start` to `end` of the input of a captured size."""
+        if self._reference is not None:
+            return self._reference
+        key = (padded, start, end) if self.batched else (0, 0, 0)
+        if key not in self._views:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             shape = self._shape(padded)
             ordered = [shape[dim] for dim in self.arg.order]
             places = [self.arg.order.index(dim) for dim in range(len(shape))]
             with torch.inference_mode(False), torch.no_grad():
-                self._views[padded] = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
-        return self._views[padded] if self._reference is None else self._reference
-
-    def part(self, padded: int, start: int, end: int) -> Tensor:
-        """View rows `start` to `end` of the input of a captured size."""
-        view, key = self.view(padded), (padded, start, end)
-        if not isinstance(self.arg.batch_dim, int):
-            return view
-        if key not in self._parts:
-            if len(self._parts) >= _MAX_PARTS:
-                self._parts.clear()
-            with torch.inference_mode(False), torch.no_grad():
-                self._parts[key] = view.narrow(self.arg.batch_dim, start, end - start)
-        return self._parts[key]
+                whole = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
+                dim = batch_dim_of(self.arg)
+                self._views[key] = whole if dim is None else whole.narrow(dim, start, end - start)
+        return self._views[key]
 
     def copied_part(self, padded: int, end: int) -> Tensor:
         """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
