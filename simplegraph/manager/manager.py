@@ -27,11 +27,19 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.jobs import CaptureJob, Forward, Key, MemoryEstimate, bind_forward
 from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
-from simplegraph.manager.table import CapturedGraph, GraphHooks, ProgramTable
+from simplegraph.manager.table import (
+    CapturedGraph,
+    CaptureJob,
+    Forward,
+    GraphHooks,
+    Key,
+    MemoryEstimate,
+    ProgramTable,
+    bind_forward,
+)
 from simplegraph.program.program import Program
 from simplegraph.program.session import PythonState
 

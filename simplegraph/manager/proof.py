@@ -19,9 +19,8 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.generators import default_generator, drew, put_random_states, random_states
 from simplegraph.device.memory import SavedMemory, copy_limit
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
-from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
 from simplegraph.program.observe import MemoryObserver
 
 

@@ -32,9 +32,9 @@ from simplegraph.guard.functions import FunctionModule, computes_gradients, note
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
-from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.session import KEPT_REMEDY, PythonState, kept_by

@@ -20,8 +20,8 @@ from simplegraph.call.inputs import InputSet
 from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import CaptureJob
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused, set_up_backwards
 from simplegraph.training.notes import BackwardNotes
