@@ -109,7 +109,7 @@ def _graphed(function: Callable[[Tensor], Tensor]) -> Any:
     """Wrap the smallest module worth capturing: it calls a function."""
     from torch import nn
 
-    from simplegraph.serve.mixin import wrap
+    from simplegraph.serve.wrap import wrap
 
     class Function(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

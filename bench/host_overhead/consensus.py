@@ -17,7 +17,7 @@ from bench.tools.measure import Figures
 from bench.tools.options import Options, count, numbers
 from bench.tools.tables import grid
 from simplegraph import CudaGraphMode, ShapeConsensus
-from simplegraph.distributed import Vote
+from simplegraph.distributed.ranks import Vote
 
 SIZES = (1, 2, 4)
 STEPS, WARMUP = 5000, 200

@@ -26,8 +26,8 @@ from simplegraph.attention.metadata.reading import Ints, Pages, int64s
 from simplegraph.attention.recurrent.states import StateMetadata
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import GraphHooks
 

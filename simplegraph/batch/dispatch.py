@@ -11,8 +11,7 @@ from typing import NamedTuple
 from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
-from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.sizes import DEFAULT_LARGEST, mixed_sizes, padded_size, uniform_decode_sizes
+from simplegraph.batch.sizes import DEFAULT_LARGEST, BatchDescriptor, mixed_sizes, padded_size, uniform_decode_sizes
 
 logger = logging.getLogger("simplegraph")
 

@@ -1,23 +1,132 @@
-"""Static inputs: the memory that graphs read, and how a call's arguments get into it."""
+"""Arguments of calls, by all that a graph fixes about each, and static inputs: the memory that it reads them in."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from simplegraph.base.config import BatchDim, PadRule
+from simplegraph.base.constants import WATCHED_BYTES, value_bytes
 from simplegraph.base.extras import static_memory
+from simplegraph.base.nested import constant_key
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.call.args import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
+
+_LONGEST_REPR = 40
+
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument, by everything that a graph fixes about it.
+
+    Attributes:
+        name: its dotted name.
+        shape: its sizes, with -1 in the batch dimension.
+        batch_dim: the batch dimension; None for none; "reference" for one taken by address.
+        order: its dimensions from largest to smallest stride, for memory formats.
+        address: only of a tensor taken by address.
+        pad: how padding rows are filled; pad_declared: True if that was declared.
+        compared: True if the forward asks if it is the very tensor that another argument is.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    batch_dim: BatchDim
+    order: tuple[int, ...]
+    pad: PadRule = "zero"
+    address: int | None = None
+    pad_declared: bool = False
+    compared: bool = False
+
+    def __str__(self) -> str:
+        """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
+        sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
+        order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
+        where = "" if self.address is None else f" at {self.address:#x}"
+        return f"{short_repr(self.dtype)}[{sizes}]{order}{where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantArg:
+    """A non-tensor argument: `leaf` itself, and what tells it apart. `kind` keeps 1, 1.0 and True apart."""
+
+    name: str
+    kind: type
+    key: Hashable
+    leaf: Any = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        return short_repr(self.leaf)
+
+    def holds(self, leaf: Any) -> bool:
+        """True if a leaf has the value that was captured."""
+        return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostArg(ConstantArg):
+    """A small CPU tensor passed beside tensors on a GPU: what tells it apart is its value, and `leaf` is a copy."""
+
+    def holds(self, leaf: Any) -> bool:
+        """True if a leaf has the value that was captured."""
+        return type(leaf) in PLAIN_TENSORS and leaf.is_cpu and self.key == _host_key(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class SameArg(ConstantArg):
+    """The very tensor that another argument is, named by `key`, where the forward asks for that."""
+
+    def __str__(self) -> str:
+        return f"the tensor {self.key}"
+
+    def holds(self, leaf: Any) -> bool:
+        """True; a plan compares all leaves of a call together."""
+        return True
+
+
+Arg = TensorArg | ConstantArg
+
+
+def short_repr(value: Any) -> str:
+    """Return an object's repr as a report has room for it."""
+    text = " ".join(repr(value).split()).removeprefix("torch.")
+    return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
+
+
+def batch_dim_of(arg: Arg) -> int | None:
+    """Return the batch dimension of an argument; None if it has none."""
+    return arg.batch_dim if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int) else None
+
+
+def host_arg(name: str, tensor: Tensor) -> HostArg:
+    """Take a CPU tensor among tensors on a GPU by its value."""
+    plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__} of layout {tensor.layout}")
+    if tensor.nbytes > WATCHED_BYTES:
+        detail = f"{name} is on the CPU and has {tensor.nbytes} bytes; up to {WATCHED_BYTES} are compared at every call"
+        raise CannotBind(Reason.WRONG_DEVICE, detail)
+    return HostArg(name, Tensor, _host_key(tensor), tensor.detach().clone())
+
+
+def _host_key(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, value_bytes(tensor)
+
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
-_MAX_PARTS = 8192  # views that are kept
+_MAX_VIEWS = 8192  # views that are kept
 
 
 class StaticInput:
@@ -46,33 +155,31 @@ class StaticInput:
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
         # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
         # refers to a method of its own is freed when garbage is collected, and buffers are large.
-        self._views: dict[int, Tensor] = {}
-        self._parts: dict[tuple[int, int, int], Tensor] = {}
+        self._views: dict[tuple[int, int, int], Tensor] = {}
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return tuple(rows if size == -1 else size for size in self.arg.shape)
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
-        if padded not in self._views and self._reference is None:
+        return self.part(padded, 0, padded)
+
+    def part(self, padded: int, start: int, end: int) -> Tensor:
+        """View rows `start` to `end` of the input of a captured size."""
+        if self._reference is not None:
+            return self._reference
+        key = (padded, start, end) if self.batched else (0, 0, 0)
+        if key not in self._views:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             shape = self._shape(padded)
             ordered = [shape[dim] for dim in self.arg.order]
             places = [self.arg.order.index(dim) for dim in range(len(shape))]
             with torch.inference_mode(False), torch.no_grad():
-                self._views[padded] = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
-        return self._views[padded] if self._reference is None else self._reference
-
-    def part(self, padded: int, start: int, end: int) -> Tensor:
-        """View rows `start` to `end` of the input of a captured size."""
-        view, key = self.view(padded), (padded, start, end)
-        if not isinstance(self.arg.batch_dim, int):
-            return view
-        if key not in self._parts:
-            if len(self._parts) >= _MAX_PARTS:
-                self._parts.clear()
-            with torch.inference_mode(False), torch.no_grad():
-                self._parts[key] = view.narrow(self.arg.batch_dim, start, end - start)
-        return self._parts[key]
+                whole = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
+                dim = batch_dim_of(self.arg)
+                self._views[key] = whole if dim is None else whole.narrow(dim, start, end - start)
+        return self._views[key]
 
     def copied_part(self, padded: int, end: int) -> Tensor:
         """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""

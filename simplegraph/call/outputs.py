@@ -14,8 +14,7 @@ from torch import Tensor
 from simplegraph.base.nested import TreeSpec, Withheld
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import is_wrapper, storage_key
-from simplegraph.call.args import HostArg, TensorArg
-from simplegraph.call.inputs import Slot, overlap, overlaps_itself
+from simplegraph.call.inputs import HostArg, Slot, TensorArg, overlap, overlaps_itself
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

@@ -14,9 +14,17 @@ from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
-from simplegraph.call.args import PLAIN_TENSORS
 from simplegraph.call.call import Call
-from simplegraph.call.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
+from simplegraph.call.inputs import (
+    PLAIN_TENSORS,
+    InputSet,
+    Spans,
+    StaticInput,
+    compared_pairs,
+    overlap,
+    overlaps_itself,
+    slot,
+)
 from simplegraph.call.outputs import SharedOutputs
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import held_tensors

@@ -15,8 +15,8 @@ from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import InputError
 from simplegraph.base.failures import BREAK
 from simplegraph.doctor.trial import TRIED, ModuleTrial
-from simplegraph.manager.jobs import MemoryEstimate
-from simplegraph.serve.mixin import wrap
+from simplegraph.manager.table import MemoryEstimate
+from simplegraph.serve.wrap import wrap
 
 
 @dataclasses.dataclass(frozen=True)

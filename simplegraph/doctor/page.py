@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from simplegraph.base.reasons import DOCUMENTATION, Reason
-from simplegraph.batch.sizes import plan_sizes
-from simplegraph.manager.jobs import merged_failures
-from simplegraph.manager.report import GraphReport
-from simplegraph.manager.stats import GraphCounters, GraphStats
+from simplegraph.batch.planner import plan_sizes
+from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, merged_failures
 
 _MOST_ROWS = 40  # of a table of batch sizes
 _STYLE = """

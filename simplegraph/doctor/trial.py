@@ -18,14 +18,15 @@ from simplegraph.base.failures import user_location
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
-from simplegraph.call.args import batch_dim_of, known_arguments
+from simplegraph.call.inputs import batch_dim_of
 from simplegraph.call.outputs import unreturnable
-from simplegraph.call.signature import CallReader
+from simplegraph.call.signature import CallReader, known_arguments
 from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import HeldTensor, held_tensors
-from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.manager.jobs import CaptureSummary, MemoryEstimate
+from simplegraph.manager.proof import cloned, first_difference
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot

@@ -12,7 +12,8 @@ from torch import nn
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.integrations.graphed_parts import GraphedParts, PartsReport
-from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
+from simplegraph.serve.runner import CudaGraphWrapper
+from simplegraph.serve.wrap import graph_pool, wrap
 
 __all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphReport
 
 _SHOWN = 4  # names in a line
 

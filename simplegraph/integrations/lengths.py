@@ -26,8 +26,8 @@ from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
-from simplegraph.manager.differences import EXACT, cloned, difference, first_difference
-from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.proof import EXACT, cloned, difference, first_difference
+from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.snapshot import Snapshot, tensors_in
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served

@@ -12,8 +12,8 @@ from mypy.nodes import TypeInfo
 from mypy.plugin import ClassDefContext, Plugin
 from mypy.types import Instance
 
-_DECORATOR = "simplegraph.serve.mixin.cuda_graph"
-_BASE = "simplegraph.serve.mixin.CudaGraphWrapper"
+_DECORATOR = "simplegraph.serve.wrap.cuda_graph"
+_BASE = "simplegraph.serve.runner.CudaGraphWrapper"
 
 
 def _add_base(context: ClassDefContext) -> bool:

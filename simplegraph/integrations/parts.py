@@ -16,8 +16,9 @@ from simplegraph.base.reasons import Reason
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.graphed_parts import GraphedParts
-from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
+from simplegraph.manager.proof import cloned, first_difference
+from simplegraph.serve.runner import CudaGraphWrapper
+from simplegraph.serve.wrap import graph_pool, wrap
 
 # Eager calls after which graphs may serve.
 _SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from simplegraph.base.errors import ConfigError, install_command
 from simplegraph.doctor.audit import FOUND, KINDS
-from simplegraph.manager.report import wrappers
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import GraphStats, wrappers
 
 try:
     from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric

@@ -25,8 +25,8 @@ from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import WithheldError
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.protocol import GraphDevice
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
-from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.host_modes import HostCapture, HostWarmup

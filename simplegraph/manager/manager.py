@@ -21,18 +21,25 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGra
 from simplegraph.base.errors import ConfigError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
+from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
 from simplegraph.manager.proof import prove_batch
-from simplegraph.manager.report import GraphReport, register
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.manager.stats import GraphStats
-from simplegraph.manager.table import CapturedGraph, GraphHooks, ProgramTable
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
+from simplegraph.manager.table import (
+    CapturedGraph,
+    CaptureJob,
+    Forward,
+    GraphHooks,
+    Key,
+    MemoryEstimate,
+    ProgramTable,
+    bind_forward,
+)
 from simplegraph.program.program import Program
 from simplegraph.program.session import PythonState
 
@@ -41,7 +48,7 @@ from simplegraph.program.session import PythonState
 class RankHooks(GraphHooks):
     """Refuses a replay whose process group is gone or which, with `debug`, is not the other ranks' replay."""
 
-    ranks: RankGroup
+    ranks: SingleRank
     debug: bool
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
@@ -61,7 +68,7 @@ class CudaGraphManager(Sleeps):
         lora_cases: the counts of active LoRAs to capture.
         requests: True if full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
         name: what messages and the report call it.
-        ranks: those whose graphs hold collectives with this one's; they capture together.
+        ranks: those whose graphs hold collectives with this one's, as a `RankGroup`; they capture together.
         consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Give `ranks` too,
             so that all have the same graphs.
         stats: counters to go on with; None for new ones.
@@ -83,7 +90,7 @@ class CudaGraphManager(Sleeps):
         lora_cases: Sequence[int] = (0,),
         requests: bool | None = None,
         name: str = "model",
-        ranks: RankGroup | None = None,
+        ranks: SingleRank | None = None,
         consensus: Consensus | None = None,
         stats: GraphStats | None = None,
         **settings: Unpack[CudaGraphSettings],
@@ -98,8 +105,7 @@ class CudaGraphManager(Sleeps):
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
         if consensus is not None and not self.config.padding:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
-        alone = isinstance(consensus, ShapeConsensus) and consensus.size == 1
-        self.consensus = None if alone else consensus
+        self.consensus = consensus
         shared = pool is not None and not pool.managers  # not made by a manager: may have other uses
         self.pool = pool or self.device.new_pool()
         if not shared:

@@ -1,17 +1,22 @@
-"""Counters of captures, replays and eager calls; every fallback has its reason here."""
+"""Counters of captures, replays and eager calls, each fallback with its reason, and their report as text and JSON."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
+import json
 import logging
+import re
 import string
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from simplegraph.base.extras import eager_listeners
-from simplegraph.base.reasons import Reason
+from simplegraph.base.errors import CaptureError
+from simplegraph.base.extras import eager_listeners, report_pages
+from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.device.inventory import Inventory
 
 logger = logging.getLogger("simplegraph")
@@ -27,6 +32,48 @@ _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every c
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 graph" and "2 graphs"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+_BATCH_SIZE = "batch size "  # labels of jobs begin with it
+_MOST_LISTED = 8  # sizes, one by one in a message
+
+
+def joined_labels(labels: Sequence[str]) -> str:
+    """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""
+    sizes = [label.removeprefix(_BATCH_SIZE).partition(",") for label in labels]
+    sized = all(label.startswith(_BATCH_SIZE) for label in labels)
+    if len(labels) == 1 or not sized or len({rest for _, _, rest in sizes}) > 1:
+        return ", ".join(labels)
+    numbers = sorted((int(size) for size, _, _ in sizes), reverse=True)
+    shown = [str(number) for number in numbers]
+    if len(shown) > _MOST_LISTED:
+        shown[_MOST_LISTED - 1 : -1] = [f"... ({len(numbers)} of them)"]
+    _, comma, rest = sizes[0]
+    return f"batch sizes {', '.join(shown)}{comma}{rest}"
+
+
+def origin(label: str, message: str) -> str:
+    """Return what a failure's message says of its cause: equal for batch sizes that fail alike."""
+    first, *rest = message.splitlines()
+    return "\n".join([first.replace(label, "", 1), *(re.sub(r"\d+", "", line) for line in rest)])
+
+
+def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Merge the messages of failures that have one origin; return the labels joined, and a message that names all.
+
+    Args:
+        failures: messages by label.
+    """
+    groups: dict[str, list[str]] = {}
+    for label, message in failures.items():
+        groups.setdefault(origin(label, message), []).append(label)
+    merged = [(labels[0], joined_labels(labels)) for labels in groups.values()]
+    return [(labels, failures[first].replace(first, labels, 1)) for first, labels in merged]
+
+
+def headline(message: str) -> str:
+    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
+    return ": ".join(line.strip() for line in message.splitlines()[:2])
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,8 +155,7 @@ class GraphStats:
     recaptures: int = 0
     flushes: int = 0
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    _dropped_padding: int = 0
+    _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -126,7 +172,11 @@ class GraphStats:
     @property
     def replays(self) -> int:
         """Replays of all graphs, dropped ones included."""
-        return self._dropped_sizes.total() + sum(graph.replays for graph in list(self.graphs.values()))
+        return sum(graph.replays for graph in self._every_graph())
+
+    def _every_graph(self) -> list[GraphCounters]:
+        """List the counters of graphs, and the totals of those that were dropped."""
+        return [*list(self.graphs.values()), *list(self._dropped.values())]
 
     @property
     def batch_sizes(self) -> dict[int, int]:
@@ -134,22 +184,21 @@ class GraphStats:
 
         Eager calls are in it where a graph of some size could have served them: not in training mode, say.
         """
-        sizes = self._eager_sizes + self._dropped_sizes
-        for graph in list(self.graphs.values()):
+        sizes = self._eager_sizes.copy()
+        for graph in self._every_graph():
             sizes.update(graph.batch_sizes())
         return {size: sizes[size] for size in sorted(sizes) if size > 0}
 
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return self._dropped_padding + sum(graph.padded_tokens for graph in list(self.graphs.values()))
+        return sum(graph.padded_tokens for graph in self._every_graph())
 
     @property
     def replayed_tokens(self) -> int:
         """Real rows in all replays together."""
-        graphs = [graph for graph in list(self.graphs.values()) if graph.mode != "BACKWARD"]
-        served = sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
-        return served + sum(size * count for size, count in list(self._dropped_sizes.items()))
+        graphs = [graph for graph in self._every_graph() if graph.mode != "BACKWARD"]
+        return sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
 
     @property
     def graph_bytes(self) -> int:
@@ -197,13 +246,224 @@ class GraphStats:
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
 
-    def uncaptured(self, key: Hashable) -> None:
-        """Take back a capture that turned out unusable; the totals of its replays stay."""
-        self.captures -= not self.graphs[key].replays
-        self.dropped([key])
-
     def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
         for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
-            self._dropped_padding += graph.padded_tokens
-            self._dropped_sizes.update(graph.batch_sizes())
+            total = self._dropped.setdefault(
+                (graph.mode, graph.size), GraphCounters("", graph.mode, graph.size, 0.0, 0)
+            )
+            pairs = itertools.zip_longest(total.paddings, graph.paddings, fillvalue=0)
+            total.paddings = [before + more for before, more in pairs]
+
+
+_TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
+_COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
+_MOST_SHOWN = 12  # sizes of batches, in one line
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class GraphReport:
+    """Captures, replays and eager calls with their reasons. ``print(report)`` shows a table.
+
+    Args:
+        stats: the counters.
+        device: where the graphs are.
+        emulated: True if these are imitated graphs, without speed.
+        optimizations: what `optimize` did to the module.
+        touched: what the kernels of graphs touch, line by line, where that was asked for.
+    """
+
+    stats: GraphStats
+    device: str
+    emulated: bool = False
+    optimizations: tuple[str, ...] = ()
+    touched: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything in the report as plain values; seconds, bytes, rows."""
+        stats = self.stats
+        return {
+            "name": stats.name,
+            "device": self.device,
+            "emulated": self.emulated,
+            "unit": stats.unit,
+            **{name: getattr(stats, name) for name in _TOTALS},
+            "eager": {reason.value: count for reason, count in stats.eager.most_common()},
+            "slower": {reason.value: count for reason, count in stats.slower.most_common()},
+            "details": {reason.value: detail for reason, detail in stats.details.items()},
+            "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
+            "failures": dict(stats.failures),
+            "optimizations": list(self.optimizations),
+            "graphs": [_as_dict(graph) for graph in self.graphs()],
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links."""
+        Path(path).write_text(report_pages[-1](self), encoding="utf-8")
+
+    def graphs(self) -> list[GraphCounters]:
+        """Return the counters of each graph, by mode and size."""
+        return sorted(self.stats.graphs.values(), key=lambda graph: (graph.mode, graph.size))
+
+    def __str__(self) -> str:
+        stats = self.stats
+        where = f"{self.device}, emulated: no speed" if self.emulated else self.device
+        lines = [
+            f"{stats.name} ({where}): {counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
+            f"{_mib(stats.graph_bytes)} MiB; {counted(stats.replays, 'replay')}, "
+            f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, "
+            f"{counted(stats.eager.total(), 'eager call')}"
+        ]
+        graphs = self.graphs()
+        lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
+        lines += [_shares(graph) for graph in graphs if graph.breaks]
+        lines += self.touched
+        eager = stats.eager.most_common()
+        lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
+        slower = stats.slower.most_common()
+        lines += [f"  slower {count:>5} x {reason.value}: {stats.explained(reason)}" for reason, count in slower]
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
+        seconds = sum(graph.proof_seconds for graph in graphs)
+        lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
+        read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
+        lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
+        sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
+        if sizes and stats.unit != "calls":
+            shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
+            more = f", and {left} other sizes" if (left := len(stats.batch_sizes) - len(sizes)) else ""
+            lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
+        if stats.flushes:
+            lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
+        lines += [f"  optimized: {line}" for line in self.optimizations]
+        lines += [f"  failed: {headline(message)}" for _, message in merged_failures(stats.failures)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _row(graph: GraphCounters) -> tuple[str, ...]:
+    what = (graph.size, graph.segments, graph.breaks, "-" if graph.nodes is None else graph.nodes)
+    costs = f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes)
+    return graph.mode, *map(str, what), *costs, str(graph.replays), str(graph.padded_tokens), graph.proof or "-"
+
+
+def _as_dict(graph: GraphCounters) -> dict[str, Any]:
+    """Return a graph's counters as plain values; `steps` only where there are several."""
+    fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
+    costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
+    fields["inventory"] = None if inventory is None else inventory.to_dict()
+    fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
+    return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
+
+
+def _shares(graph: GraphCounters) -> str:
+    """Share out a piecewise replay's time: to the segments together, and to every break function."""
+    parts: dict[str, list[float | None]] = {}
+    for cost in graph.costs():
+        parts.setdefault(cost.name or "segments", []).append(cost.ms)
+    times = {name: sum(ms) for name, known in parts.items() if (ms := [t for t in known if t is not None])}
+    total = sum(times.values())
+    shown = [
+        f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
+        for name, known in parts.items()
+    ]
+    untimed = "" if times else " (timed at the second replay)"
+    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+def _told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
+    """Return a last column with the inputs in which graphs differ; empty if there are none."""
+    names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
+    differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]
+    told = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
+    return ["inputs", *told] if differing else [""] * (len(graphs) + 1)
+
+
+def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"  {line}  {text}".rstrip() for line, text in zip(lines, last, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptureSummary:
+    """The result of capturing several sizes.
+
+    Attributes:
+        captured: how many graphs were captured.
+        failed: label -> error of those that were not.
+        seconds: wall time, warmup included, without ``inventory``.
+        bytes: device memory taken, as the device's free memory saw it.
+        parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
+            for the slowest, ``warmup``, ``capture`` and ``instantiate``, waiting for the driver at the end. Beside them
+            ``inventory``, asking it what graphs touch.
+    """
+
+    captured: int
+    failed: dict[str, CaptureError]
+    seconds: float
+    bytes: int
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"
+        failures = {label: str(error) for label, error in self.failed.items()}
+        lines = [f"  failed: {headline(message)}" for _, message in merged_failures(failures)]
+        read = f" (and {seconds:.3f} s to read what they touch)" if (seconds := self.parts.get("inventory")) else ""
+        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB", *lines])
+
+
+class GraphHolder(Protocol):
+    """Holds graphs, as a manager of an engine does, or the part of a wrapped module that serves its calls.
+
+    Attributes:
+        stats: its counters.
+    """
+
+    stats: GraphStats
+
+    def report(self) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons."""
+
+
+# Weakly, by the number of their counters: a wrapper ends with its last reference.
+_holders: weakref.WeakValueDictionary[int, GraphHolder] = weakref.WeakValueDictionary()
+
+
+def register(holder: GraphHolder) -> None:
+    """List a holder of graphs among `wrappers` for as long as it lives."""
+    _holders[holder.stats.number] = holder
+
+
+def wrappers() -> list[GraphHolder]:
+    """List everything in this process that holds graphs, oldest first: wrapped modules, functions, steps, managers.
+
+        for wrapper in sg.wrappers():
+            print(wrapper.report())
+
+    Each has counters, `stats`, and a `report`. None is kept alive by this list.
+    """
+    found = [reference() for reference in _holders.valuerefs()]
+    return sorted((holder for holder in found if holder is not None), key=lambda holder: holder.stats.number)
+
+
+def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], None]:
+    """Call a function at every eager call of every wrapper, before the forward runs; for metrics of your own.
+
+    Args:
+        callback: gets the wrapper's name, the reason and its detail, "" if there is none. It should return quickly, and
+            what it raises ends the call.
+
+    Returns:
+        A function that ends it.
+    """
+    eager_listeners.append(callback)
+    return lambda: eager_listeners.remove(callback)

@@ -24,8 +24,8 @@ from simplegraph.base.reasons import DOCUMENTATION
 from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
-from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, ProgramTable, on_all_ranks
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, CaptureJob, Key, ProgramTable, on_all_ranks
 
 logger = logging.getLogger("simplegraph")
 

@@ -18,12 +18,10 @@ from simplegraph.base.errors import CaptureError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.call.args import HostArg
-from simplegraph.call.arguments import invoke_watched
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, is_copied
-from simplegraph.call.inputs import InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators
+from simplegraph.call.inputs import HostArg, InputSet, shared_rows
+from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.generators import drew, random_states
@@ -34,8 +32,9 @@ from simplegraph.guard.functions import FunctionModule, computes_gradients, note
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.session import KEPT_REMEDY, PythonState, kept_by
@@ -47,10 +46,6 @@ _UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first 
 _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
 )
-
-
-class SettingsChanged(Exception):
-    """A forward, or torch beneath it, changed settings of torch that are part of the key; internal."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -399,7 +394,11 @@ class GraphBuilder:
 
 
 def _check_settings(call: Call) -> None:
-    """Refuse captures under other settings than the call was read under: no later call would find them."""
+    """Refuse captures under other settings than the call was read under: no later call would find them.
+
+    Raises:
+        CannotBind: the forward, or torch beneath it, changed some.
+    """
     changed = call.layout.settings.difference()
     if changed:
-        raise SettingsChanged(changed)
+        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")

@@ -19,8 +19,7 @@ from simplegraph.call.memory import WriteSaver, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.manager.differences import OTHER_OPERATORS, by_least_precise, first_difference
-from simplegraph.manager.proof import Effects, ReplayProof
+from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot

@@ -1,32 +1,32 @@
-"""Serves the calls of a wrapped module: eager, warmup, capture or replay."""
+"""The way of one call of a wrapped module: a replay, or a step towards one: eager run, warmup, capture, proof."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.config import CudaGraphConfig, CudaGraphMode, check_settings
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
-from simplegraph.base.extras import StateKey, length_servers
+from simplegraph.base.extras import Sleeps, length_servers, runner_kinds, touch_displays
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, CallLayout, invoke
-from simplegraph.call.known import LASTING, KnownCalls, Refusal, RefusedForms
-from simplegraph.call.plan import Plan
+from simplegraph.call.call import LASTING, Call, Graphed, KnownCalls, Refusal, invoke
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.distributed.ranks import RankGroup
+from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state
@@ -38,20 +38,150 @@ from simplegraph.guard.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
-from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.report import GraphReport, register
-from simplegraph.manager.stats import GraphStats
-from simplegraph.serve.builder import GraphBuilder, SettingsChanged
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
+from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 
+if TYPE_CHECKING:
+    from simplegraph.distributed.group import RankGroup
+
 logger = logging.getLogger("simplegraph")
-MISS = object()  # no replay, and nothing done
+# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
+OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
 _RUNS_TO_SETTLE = 3  # of a capture whose first runs change settings of torch
+
+
+class CudaGraphWrapper(Sleeps, Graphed):
+    """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
+
+    A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
+    sees eager's results. Settings come from the class attribute `cuda_graph_config`, from
+    ``class M(CudaGraphWrapper, nn.Module, capture_sizes=[1, 2, 4])``, or from `configure_graphs`.
+    """
+
+    cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+
+    def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
+        others: dict[str, Any] = {**settings}  # of another base
+        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
+        try:
+            super().__init_subclass__(**others)
+        except TypeError:
+            check_settings(others, f"class {cls.__name__}: ")
+            raise
+        if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
+            raise ConfigError(
+                f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
+                f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
+            )
+        if known:
+            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
+        runner = self._graph_runner
+        if runner.lengths is not None:
+            return runner.lengths.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
+
+    @property
+    def _graph_runner(self) -> GraphRunner:
+        runner: GraphRunner | None = self.__dict__.get("_simplegraph")
+        if runner is None:
+            runner = self.__dict__["_simplegraph"] = new_runner(type(self).cuda_graph_config)
+        return runner
+
+    def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
+        """Change settings of this instance; its graphs are dropped and captured again as calls come.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid; nothing is changed.
+        """
+        config = self._graph_runner.settings.replace(**settings)
+        if config.training is not self._graph_runner.settings.training:
+            raise ConfigError("training cannot be changed later; wrap the module with training=True.")
+        self._graph_runner.configure(config)
+
+    def use_graph_pool(self, pool: GraphPool) -> None:
+        """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
+
+        Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
+        """
+        self._graph_runner.configure(self._graph_runner.settings, pool)
+
+    def use_ranks(self, ranks: RankGroup) -> None:
+        """Capture together with other ranks from now on; this one's graphs are dropped and captured again."""
+        self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture all sizes now, largest first, from example inputs of any batch size.
+
+        The forward runs once for real on the largest size, filled with the examples'
+        rows over and over; a module that keeps state sees this run. Others, on half as many rows so
+        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
+        1 GiB, Python state and random numbers are put back.
+
+        Returns:
+            What was captured, how long it took, and what failed.
+
+        Raises:
+            InputError: these inputs cannot be bound to a graph; the message says which, and why.
+            CaptureError: a size failed and ``on_capture_failure`` is "raise".
+            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
+        """
+        runner = self._graph_runner
+        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        summary: CaptureSummary = capture(self, args, kwargs)
+        return summary
+
+    def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
+        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
+
+        Args:
+            batch_size: rows of the views; the largest size if None.
+
+        Raises:
+            ReplayError: nothing was captured yet, so there are no buffers.
+            CaptureSizeError: no captured size holds so many rows.
+        """
+        return self._graph_runner.static_inputs(batch_size)
+
+    def reset_graphs(self) -> None:
+        """Drop all graphs and their memory; later calls capture again."""
+        self._graph_runner.reset()
+
+    def graph_report(self, *, pointers: bool = False) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
+
+        Args:
+            pointers: show what the kernels of graphs touch, by module, as the CUDA driver tells it now: of the
+                largest and the smallest graph of each capture, and of others that were replayed.
+        """
+        modules: Any = self
+        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
+        lines = tuple(line for each in kept if each is not None for line in each.lines())
+        touched = touch_displays[-1](modules, self.graph_manager) if pointers else ()
+        return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """The counters behind `graph_report`."""
+        return self._graph_runner.stats
+
+    @property
+    def graph_manager(self) -> CudaGraphManager | None:
+        """The manager that holds the graphs; None before the first call tells the device."""
+        return self._graph_runner.manager
+
+
+_SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 
 class GraphRunner:
@@ -74,7 +204,7 @@ class GraphRunner:
         self,
         config: CudaGraphConfig,
         pool: GraphPool | None = None,
-        ranks: RankGroup | None = None,
+        ranks: SingleRank | None = None,
         stats: GraphStats | None = None,
     ) -> None:
         self.stats = stats or GraphStats(unit="calls" if config.exact_shapes else "rows")
@@ -86,13 +216,12 @@ class GraphRunner:
             register(self)
 
     def _use(
-        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
+        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: SingleRank | None
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
         self.lengths = next(filter(None, (find(config) for find in length_servers)), None)
         self._known = KnownCalls(config)
-        self._refused = RefusedForms()
         self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
@@ -113,16 +242,50 @@ class GraphRunner:
         return [self.builder] if self.builder is not None else []
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve one call."""
+        """Serve one call: by a replay where a plan's guards hold, else by a step towards one, or eagerly, with why."""
         context = CALLS.context
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
-        known = self._known
+        known, layouts = self._known, self._known.layouts
         try:
-            if (layout := known.last) is not None:
-                result = try_replay(module, layout, known.state_key, args, kwargs, context)
-                if result is not MISS:
-                    return result
+            for layout in layouts:
+                # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
+                leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+                try:
+                    anchor = layout.anchor
+                    size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
+                except (TypeError, AttributeError, IndexError):
+                    continue
+                plan = layout.plans.get(size if context is None else (size, context.batch))
+                # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
+                if plan is None or module.training is not layout.training:
+                    continue
+                autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
+                if autocast is not layout.autocast:
+                    continue
+                if forward_ad._current_level >= 0 or num_operator_modes():
+                    continue
+                if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+                    continue
+                if not layout.settings.hold():
+                    continue
+                if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
+                    continue
+                if known.state_key is not None and known.state_key(module) != layout.state:
+                    continue
+                copies = plan.bind(leaves)  # a refusal ends the way here
+                if copies is None:
+                    continue
+                # 3. What the graph reads of the module, and if it is proven for this number of rows.
+                wants = not plan.differentiable and _grad_enabled()
+                if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):
+                    continue
+                with plan.pool.lock:
+                    if plan.state.moved() or not plan.graph.left or plan.is_capturing():
+                        continue
+                    if layout is not layouts[0]:
+                        known.put_first(layout)
+                    return plan.replay(leaves, copies)
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
@@ -139,21 +302,16 @@ class GraphRunner:
     def _call_slowly(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
     ) -> Any:
+        """Read a call that no plan is known for, and serve it, eagerly or by a graph. Raises CannotBind."""
         known = self._known
-        for layout in known.layouts:
-            if layout is not known.last:
-                result = try_replay(module, layout, known.state_key, args, kwargs, context)
-                if result is not MISS:
-                    known.last = layout
-                    return result
         if context is None:
-            self._refused.check(args, kwargs)
+            known.check_form(module, args, kwargs)
         with self._lock:
             try:
                 builder, call = self._read(module, args, kwargs)
             except CannotBind as error:
                 if context is None:
-                    self._refused.learn(module, args, kwargs, error, known)
+                    known.refuse_form(module, args, kwargs, error)
                 raise
             with builder.manager.pool.lock:
                 try:
@@ -161,7 +319,7 @@ class GraphRunner:
                 except CannotBind as error:
                     error.size = call.batch
                     if error.reason in LASTING:
-                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder.reader)
+                        call.layout.plans[call.plan_key] = Refusal(call, error, builder.reader)
                     raise
 
     def _read(
@@ -283,7 +441,7 @@ class GraphRunner:
     # For the wrapper's other methods.
 
     def configure(
-        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None
+        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: SingleRank | None = None
     ) -> None:
         """Drop the graphs and start over with other settings, in another pool, or with other ranks."""
         config = settings.from_env()  # refuses before anything is dropped
@@ -297,9 +455,10 @@ class GraphRunner:
         _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
-        changed = ""
+        left = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
-            for _ in range(_RUNS_TO_SETTLE):
+            while True:
+                left -= 1
                 try:
                     builder, call = self._read(module, args, kwargs, largest=True)
                     self._drop_if_stale(builder)
@@ -308,21 +467,19 @@ class GraphRunner:
                     self._served_before = self.stats.replays
                     return summary
                 except CannotBind as error:
-                    raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
-                except SettingsChanged as settings:  # by a process's first run, such as the order of attention kernels
-                    changed = str(settings)
-        cause = f"the forward changes settings of torch whenever it runs: {changed}"
-        raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.")
+                    # A process's first run may change settings of torch, such as the order of attention kernels.
+                    if error.reason is not Reason.PYTHON_STATE or not left:
+                        raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
-        layout = self._known.last
-        if layout is None or self.builder is None or not self.builder.inputs_of:
+        if self.builder is None or not self.builder.inputs_of:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
+        signature = self._known.layouts[0].binding.signature
         manager = self.builder.manager
         size = manager.descriptors()[0][1].num_tokens if size is None else size
         found = manager.dispatch(size, *described_batch())
-        inputs = self.builder.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
+        inputs = self.builder.inputs_of.get((signature, found.mode, found.descriptor))
         if inputs is None:
             said = f"{found.reason.text}.\n  See {found.reason.link}"
             raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
@@ -354,62 +511,6 @@ class GraphRunner:
             self.builder.drop()
 
 
-def try_replay(
-    module: Any,
-    layout: CallLayout,
-    state_key: StateKey | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: CallContext | None,
-) -> Any:
-    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
-
-    Raises:
-        CannotBind: such calls are known to run eagerly.
-    """
-    leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
-    try:
-        anchor = layout.anchor
-        size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
-    except (TypeError, AttributeError, IndexError):
-        return MISS
-    key = size if context is None else (size, context.batch)
-    plan: Plan | None = layout.plans.get(key)
-    refusal = layout.refusals.get(key) if plan is None else None
-    if plan is None and (refusal is None or not refusal.holds(leaves)):
-        return MISS
-    # Autocast, settings, modes, hooks on all modules and Python state are those of the layout's calls.
-    if module.training is not layout.training:
-        return MISS
-    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
-    if autocast is not layout.autocast:
-        return MISS
-    if forward_ad._current_level >= 0 or num_operator_modes():
-        return MISS
-    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-        return MISS
-    if not layout.settings.hold():
-        return MISS
-    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-        return MISS
-    if plan is None:
-        if refusal is not None and (state_key is None or state_key(module) == layout.state):
-            raise CannotBind(*refusal.why)
-        return MISS
-    copies = plan.bind(leaves)
-    if copies is None:
-        return MISS
-    state = plan.state
-    if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):
-        return MISS
-    if state_key is not None and state_key(module) != layout.state:
-        return MISS
-    with plan.pool.lock:
-        if state.moved() or not plan.graph.left or plan.is_capturing():
-            return MISS
-        return plan.replay(leaves, copies)
-
-
 def _argument_of(module: Any) -> str:
     return "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
 
@@ -424,3 +525,10 @@ def _refuse_inside_forward(what: str) -> None:
     """Refuse to replace the graphs of a forward that is running."""
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
+
+
+def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
+    """Make the runner that the settings ask for."""
+    known = config.from_env()
+    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
+    return kind(config, pool, ranks)

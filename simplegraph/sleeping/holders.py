@@ -17,7 +17,7 @@ from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
 from simplegraph.device.kernels import readable
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.report import wrappers
+from simplegraph.manager.stats import wrappers
 from simplegraph.program.program import Program
 from simplegraph.sleeping.regions import MemoryRegion, Span, gib, storage_span
 

@@ -13,7 +13,7 @@ import torch
 
 from simplegraph.base.errors import ConfigError, refuse_inside_capture
 from simplegraph.base.extras import memory_sources
-from simplegraph.call.args import TensorArg
+from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
 from simplegraph.device.emulator.memory import Arena
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool

@@ -27,12 +27,11 @@ from simplegraph.attention.layers import attending
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.batch.sizes import default_sizes
+from simplegraph.batch.sizes import BatchDescriptor, default_sizes
 from simplegraph.device.protocol import GraphPool
-from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.marks import eager_break
 from simplegraph.spec_decode.advance import follow, upcoming
 from simplegraph.spec_decode.buffers import DraftBuffers, Proposals

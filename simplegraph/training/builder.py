@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.call.arguments import invoke_watched
 from simplegraph.call.call import Binding, Call
 from simplegraph.call.inputs import InputSet
-from simplegraph.call.memory import held_generators
+from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import CaptureJob
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused, set_up_backwards
 from simplegraph.training.notes import BackwardNotes
@@ -120,7 +119,9 @@ class PairBuilder(GraphBuilder):
                 self.refused[key] = error.again()
                 raise
         if not plan.unproven:
-            call.layout.plans[call._replace(batch=1).plan_key] = plan  # no dimension of a layout counts rows
+            call.layout.plans[dataclasses.replace(call, batch=1).plan_key] = (
+                plan  # no dimension of a layout counts rows
+            )
         return plan
 
     def _new_pair(self, call: Call, key: Hashable) -> PairPlan:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.args import PLAIN_TENSORS
+from simplegraph.call.inputs import PLAIN_TENSORS
 from simplegraph.device.protocol import GraphDevice
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS

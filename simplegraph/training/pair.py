@@ -19,8 +19,7 @@ from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet, Spans
 from simplegraph.call.plan import NOTHING, Copies, Plan
 from simplegraph.guard.guards import CapturedState
-from simplegraph.manager.jobs import CaptureJob
-from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
 from simplegraph.training.leaves import hooks_around, requires_grad
 from simplegraph.training.notes import keeps_graph
 from simplegraph.training.recording import Recording

@@ -18,7 +18,7 @@ from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet
-from simplegraph.manager.jobs import CaptureJob
+from simplegraph.manager.table import CaptureJob
 from simplegraph.training.leaves import Leaves, StandIns, leaves_reached
 from simplegraph.training.notes import BackwardNotes, OutputLook
 

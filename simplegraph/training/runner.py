@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, invoke
 from simplegraph.device.protocol import GraphPool
-from simplegraph.distributed.ranks import RankGroup
-from simplegraph.manager.report import GraphReport
-from simplegraph.manager.stats import GraphStats
+from simplegraph.distributed.ranks import SingleRank
+from simplegraph.manager.stats import GraphReport, GraphStats
 from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.leaves import refuse_hooks
@@ -64,7 +64,7 @@ class PairRunner(GraphRunner):
             shape = tuple(call.leaves[sized[0]].shape)
             raise CannotBind(Reason.EMPTY_BATCH, f"{call.names[sized[0]]} has shape {shape}")
         dispatch = Dispatch(CudaGraphMode.FULL, BatchDescriptor(rows), Reason.EXACT, 0)
-        call = call._replace(batch=rows, dispatch=dispatch)
+        call = dataclasses.replace(call, batch=rows, dispatch=dispatch)
         table, binding, notes = builder.manager.table, call.binding, builder.notes(call)
         table.order_streams()
         if (refused := builder.refused.get(builder.key(call))) is not None:
@@ -97,7 +97,7 @@ class TrainingRunner(GraphRunner):
     """The graphs of a module wrapped with ``training=True``."""
 
     def _use(
-        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
+        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: SingleRank | None
     ) -> None:
         if ranks is not None:
             raise ConfigError("training=True does not go with ranks: training graphs are captured by each rank alone.")

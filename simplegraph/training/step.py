@@ -16,7 +16,7 @@ from simplegraph.base.reasons import Reason
 from simplegraph.fused.watched_steps import tell_written
 from simplegraph.guard.functions import GraphedFunction, P, R, check_function
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.serve.mixin import wrap
+from simplegraph.serve.wrap import wrap
 from simplegraph.training.effects import StepModule
 from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients

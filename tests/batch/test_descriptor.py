@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from simplegraph.base.errors import CaptureSizeError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.sizes import BatchDescriptor
 
 
 class TestBatchDescriptor:

@@ -13,9 +13,8 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGra
 from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
 from simplegraph.base.reasons import Reason
 from simplegraph.batch import dispatch as dispatch_module
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher, resolve_mode
-from simplegraph.batch.sizes import default_sizes
+from simplegraph.batch.sizes import BatchDescriptor, default_sizes
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplegraph.attention.two_batch import micro_batches
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.sizes import BatchDescriptor
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import CaptureSizeError, ConfigError, SimpleGraphError
-from simplegraph.batch.sizes import default_sizes, mixed_sizes, padded_size, plan_sizes, uniform_decode_sizes
+from simplegraph.batch.planner import plan_sizes
+from simplegraph.batch.sizes import default_sizes, mixed_sizes, padded_size, uniform_decode_sizes
 
 ROOT = pathlib.Path(__file__).parents[2]
 sizes_strategy = st.sets(st.integers(1, 300), min_size=1, max_size=20)

@@ -16,7 +16,7 @@ import bench.host_overhead.consensus
 import simplegraph as sg
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attend, attending
 from simplegraph.batch.dispatch import Dispatcher
-from simplegraph.distributed import Vote
+from simplegraph.distributed.ranks import Vote
 from tests.distributed.launch import run_ranks, values
 
 NONE, PIECEWISE, FULL = sg.CudaGraphMode.NONE, sg.CudaGraphMode.PIECEWISE, sg.CudaGraphMode.FULL

@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str,
     },
     "a raising call is replayed": (
         *(("linear",), {}, (*CALLED, ("call", 4, "no_grad", "raises at the end"), *CALLED[:1])),
-        *("simplegraph.call.args.ConstantArg.holds", lambda arg, leaf: True),
+        *("simplegraph.call.inputs.ConstantArg.holds", lambda arg, leaf: True),
     ),
 }
 

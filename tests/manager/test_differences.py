@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, difference, first_difference
+from simplegraph.manager.proof import EXACT, OTHER_SIZE, by_least_precise, difference, first_difference
 
 NAN, INF = float("nan"), float("inf")
 

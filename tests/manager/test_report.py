@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_replays_of_a_graph_that_is_given_up_stay_in_the_report(served):
     stats = served.graph_stats
     replays, padded, captures = stats.replays, stats.padded_tokens, stats.captures
     key = next(key for key, graph in stats.graphs.items() if graph.replays)
-    stats.uncaptured(key)
+    served.graph_manager.table.forget([types.SimpleNamespace(key=key)])
     assert (stats.replays, stats.padded_tokens, stats.captures) == (replays, padded, captures)
     assert key not in stats.graphs
 
@@ -410,3 +411,13 @@ def test_a_callback_hears_of_each_eager_call_until_it_is_ended(device):
         model(torch.zeros(2, WIDTH, device=device))
     assert heard == [("Picky", "switched_off", "")]
     assert model.graph_stats.eager.total() == 2
+
+
+def test_replays_of_backwards_stay_counted_once_their_graphs_are_dropped(device: torch.device) -> None:
+    model = sg.wrap(nn.Linear(4, 4).to(device), training=True, progress=False)
+    for _ in range(8):
+        model(torch.randn(4, 4, device=device)).sum().backward()
+    before = model.graph_stats.replays, model.graph_stats.batch_sizes
+    assert before[0] > model.graph_stats.batch_sizes[4] - model.graph_stats.eager.total()
+    model.reset_graphs()
+    assert (model.graph_stats.replays, model.graph_stats.batch_sizes) == before

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.args import HostArg
 from simplegraph.call.call import Binding
+from simplegraph.call.inputs import HostArg
 from simplegraph.call.signature import CallReader, Signature, device_of
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -71,6 +72,23 @@ def test_a_forward_that_changes_a_setting_at_every_call_runs_eagerly_with_its_na
     assert "sdp_priority_order" in model.graph_stats.details[Reason.PYTHON_STATE]
     with pytest.raises(sg.InputError, match="sdp_priority_order"):
         model.capture_graphs(x)
+
+
+def test_a_setting_that_the_capture_is_first_to_change_costs_eager_calls_and_no_answer(device: torch.device) -> None:
+    class SetsOrderInCapture(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if graph_device(device).is_capturing():
+                torch._C._set_sdp_priority_order(ORDERS[0])
+            return super().forward(x)
+
+    module = SetsOrderInCapture(4, 4).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[2], progress=False, verify=0)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(6):
+        torch.testing.assert_close(model(x), module(x))
+    assert model.graph_stats.eager[Reason.PYTHON_STATE] == 1
+    assert "sdp_priority_order" in model.graph_stats.details[Reason.PYTHON_STATE]
+    assert model.graph_stats.replays >= 2
 
 
 def test_a_setting_changed_after_the_capture_is_named(device: torch.device) -> None:

@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "gradients are not asked for before a replay",
         "serve/runner.py",
-        "if not plan.differentiable and _grad_enabled() and (state.wants_grad() or any_requires_grad(leaves)):",
+        "if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):",
         "if False:",
         ("tests/module/test_grad_modes.py",),
     ),
@@ -150,14 +150,14 @@ MUTANTS = [
     Mutant(
         "settings of torch are not compared before a replay",
         "serve/runner.py",
-        "    if not layout.settings.hold():\n        return MISS\n",
+        "                if not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
     Mutant(
         "graphs are captured under other settings than calls are read under",
         "serve/builder.py",
-        "        raise SettingsChanged(changed)",
+        '        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")',
         "        pass",
         ("tests/module/test_settings_of_the_recording.py",),
     ),
@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "constants of another value are taken for the captured ones",
-        "call/args.py",
+        "call/inputs.py",
         "return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))",
         "return True",
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
@@ -387,14 +387,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "call/known.py",
+        "call/call.py",
         "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "call/known.py",
+        "call/call.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers are remembered of a model that was changed",
-        "call/known.py",
+        "call/call.py",
         "binding.numbers.clear()",
         "pass",
         NUMBERS,

@@ -15,8 +15,8 @@ from simplegraph.attention.layers import BackendGroup, attending
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import VerificationError
-from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.manager.manager import CudaGraphManager
 from tests.support.reference_attention import reference_attention
 

@@ -21,8 +21,8 @@ from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
-from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.distributed.rendezvous import require_group
+from simplegraph.batch.sizes import BatchDescriptor
+from simplegraph.distributed.group import require_group
 
 
 class ContextParallelBackend(AttentionBackend):

@@ -24,7 +24,7 @@ from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.fused.choice import triton_runs
 from simplegraph.manager.settings import Unpack
 

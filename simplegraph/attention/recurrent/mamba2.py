@@ -15,7 +15,7 @@ from simplegraph.attention.recurrent.scan import scan_tokens
 from simplegraph.attention.recurrent.states import StateCache, StateMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
-from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.sizes import BatchDescriptor
 
 
 class Mamba2Backend(RecurrentBackend):

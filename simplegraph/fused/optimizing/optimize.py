@@ -39,7 +39,8 @@ from simplegraph.fused.optimizing.table import (
 )
 from simplegraph.fused.optimizing.verify import Examples, compare, numbers
 from simplegraph.fused.torch_operators import KernelTrial, Operators
-from simplegraph.serve.mixin import OPTIMIZED, unwrap
+from simplegraph.serve.runner import OPTIMIZED
+from simplegraph.serve.wrap import unwrap
 
 __all__ = ["Optimization", "optimize"]
 

@@ -13,9 +13,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.patches import subclass
 from simplegraph.base.reasons import Reason
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
-from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.manager.report import GraphReport
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 
 # Replacements for texts of reasons that advise settings of `wrap`, which these handles do not have.
 _TEXTS = {

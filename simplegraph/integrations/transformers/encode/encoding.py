@@ -18,8 +18,8 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.transformers.encode.lengths import LengthRule, eighths, pad_inputs, read_call
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, added, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
-from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.serve.mixin import check_unwrapped, wrap
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.serve.wrap import check_unwrapped, wrap
 
 _SIGNATURES = 4  # of a length: with and without a mask, with some flags
 _ROW_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")

@@ -13,7 +13,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.outputs import unreturnable
 from simplegraph.integrations.lengths import cut_outputs, grown_dims
-from simplegraph.manager.differences import first_difference
+from simplegraph.manager.proof import first_difference
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # the first of these that is given defines batch size and length
 _NEVER_PADDED = ("labels", "cache", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")

@@ -20,8 +20,8 @@ from simplegraph.integrations.transformers.generate.cache.layouts import CacheLa
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
-from simplegraph.manager.differences import TOLERANCE, by_least_precise, difference
-from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.proof import TOLERANCE, by_least_precise, difference
+from simplegraph.manager.stats import CaptureSummary
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64

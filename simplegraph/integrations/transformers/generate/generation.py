@@ -24,9 +24,8 @@ from simplegraph.integrations.transformers.generate.token_step import CACHE_NAME
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, added, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
-from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.manager.report import GraphReport
-from simplegraph.serve.mixin import check_unwrapped, wrap
+from simplegraph.manager.stats import CaptureSummary, GraphReport
+from simplegraph.serve.wrap import check_unwrapped, wrap
 
 _MOST_TOKENS = 64  # of a launch, since its steps attend to one number of positions
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags

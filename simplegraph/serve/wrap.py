@@ -1,168 +1,31 @@
-"""The three ways to give a module graphs: mixin, class decorator, wrapper around an instance."""
+"""Ways to give a module graphs beside the mixin: class decorator, wrapper around an instance or a function."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from simplegraph.base.config import CudaGraphConfig, check_settings
+from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.extras import Sleeps, runner_kinds, touch_displays
 from simplegraph.base.patches import subclass
-from simplegraph.call.call import Graphed, invoke
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.distributed import RankGroup
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
-from simplegraph.manager.jobs import CaptureSummary
-from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.manager.stats import GraphStats
-from simplegraph.serve.runner import GraphRunner
+from simplegraph.serve.runner import CudaGraphWrapper, new_runner
 
-# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
-OPTIMIZED = "_simplegraph_optimized"
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-class CudaGraphWrapper(Sleeps, Graphed):
-    """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
-
-    A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
-    sees eager's results. Settings come from the class attribute `cuda_graph_config`, from
-    ``class M(CudaGraphWrapper, nn.Module, capture_sizes=[1, 2, 4])``, or from `configure_graphs`.
-    """
-
-    cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
-
-    def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
-        others: dict[str, Any] = {**settings}  # of another base
-        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
-        try:
-            super().__init_subclass__(**others)
-        except TypeError:
-            check_settings(others, f"class {cls.__name__}: ")
-            raise
-        if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
-            raise ConfigError(
-                f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
-                f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
-            )
-        if known:
-            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
-        runner = self._graph_runner
-        if runner.lengths is not None:
-            return runner.lengths.call(runner, self, args, kwargs)
-        return runner.call(self, args, kwargs)
-
-    @property
-    def _graph_runner(self) -> GraphRunner:
-        runner: GraphRunner | None = self.__dict__.get("_simplegraph")
-        if runner is None:
-            runner = self.__dict__["_simplegraph"] = _new_runner(type(self).cuda_graph_config)
-        return runner
-
-    def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
-        """Change settings of this instance; its graphs are dropped and captured again as calls come.
-
-        Raises:
-            ConfigError: a setting is unknown or invalid; nothing is changed.
-        """
-        config = self._graph_runner.settings.replace(**settings)
-        if config.training is not self._graph_runner.settings.training:
-            raise ConfigError("training cannot be changed later; wrap the module with training=True.")
-        self._graph_runner.configure(config)
-
-    def use_graph_pool(self, pool: GraphPool) -> None:
-        """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
-
-        Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
-        """
-        self._graph_runner.configure(self._graph_runner.settings, pool)
-
-    def use_ranks(self, ranks: RankGroup) -> None:
-        """Capture together with other ranks from now on; this one's graphs are dropped and captured again."""
-        self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
-
-    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
-        """Capture all sizes now, largest first, from example inputs of any batch size.
-
-        The forward runs once for real on the largest size, filled with the examples'
-        rows over and over; a module that keeps state sees this run. Others, on half as many rows so
-        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
-        1 GiB, Python state and random numbers are put back.
-
-        Returns:
-            What was captured, how long it took, and what failed.
-
-        Raises:
-            InputError: these inputs cannot be bound to a graph; the message says which, and why.
-            CaptureError: a size failed and ``on_capture_failure`` is "raise".
-            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
-        """
-        runner = self._graph_runner
-        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
-        summary: CaptureSummary = capture(self, args, kwargs)
-        return summary
-
-    def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
-        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
-
-        Args:
-            batch_size: rows of the views; the largest size if None.
-
-        Raises:
-            ReplayError: nothing was captured yet, so there are no buffers.
-            CaptureSizeError: no captured size holds so many rows.
-        """
-        return self._graph_runner.static_inputs(batch_size)
-
-    def reset_graphs(self) -> None:
-        """Drop all graphs and their memory; later calls capture again."""
-        self._graph_runner.reset()
-
-    def graph_report(self, *, pointers: bool = False) -> GraphReport:
-        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
-
-        Args:
-            pointers: show what the kernels of graphs touch, by module, as the CUDA driver tells it now: of the
-                largest and the smallest graph of each capture, and of others that were replayed.
-        """
-        modules: Any = self
-        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
-        lines = tuple(line for each in kept if each is not None for line in each.lines())
-        touched = touch_displays[-1](modules, self.graph_manager) if pointers else ()
-        return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
-
-    @property
-    def graph_stats(self) -> GraphStats:
-        """The counters behind `graph_report`."""
-        return self._graph_runner.stats
-
-    @property
-    def graph_manager(self) -> CudaGraphManager | None:
-        """The manager that holds the graphs; None before the first call tells the device."""
-        return self._graph_runner.manager
-
-
-_SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
-
-
 if TYPE_CHECKING:
+    from simplegraph.distributed.group import RankGroup
 
     class WrappedModule(CudaGraphWrapper, nn.Module, Any, Generic[ModuleType]):  # type: ignore[misc]
         """A module that `wrap` returned, for type checkers: a wrapper that is also accepted as the module's class.
@@ -285,7 +148,7 @@ def wrap(
     module = unwrap(module)
     config = config.replace(**settings)
     check_names(module.forward, config)
-    runner = _new_runner(config, pool, ranks)
+    runner = new_runner(config, pool, ranks)
     kind: Any = type(module)
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner
@@ -376,13 +239,6 @@ def _insert_base(target: Any) -> None:
         if CudaGraphWrapper in child.__bases__:
             child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
     target.__bases__ = (CudaGraphWrapper, *target.__bases__)
-
-
-def _new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
-    """Make the runner that the settings ask for."""
-    known = config.from_env()
-    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
-    return kind(config, pool, ranks)
 
 
 def graph_pool(device: torch.device | str = "cuda") -> GraphPool:

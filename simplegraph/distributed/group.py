@@ -1,0 +1,339 @@
+"""Groups of ranks: together in their captures, in one mode and padded size at every step. Not loaded for one rank.
+
+A collective that one rank replays and another runs eagerly hangs, or worse: NCCL requires that all ranks launch it
+from the graph of the same capture. So all ranks capture the same sizes, with the same settings, in the same order, and
+a size that fails on one rank is dropped on all.
+
+They exchange answers over the store that the process group was made with, within a time limit. A collective would not
+do: if it times out or a peer dies, its group is unusable and cannot say which rank is missing.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import datetime
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import ConfigError, RankError, ReplayError
+from simplegraph.device.protocol import GraphDevice
+from simplegraph.distributed.ranks import SingleRank, Vote
+
+logger = logging.getLogger("simplegraph")
+
+_ALL_CAME = "all"
+_ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
+_torch: Any = dist  # for attributes without types; builds without distributed do not have them
+_made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
+
+
+class Rendezvous:
+    """Lets the ranks of a group meet, once for every question and in the same order.
+
+    Args:
+        name: the same on all ranks, and unique among the rendezvous of this process group.
+        rank, size: this rank's number, and the number of ranks.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        RankError: the store is no longer reachable.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._round = 0
+        self._store: Any = None
+        if size > 1:
+            store = _torch.distributed_c10d._get_default_store()
+            # A separate connection if torch supports it: waiting blocks all other threads that use the same one.
+            try:
+                store = store.clone() if hasattr(store, "clone") else store
+            except RuntimeError as error:
+                raise self._lost(error) from error
+            self._store = _torch.PrefixStore(f"simplegraph/{name}", store)
+
+    def ask(self, question: str, answer: Any) -> list[Any]:
+        """Return each rank's answer, in order of ranks, as soon as all have come.
+
+        Args:
+            question: names this meeting; it is an error if another rank comes for a different one.
+            answer: this rank's answer, any JSON value.
+
+        Raises:
+            RankError: a rank did not come in time, came for another question, or left with an exception; raised on
+                every rank that came.
+        """
+        if self.size == 1:
+            return [answer]
+        words = self._meet(json.dumps({"question": question, "answer": answer}))
+        self._refuse_disorder(question, words)
+        return [word["answer"] for word in words]
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks, at their next meeting, that this rank has failed and why; does not wait."""
+        if self.size == 1:
+            return
+        left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        try:
+            self._store.set(self._key(self.rank), json.dumps({"left": left}))
+        except RuntimeError as lost:  # the exception being raised says more, and the others will time out
+            logger.warning("simplegraph: rank %d could not tell the others: %s", self.rank, lost)
+        self._round += 1
+
+    def _meet(self, word: str) -> list[dict[str, Any]]:
+        keys = [self._key(rank) for rank in range(self.size)]
+        verdict = _ALL_CAME
+        try:
+            self._store.set(keys[self.rank], word)
+            try:
+                self._store.wait(keys, datetime.timedelta(seconds=self.timeout))
+            except dist.DistStoreError:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                verdict = ", ".join(map(str, missing)) or _ALL_CAME
+            # The first verdict counts for all: a rank that comes after others have given up must not go on.
+            verdict = self._store.compare_set(self._key("verdict"), "", verdict).decode()
+            words = self._store.multi_get(keys) if verdict == _ALL_CAME else []
+            if self._round:  # all ranks are in this round, so they have read the answers of the last one
+                self._store.delete_key(self._key(self.rank, self._round - 1))
+                if self.rank == 0:
+                    self._store.delete_key(self._key("verdict", self._round - 1))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self._round += 1
+        if verdict != _ALL_CAME:
+            question = json.loads(word)["question"]
+            raise RankError(
+                f"rank {verdict} did not come within {self.timeout:g} s, where rank {self.rank} was at {question}. It "
+                "died, or took another path: every rank must make the same calls in the same order."
+            )
+        return [json.loads(word) for word in words]
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        return RankError(
+            f"rank {self.rank} lost the store of the process group; the rank that holds it is probably gone: "
+            f"{next(iter(str(error).splitlines()), '')}"
+        )
+
+    def _refuse_disorder(self, question: str, words: list[dict[str, Any]]) -> None:
+        for rank, word in enumerate(words):
+            if "left" in word:
+                raise RankError(f"rank {rank} left with {word['left']}, where rank {self.rank} was at {question}.")
+        questions = [word["question"] for word in words]
+        if len(set(questions)) > 1:
+            places = "; ".join(f"rank {rank} at {found}" for rank, found in enumerate(questions))
+            raise RankError(
+                f"the ranks are not at the same place: {places}. Every rank must make the same calls, with batches of "
+                "the same sizes, in the same order."
+            )
+
+    def _key(self, whose: int | str, round: int | None = None) -> str:
+        return f"{self._round if round is None else round}/{whose}"
+
+
+def require_group(group: Any, timeout: float = 1.0) -> Any:
+    """Return the process group; the default one for None.
+
+    Raises:
+        ConfigError: there is none, it was destroyed, this rank is not in it, or `timeout` is invalid.
+    """
+    if not timeout > 0:
+        raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group before, on every rank."
+        )
+    found = group if group is not None else dist.group.WORLD
+    if not isinstance(found, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}; expected a process group that this rank is in, from torch.distributed.new_group, or "
+            "None for all ranks."
+        )
+    if found not in _torch.distributed_c10d._world.pg_map:
+        raise ConfigError("the process group was destroyed; make a new one.")
+    return found
+
+
+class RankGroup(SingleRank):
+    """The ranks whose graphs hold collectives with each other. Construct it on all of them, in the same order.
+
+    Pass it as `ranks` to `wrap` or `CudaGraphManager`. One group may serve several models that all ranks capture in
+    the same order.
+
+    Args:
+        group: a `torch.distributed` process group of these ranks; None for all ranks.
+        communicators: further groups whose collectives the graphs hold, if there are any beside `group`.
+        timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
+            A hang in a collective of eager code, warmups included, ends at that group's own timeout.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, this rank is not in a group, or `timeout` is invalid.
+
+    Source: NCCL's user guide, "Using NCCL with CUDA Graphs", which requires uniform captures on all ranks.
+    """
+
+    def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
+        super().__init__()
+        self._group = require_group(group, timeout)
+        self._groups = [self._group, *(require_group(each) for each in communicators)]
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+        name = str(self._group.group_name)
+        _made[name] += 1
+        self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
+        # Private to torch, since the public functions take as long as a replay.
+        self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
+
+    def check_alive(self) -> None:
+        """Refuse to replay after a process group was destroyed; cheap enough for every replay.
+
+        Raises:
+            ReplayError: a process group was destroyed, so a graph's collectives have no peers.
+        """
+        for group in self._groups:
+            if group not in self._alive:
+                raise ReplayError(
+                    "the process group that the graphs' collectives belong to was destroyed. Drop the graphs before "
+                    "the group (reset_graphs, or CudaGraphManager.reset), and capture again with a new RankGroup."
+                )
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wrap an action of all ranks: an exception on one rank is raised on the others as well."""
+        try:
+            yield
+        except RankError:
+            raise  # the other ranks raise it as well
+        except BaseException as error:
+            self._rendezvous.leave(error)
+            raise
+
+    def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
+        """Start a capture session: compare the ranks' plans, set up communicators, synchronize.
+
+        Args:
+            settings: everything that must be the same on all ranks, by name.
+            captures: the graphs to capture, in order, as text.
+            device: the device to capture on.
+
+        Raises:
+            ConfigError: settings differ, or a group cannot communicate from this device.
+            RankError: the ranks are about to capture different graphs, or one did not come.
+        """
+        self.check_alive()
+        self._check_backends(device.torch_device.type)
+        answers = self._ask("a capture", [dict(settings), captures])
+        _refuse_differences([settings for settings, _ in answers])
+        _refuse_other_captures([captures for _, captures in answers])
+        with self.seconds.timed("communicators"):
+            self._connect(device.torch_device)
+            device.synchronize()
+        self._ask("the begin of a capture", None)
+
+    def _connect(self, device: torch.device) -> None:
+        """Run a first collective of every communicator, which sets it up; that is not allowed inside a capture."""
+        try:
+            for group in self._groups:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} could not set up the communicators for a capture; another rank is probably gone: "
+                f"{next(iter(str(error).splitlines()), '')}"
+            ) from error
+
+    def _ask(self, question: str, answer: Any) -> list[Any]:
+        with self.seconds.timed("meetings"):
+            return self._rendezvous.ask(question, answer)
+
+    def _check_backends(self, device_type: str) -> None:
+        for group in self._groups:
+            backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+            found = backends.get(device_type)
+            if found is None or (device_type == "cuda" and found != "nccl"):
+                wanted = "nccl" if device_type == "cuda" else "gloo"
+                raise ConfigError(
+                    f"the process group has {found or 'no backend'} for {device_type} tensors, whose collectives no "
+                    f"graph can hold; make it with {wanted}, such as init_process_group('cpu:gloo,cuda:nccl')."
+                )
+
+
+def _refuse_other_captures(captures: Sequence[str]) -> None:
+    if len(set(captures)) > 1:
+        other = next(rank for rank, found in enumerate(captures) if found != captures[0])
+        raise RankError(
+            f"ranks are about to capture different graphs: rank 0 {captures[0] or 'none'}; rank {other} "
+            f"{captures[other] or 'none'}. Every rank must run batches of the same sizes in the same order; data "
+            "parallel ranks agree on a size with a ShapeConsensus."
+        )
+
+
+def _refuse_differences(answers: Sequence[Mapping[str, str]]) -> None:
+    """Refuse settings that are not the same on all ranks, and name the first of them."""
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    for name in names:
+        values = [answer.get(name) for answer in answers]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise ConfigError(
+                f"ranks differ in {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. "
+                "Graphs with collectives must be captured alike; give every rank the same settings."
+            )
+
+
+class ShapeConsensus:
+    """Agrees by one small all-reduce on the CPU. Construct it on all ranks of the group, in the same order.
+
+    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one rank exchanges
+    nothing.
+
+    Args:
+        group: a `torch.distributed` process group of the ranks; None for all ranks.
+        timeout: seconds that a step waits for the other ranks.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, this rank is not in the group, or `timeout` is invalid.
+
+    Source: vLLM's data parallel coordination; per-rank decisions deadlock (vLLM #25906).
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
+        members = require_group(group, timeout)
+        self.rank: int = dist.get_rank(members)
+        self.size: int = dist.get_world_size(members)
+        self._numbers = array.array("q", [0, 0, 0])  # written as Python numbers, reduced as a tensor
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
+        self._group: Any = None
+        if self.size > 1:
+            # A separate group: always on the CPU, and not ordered with the model's collectives.
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(members),
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=timeout),
+                use_local_synchronization=True,
+            )
+
+    def agree(self, vote: Vote) -> Vote:
+        """Return the outcome for all ranks; see `Consensus.agree`."""
+        if self.size == 1:
+            return vote
+        self._numbers[0] = -_ORDER.index(vote.mode)
+        self._numbers[1], self._numbers[2] = vote.num_tokens, vote.num_active_loras
+        try:
+            dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"rank {self.rank} found no agreement on a step of {vote.num_tokens} tokens: a rank died or came too "
+                f"late, or the process group was destroyed ({next(iter(str(error).splitlines()), '')})."
+            ) from error
+        mode, num_tokens, num_active_loras = self._numbers
+        return Vote(_ORDER[-mode], num_tokens, num_active_loras)
