@@ -38,6 +38,13 @@ class GraphPool:
     watched: bool = True
 
 
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Milliseconds between two marks of one device; waits until this one is reached."""
+
+
 class Segment(Protocol):
     """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""
 
@@ -136,6 +143,9 @@ class GraphDevice(Protocol):
 
     def release_cached_memory(self) -> None:
         """Return the allocator's unused memory to the device."""
+
+    def mark(self) -> Mark:
+        """Note how far the current stream's work is; cheap, and waits for nothing."""
 
     def free_memory(self) -> int:
         """Return the free bytes of device memory."""

@@ -12,6 +12,7 @@ from simplegraph.batch.planner import plan_sizes
 from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, merged_failures
 
 _MOST_ROWS = 40  # of a table of batch sizes
+_MOST_STEPS = 3  # graphs whose steps are shown
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: #d9480f; --waste: #868e96; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -63,6 +64,7 @@ def _body(report: GraphReport) -> Iterator[str]:
         yield from (f"<pre>{text(message)}</pre>" for _, message in merged_failures(stats.failures))
     if stats.unit != "calls":
         yield from _padding(graphs, stats)
+    yield from _steps([graph for graph in graphs if graph.breaks])
     if report.optimizations:
         yield heading("Optimized")
         yield from map(paragraph, report.optimizations)
@@ -135,6 +137,20 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
         f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
         f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, with as many sizes.</p>"
     )
+
+
+def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
+    """Show the time of each segment and break, as one replay took it, of the piecewise graphs that are used most."""
+    timed = [(graph, costs) for graph in graphs for costs in [list(graph.costs())] if any(cost.ms for cost in costs)]
+    timed.sort(key=lambda pair: pair[0].replays, reverse=True)
+    for graph, costs in timed[:_MOST_STEPS]:
+        longest = max(cost.ms or 0.0 for cost in costs)
+        yield heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
+        rows = [
+            (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
+            for cost in costs
+        ]
+        yield table(("step", "time", ""), rows)
 
 
 def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason]) -> Iterator[str]:

@@ -91,7 +91,7 @@ class GraphCounters:
             proof_seconds: the time that took, the eager runs included.
         inputs: what it was captured for, by argument, as text: dtype and shape, or value.
         inventory: what it touches, if the driver was asked.
-        steps: describes its segments and breaks; see `Program.described_steps`.
+        costs: its steps and their times; see `StepCost`.
         paddings: how often it was replayed, by the number of padding rows, up to the largest that came.
     """
 
@@ -106,7 +106,7 @@ class GraphCounters:
     proof: str = ""
     proof_seconds: float = 0.0
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    steps: Callable[[], Sequence[dict[str, Any]]] = dataclasses.field(default=tuple, repr=False)
+    costs: Callable[[], Sequence[Any]] = dataclasses.field(default=tuple, repr=False)
     inventory: Inventory | None = None
     paddings: list[int] = dataclasses.field(default_factory=list, init=False)
 

@@ -267,8 +267,7 @@ class ProgramTable:
         kind = job.part.partition(",")[0].upper() or job.mode.name  # as the report names such graphs
         what = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
-        steps = program.described_steps
-        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, steps=steps)
+        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
         self._forget_failure(job)
         rows: set[int] | None = set() if self.config.verify else None
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)

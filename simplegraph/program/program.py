@@ -18,8 +18,25 @@ from simplegraph.base.modes import Modes
 from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.generators import default_generator, drew, random_states
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment, order_draws
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Mark, Segment, order_draws
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, rebuilt_call
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """One step of a Program, and what it cost.
+
+    Attributes:
+        kind: "segment" or "break".
+        name: of a break, the function's.
+        nodes: operations in a segment, where the device can say.
+        ms: milliseconds in one replay, launches and waiting included; None until one was timed.
+    """
+
+    kind: str
+    name: str
+    nodes: int | None
+    ms: float | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,6 +78,8 @@ class Program:
             for index, step in enumerate(self.steps)
         ]
         self._choose_replay()
+        self._untimed = 2  # the first replay pays for loading; the second is timed
+        self._marks: list[Mark] = []
 
     def _choose_replay(self) -> None:
         # One step is the common case: calling it directly saves a Python frame on every replay.
@@ -70,9 +89,20 @@ class Program:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._replay_steps()
+        if self._untimed:
+            self._untimed -= 1
+            if not self._untimed:
+                return self._replay_timed()
         for replay in self._replays:
             replay()
         return None
+
+    def _replay_timed(self) -> None:
+        marks = [self.device.mark()]
+        for replay in self._replays:
+            replay()
+            marks.append(self.device.mark())
+        self._marks = marks
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -84,13 +114,16 @@ class Program:
         """List everything kept for replays: outputs, and what breaks are passed and return."""
         return [self.outputs, *[(step.args, step.kwargs, step.rebuilt, step.accepts) for step in self.breaks]]
 
-    def described_steps(self) -> list[dict[str, Any]]:
-        """Describe each step: its kind, a break's name, and how many operations a segment has if the device can say."""
+    def costs(self) -> list[StepCost]:
+        """List its steps, timed once if it was replayed twice; waits for that replay to be over."""
+        times: Sequence[float | None] = [None] * len(self.steps)
+        if self._marks:
+            times = [after.ms_since(before) for before, after in zip(self._marks, self._marks[1:], strict=False)]
         return [
-            {"kind": "break", "name": step.name, "nodes": None}
+            StepCost("break", step.name, None, ms)
             if isinstance(step, Break)
-            else {"kind": "segment", "name": "", "nodes": step.num_nodes}
-            for step in self.steps
+            else StepCost("segment", "", step.num_nodes, ms)
+            for step, ms in zip(self.steps, times, strict=True)
         ]
 
     def result(self) -> Any:

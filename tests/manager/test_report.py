@@ -377,7 +377,7 @@ def test_replays_and_captures_show_in_a_profile(device):
 def test_the_counters_show_as_one_line(served):
     """In a debugger or a log they were pages, with the tensors that keys hold."""
     assert repr(served.graph_stats) == "<GraphStats of Picky: 2 graphs, 5 replays, 6 eager calls>"
-    assert "steps" not in repr(next(iter(served.graph_stats.graphs.values())))
+    assert "costs" not in repr(next(iter(served.graph_stats.graphs.values())))
 
 
 def test_rows_that_replays_served_are_counted_without_padding_also_after_graphs_are_dropped(served):

@@ -32,6 +32,11 @@ class MetaSegment:
         pass
 
 
+class MetaMark:
+    def ms_since(self, earlier: Any) -> float:
+        return 0.0
+
+
 class MetaDevice:
     """The `GraphDevice` protocol on the meta device, with nothing behind it."""
 
@@ -82,6 +87,9 @@ class MetaDevice:
 
     def release_cached_memory(self) -> None:
         pass
+
+    def mark(self) -> MetaMark:
+        return MetaMark()
 
     def free_memory(self) -> int:
         return 0

@@ -37,6 +37,16 @@ class _Capture(NamedTuple):
     generators: Sequence[torch.Generator]
 
 
+class CudaMark(NamedTuple):
+    """A recorded event."""
+
+    event: torch.cuda.Event
+
+    def ms_since(self, earlier: CudaMark) -> float:
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event))
+
+
 class CudaDevice:
     """The `GraphDevice` protocol on one CUDA device.
 
@@ -222,6 +232,11 @@ class CudaDevice:
             self._released = 0
         except RuntimeError as error:  # another thread captures by itself, or allocates from a pool of its own
             logger.debug("the allocator keeps its cache: %s", error)
+
+    def mark(self) -> CudaMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return CudaMark(event)
 
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[0]

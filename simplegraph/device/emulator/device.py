@@ -6,9 +6,10 @@ import collections
 import contextlib
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, overrides
@@ -35,6 +36,15 @@ _functions: Any = overrides  # typed loosely because torch leaves it untyped
 CAPTURE_STREAM = 1
 
 _TOTAL_BYTES = 16 << 30  # of the imagined device
+
+
+class EmulatorMark(NamedTuple):
+    """A point in time; the emulator queues nothing."""
+
+    seconds: float
+
+    def ms_since(self, earlier: EmulatorMark) -> float:
+        return (self.seconds - earlier.seconds) * 1e3
 
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
@@ -205,6 +215,9 @@ class EmulatorDevice:
 
     def release_cached_memory(self) -> None:
         self.cache_releases += 1
+
+    def mark(self) -> EmulatorMark:
+        return EmulatorMark(time.perf_counter())
 
     def free_memory(self) -> int:
         """Count as on a device of its own: exact, so that tests can tell what a capture takes."""

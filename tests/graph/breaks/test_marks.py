@@ -184,14 +184,20 @@ def test_break_at_says_what_is_wrong(args: Any, words: str) -> None:
 # The report.
 
 
-def test_the_report_names_each_break_and_counts_its_calls(device: torch.device) -> None:
+def test_the_report_names_each_break_and_its_share(device: torch.device) -> None:
     model = piecewise(Model(), device, capture_sizes=[4])
     model.capture_graphs(torch.randn(4, 4, device=device))
-    assert "PIECEWISE 4: segments x 2, doubled x 1" in str(model.graph_report())
+    assert "doubled x 1 (timed at the second replay)" in str(model.graph_report())
+    for _ in range(3):
+        model(torch.randn(4, 4, device=device))
+    text = str(model.graph_report())
+    assert "doubled x 1" in text
+    assert "%" in text
     (graph,) = model.graph_report().to_dict()["graphs"]
     assert [(step["kind"], step["name"]) for step in graph["steps"]] == [
         ("segment", ""),
         ("break", "doubled"),
         ("segment", ""),
     ]
+    assert all(step["ms"] > 0 for step in graph["steps"])
     assert graph["steps"][0]["nodes"] == 1
