@@ -15,8 +15,9 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.device.protocol import GraphPool
+from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.encode.lengths import LengthRule, eighths, pad_inputs, read_call
-from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, added, check_counts, named
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.serve.mixin import check_unwrapped, wrap
