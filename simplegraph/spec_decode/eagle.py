@@ -35,8 +35,7 @@ from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.program.breaks.marks import eager_break
 from simplegraph.spec_decode.advance import follow, upcoming
-from simplegraph.spec_decode.buffers import DraftBuffers, Proposals
-from simplegraph.spec_decode.model import DraftModel
+from simplegraph.spec_decode.buffers import DraftBuffers, DraftModel, Proposals
 
 _MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
