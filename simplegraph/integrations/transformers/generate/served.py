@@ -157,7 +157,7 @@ class ServedGeneration:
     @property
     def has_states(self) -> bool:
         """True if the cache has states, which steps overwrite."""
-        return self._store is not None and any(states is not None for states in self._store.layout.states)
+        return self._store is not None and self._store.layout.has_states
 
     def may_go_on(self, steps: int) -> bool:
         """True if the next steps can be taken without the model's loop; it is asked after each of its steps.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from simplegraph.base.errors import StaleGraphError
-from simplegraph.integrations.transformers.generate.cache.layouts import StatesLayout, set_state, state_tensors
+from simplegraph.integrations.transformers.generate.cache.layouts import PLAIN, LayerLayout, Part, set_state
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -87,13 +86,15 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.keys.shape[2])
 
 
-def layer_with_states(layout: StatesLayout, tensors: Sequence[Tensor], keyed: FixedLayer) -> Any:
-    """Make a layer of the layout's class whose states are these tensors; its keys and values are those of `keyed`."""
+def layer_with_states(layout: LayerLayout, states: Mapping[Part, Tensor], keyed: FixedLayer) -> Any:
+    """Make a layer of the layout's class with these states, and with the keys and values of `keyed`."""
+    if layout.kind in PLAIN:
+        return keyed
     layer: Any = object.__new__(_class_with_states(layout.kind))
     copies = {name: dict(value) if isinstance(value, dict) else value for name, value in layout.attributes.items()}
     keys_and_values = vars(keyed) if isinstance(layer, FixedLayer) else {}
     vars(layer).update({**keys_and_values, **copies})
-    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
+    for part, tensor in states.items():
         set_state(layer, part, tensor)
     return layer
 
@@ -105,18 +106,3 @@ def _class_with_states(kind: type) -> type:
         return kind
     states = tuple(base for base in kind.__bases__ if not issubclass(base, CacheLayerMixin))
     return type(f"Fixed{kind.__name__}", (FixedLayer, *states), {})
-
-
-def check_states(layer: Any, layout: StatesLayout, tensors: Sequence[Tensor]) -> None:
-    """Refuse a model that gave a layer other tensors for its states, instead of writing to the memory of these.
-
-    Raises:
-        StaleGraphError: a tensor has another address.
-    """
-    found = state_tensors(layer)
-    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
-        if part not in found or found[part].data_ptr() != tensor.data_ptr():
-            raise StaleGraphError(
-                f"a step replaces {part[0]} of a {layout.kind.__name__} instead of writing to it, so that a replay "
-                "would read the old one; expected states that keep their memory. Call remove() on this model's graphs."
-            )

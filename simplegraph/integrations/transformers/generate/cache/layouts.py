@@ -14,79 +14,66 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from simplegraph.base.reasons import CannotBind, Reason
 
 # Layers of keys and values, and those that have states beside them; older releases lack the latter.
+PLAIN: tuple[Any, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
 _HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-_KEYED: tuple[Any, ...] = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    *(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name)),
-)
+_KEYED = (*PLAIN, *(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name)))
 _ANY_ELEMENTS = 64
 # Attributes of layers that `FixedLayer` stands in for.
 _NO_STATES = {"keys", "values", "cumulative_length", "is_initialized", "sliding_window", "_sliding_window_tensor"}
 
+Part = tuple[str, Any]  # a layer's attribute, and the key of a tensor in it; None if it is the tensor
+KEYS_AND_VALUES: tuple[Part, Part] = (("keys", None), ("values", None))
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerLayout:
-    """The properties that the memory of one layer's keys and values depends on.
-
-    Attributes:
-        key: heads, elements and dtype of keys; value: the same of values, whose dtype differs under autocast.
-        window: tokens that the layer's attention reaches back; None if that is unlimited.
-    """
-
-    key: tuple[int, int, torch.dtype]
-    value: tuple[int, int, torch.dtype]
-    device: torch.device
-    window: int | None = None
-
-    @classmethod
-    def of(cls, layer: Any) -> LayerLayout | None:
-        """Derive it from a filled layer of a `DynamicCache`; None if the layer is empty, or has states only.
-
-        Raises:
-            CannotBind: the layer is of another kind.
-        """
-        if getattr(layer, "record_past", False) or not (_has_states_only(layer) or type(layer) in _KEYED):
-            raise CannotBind(Reason.GENERATION, f"a {type(layer).__name__} in the cache")
-        if _has_states_only(layer) or not layer.is_initialized or layer.keys is None or not layer.keys.numel():
-            return None
-        key, value = ((part.shape[1], part.shape[3], part.dtype) for part in (layer.keys, layer.values))
-        window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
-        return cls(key, value, layer.keys.device, window)
-
-
-Part = tuple[str, Any]  # a layer's attribute, and the key of a tensor in it; None if it is the tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class StatesLayout:
-    """The states of one layer: tensors that do not grow, which each step overwrites, as state space models have them.
+    """The tensors of one layer: keys and values, which grow, and states, which each step overwrites.
 
     Attributes:
         kind: the layer's class.
-        parts: the tensors' places in the layer -> (shape of one row, dtype, device).
-        settings: all other attributes of the layer, as text.
+        parts: the tensors' places in the layer -> (shape of one row, dtype, device): keys and values first, if it is
+            used, whose shape is (heads, None, elements), and whose dtypes differ under autocast; then its states.
+        window: tokens that the layer's attention reaches back; None if that is unlimited.
+        settings: all other attributes of a layer that can have states, as text.
         attributes: those attributes, without the tensors.
     """
 
     kind: type
-    parts: tuple[tuple[Part, tuple[tuple[int, ...], torch.dtype, torch.device]], ...]
-    settings: str
-    attributes: Mapping[str, Any] = dataclasses.field(compare=False)
+    parts: tuple[tuple[Part, tuple[tuple[int | None, ...], torch.dtype, torch.device]], ...]
+    window: int | None = None
+    settings: str = ""
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, layer: Any) -> StatesLayout | None:
-        """Derive it from a layer that a prefill filled; None if layers of this kind have keys and values only."""
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            return None
+    def of(cls, layer: Any) -> LayerLayout:
+        """Derive it from a layer that a prefill filled.
+
+        Raises:
+            CannotBind: the layer is of another kind.
+        """
+        keyed, window = not _has_states_only(layer), None
+        if getattr(layer, "record_past", False) or (keyed and type(layer) not in _KEYED):
+            raise CannotBind(Reason.GENERATION, f"a {type(layer).__name__} in the cache")
+        parts: list[Any] = []
+        if keyed and layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            for part, tensor in zip(KEYS_AND_VALUES, (layer.keys, layer.values), strict=True):
+                parts.append((part, ((tensor.shape[1], None, tensor.shape[3]), tensor.dtype, tensor.device)))
+            window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if type(layer) in PLAIN:
+            return cls(type(layer), tuple(parts), window)
         tensors = state_tensors(layer)
-        parts = tuple((part, (tuple(state.shape[1:]), state.dtype, state.device)) for part, state in tensors.items())
+        parts += [(part, (tuple(state.shape[1:]), state.dtype, state.device)) for part, state in tensors.items()]
         names = {name for name, _ in tensors}
         plain = {name: value for name, value in _own_attributes(layer).items() if name not in names}
         rest = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
         # Containers are those of this generation's layer.
         copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | rest).items()}
-        return cls(type(layer), parts, repr(sorted(plain.items())), copies)
+        return cls(type(layer), tuple(parts), window, repr(sorted(plain.items())), copies)
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the layer is used for keys and values."""
+        return self.parts[:1] != () and self.parts[0][0] == KEYS_AND_VALUES[0]
 
 
 def state_tensors(layer: Any) -> dict[Part, Tensor]:
@@ -129,14 +116,12 @@ class CacheLayout:
     """The caches that a `CacheStore` is made for.
 
     Attributes:
-        layers, cross: layouts of the layers of self-attention and of cross-attention; None for an unused layer.
-        states: layouts of the states in the layers of self-attention; None for a layer without.
+        layers, cross: layouts of the layers of self-attention and of cross-attention.
         hidden: elements and dtype of an encoder's hidden states, and the class of its outputs; None without an encoder.
     """
 
-    layers: tuple[LayerLayout | None, ...]
-    states: tuple[StatesLayout | None, ...]
-    cross: tuple[LayerLayout | None, ...] = ()
+    layers: tuple[LayerLayout, ...]
+    cross: tuple[LayerLayout, ...] = ()
     hidden: tuple[int, torch.dtype, type] | None = None
 
     @classmethod
@@ -146,20 +131,24 @@ class CacheLayout:
         Raises:
             CannotBind: a layer is of another kind, or the lengths of cross-attention and `hidden` differ.
         """
-        layers, states = tuple(map(LayerLayout.of, own.layers)), tuple(map(StatesLayout.of, own.layers))
+        layers = tuple(map(LayerLayout.of, own.layers))
         if hidden is None:
-            return cls(layers, states)
+            return cls(layers)
         crossed = tuple(map(LayerLayout.of, cross.layers))
-        if any(
-            used and layer.keys.shape[2] != hidden.shape[1] for used, layer in zip(crossed, cross.layers, strict=True)
-        ):
+        pairs = zip(crossed, cross.layers, strict=True)
+        if any(layout.has_keys and layer.keys.shape[2] != hidden.shape[1] for layout, layer in pairs):
             raise CannotBind(Reason.GENERATION, "cross-attention keys differ in length from the encoder's outputs")
-        return cls(layers, states, crossed, (hidden.shape[2], hidden.dtype, outputs))
+        return cls(layers, crossed, (hidden.shape[2], hidden.dtype, outputs))
 
     @property
     def first(self) -> int | None:
         """Index of the first layer of self-attention with keys and values; None if all have states only."""
-        return next((index for index, layer in enumerate(self.layers) if layer is not None), None)
+        return next((index for index, layer in enumerate(self.layers) if layer.has_keys), None)
+
+    @property
+    def has_states(self) -> bool:
+        """True if layers can have states."""
+        return any(layer.kind not in PLAIN for layer in self.layers)
 
     @property
     def kept(self) -> tuple[int, torch.dtype, torch.device]:
@@ -168,10 +157,8 @@ class CacheLayout:
         Raises:
             CannotBind: the cache is empty.
         """
-        for layer, states in zip(self.layers, self.states, strict=True):
-            if layer is not None:
-                return layer.key[1], layer.key[2], layer.device
-            if states is not None and states.parts:
-                _, dtype, device = states.parts[0][1]
-                return _ANY_ELEMENTS, dtype, device
+        for layer in self.layers:
+            if layer.parts:
+                shape, dtype, device = layer.parts[0][1]
+                return shape[-1] if layer.has_keys and shape[-1] else _ANY_ELEMENTS, dtype, device
         raise CannotBind(Reason.GENERATION, "an empty cache: the model keeps what it remembers elsewhere")
