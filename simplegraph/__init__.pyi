@@ -34,8 +34,8 @@ from simplegraph.fused.first_use import Preload as Preload
 from simplegraph.fused.first_use import preload as preload
 from simplegraph.fused.optimizing.optimize import Optimization as Optimization
 from simplegraph.fused.optimizing.optimize import optimize as optimize
-from simplegraph.integrations.parts import GraphedParts as GraphedParts
-from simplegraph.integrations.parts import PartsReport as PartsReport
+from simplegraph.integrations.graphed_parts import GraphedParts as GraphedParts
+from simplegraph.integrations.graphed_parts import PartsReport as PartsReport
 from simplegraph.integrations.parts import wrap_parts as wrap_parts
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate

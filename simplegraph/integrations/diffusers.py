@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.integrations.parts import GraphedParts
+from simplegraph.integrations.graphed_parts import GraphedParts
 from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
 
 __all__ = ["graph_pipeline"]

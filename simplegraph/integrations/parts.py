@@ -1,9 +1,8 @@
-"""Graphs for parts of a model, in place; `wrap_parts` gives them to the largest submodules that can have them."""
+"""`wrap_parts`: gives graphs to the largest submodules of a model that can have them."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,106 +15,14 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
+from simplegraph.integrations.graphed_parts import GraphedParts
 from simplegraph.manager.differences import cloned, first_difference
-from simplegraph.manager.report import GraphReport
 from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
 
 # Eager calls after which graphs may serve.
 _SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
-_SHOWN = 4  # names in a line
 _RUNS = 8  # of the model, until parts that can have graphs have replayed
 _DEFAULTS: dict[str, Any] = {"progress": False, "max_signatures": 64}  # of parts that are called several times
-
-
-Places = Sequence[tuple[Any, str]]  # objects, and the attribute under which each holds a part
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PartsReport:
-    """The reports of a model's parts. ``print(report)`` shows them one after another.
-
-    Attributes:
-        parts: the report of each, by name.
-        skipped: why other parts have no graphs, by name.
-    """
-
-    parts: Mapping[str, GraphReport]
-    skipped: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything in the reports as plain values."""
-        return {"parts": {name: part.to_dict() for name, part in self.parts.items()}, "skipped": dict(self.skipped)}
-
-    def __str__(self) -> str:
-        reasons: dict[str, list[str]] = collections.defaultdict(list)
-        for name, why in self.skipped.items():
-            reasons[why].append(name)
-        lines = [f"{name}: {part}" for name, part in self.parts.items()]
-        for why, names in reasons.items():
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            runs = "runs" if len(names) == 1 else "run"
-            lines.append(f"{', '.join(names[:_SHOWN])}{more} {runs} eagerly: {why}")
-        return "\n".join(lines) or "no part has graphs: the model has no submodules that could have any"
-
-    __repr__ = __str__
-
-
-class GraphedParts:
-    """Handle of a model whose parts go through graphs: has their reports, and `remove` to undo it.
-
-    As a context manager it calls `remove` at the end. It can be dropped: the parts stay as they are.
-
-    Args:
-        model: what has the parts.
-
-    Attributes:
-        parts: the wrapped parts by name; skipped: why others are not, by name.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.parts: dict[str, Any] = {}
-        self.skipped: dict[str, str] = {}
-        self._before: dict[str, list[tuple[Any, str, Any]]] = {}
-
-    def put(self, name: str, wrapped: Any, places: Places) -> None:
-        """Put a wrapped part in its places."""
-        self.parts[name] = wrapped
-        self._before[name] = [(holder, attribute, getattr(holder, attribute)) for holder, attribute in places]
-        for holder, attribute in places:
-            setattr(holder, attribute, wrapped)
-
-    def take_out(self, name: str) -> None:
-        """Put back what was in the places of a part, and drop its graphs."""
-        wrapped = self.parts[name]
-        for holder, attribute, original in self._before.pop(name, ()):
-            if getattr(holder, attribute, None) is wrapped:  # else somebody has replaced it since
-                setattr(holder, attribute, original)
-        wrapped.reset_graphs()
-
-    def report(self) -> PartsReport:
-        """Report captures, replays and what ran eagerly, for each part."""
-        return PartsReport({name: part.graph_report() for name, part in self.parts.items()}, self.skipped)
-
-    def reset(self) -> None:
-        """Drop all graphs; later calls capture again."""
-        for part in self.parts.values():
-            part.reset_graphs()
-
-    def remove(self) -> None:
-        """Put the model's own parts back and drop the graphs; a second call does nothing."""
-        for name in self.parts:
-            self.take_out(name)
-
-    def __repr__(self) -> str:
-        """Show the model and its parts that have graphs."""
-        return f"<{type(self).__name__} of {type(self.model).__name__}: {', '.join(self.parts)}>"
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
 
 def wrap_parts(
