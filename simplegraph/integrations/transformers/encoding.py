@@ -1,0 +1,383 @@
+"""`graph_encoder`: runs an encoder's calls through graphs, padded to captured batch sizes and lengths."""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.batch.sizes import default_sizes
+from simplegraph.call.outputs import unreturnable
+from simplegraph.device.protocol import GraphPool
+from simplegraph.integrations.lengths import added, cut_outputs, grown_dims
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
+from simplegraph.integrations.transformers.refusals import check_model
+from simplegraph.manager.differences import first_difference
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.serve.mixin import check_unwrapped, wrap
+
+_SIGNATURES = 4  # of a length: with and without a mask, with some flags
+_SEQUENCES = ("input_ids", "inputs_embeds")  # the first of these that is given defines batch size and length
+_NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")
+_ROW_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
+
+
+class EncoderStep(ModelStep):
+    """Calls the model's own forward with keyword arguments."""
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the model."""
+        return self.run_model(**inputs)
+
+
+class GraphedEncoder(GraphedModel):
+    """Handle of an encoder whose calls go through graphs: has its counters, and `remove` to undo it.
+
+    Args:
+        model: the model.
+        step: a wrapped `EncoderStep` of the model.
+        lengths: lengths in tokens to pad to.
+        max_batch_size: rows of the largest batch.
+    """
+
+    def __init__(self, model: Any, step: Any, *, lengths: Sequence[int], max_batch_size: int) -> None:
+        self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
+        self._signature = inspect.signature(type(model).forward)
+        self._rules: dict[Hashable, LengthRule] = {}
+        self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
+        self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
+        super().__init__(model, step, {"forward": self._forward})
+
+    def capture(
+        self,
+        sizes: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        *,
+        inputs: Collection[str] | None = None,
+    ) -> CaptureSummary:
+        """Capture all batch sizes and lengths now, so that no later call waits for a capture.
+
+        Made-up tokens are passed, with a mask and, where the encoder tells a batch of full length from others, without.
+        The first call of each batch size is still a proof, which runs eagerly.
+
+        Args:
+            sizes: batch sizes, in place of those that `graph_encoder` was given; what was captured before is dropped.
+            lengths: lengths in tokens, likewise.
+            inputs: names of the tensors that later calls pass, of `input_ids`, `attention_mask` and `token_type_ids`;
+                None takes the last of them if the model tells segments apart.
+
+        Returns:
+            What was captured, and how long it took.
+
+        Raises:
+            ConfigError: a size or length is no whole number of at least 1.
+        """
+        if sizes is not None or lengths is not None:
+            lengths = self._lengths if lengths is None else sorted(lengths)
+            check_counts("lengths", lengths)
+            chosen: Any = {} if sizes is None else {"capture_sizes": sizes}
+            self._step.configure_graphs(max_signatures=_SIGNATURES * len(lengths), **chosen)
+            self._lengths, self._max_batch_size = lengths, max(sizes or [self._max_batch_size])
+        if inputs is None:
+            segments = getattr(self.model.config, "type_vocab_size", 0) > 1
+            inputs = _ROW_INPUTS[:3] if segments else _ROW_INPUTS[:2]
+        summaries = {}
+        with torch.no_grad():
+            self._check_state()
+            for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and what is cut
+                self._run_padded(self._step.run_model, self._example(length, inputs))
+            for length in reversed(self._lengths):
+                example = self._example(length, {*inputs, "attention_mask"})
+                summaries[f"{length} tokens"] = self._step.capture_graphs(**example)
+                if "attention_mask" not in inputs or not self._keeps_masks:
+                    del example["attention_mask"]
+                    summaries[f"{length} tokens without a mask"] = self._step.capture_graphs(**example)
+        return added(summaries)
+
+    def _example(self, length: int, inputs: Collection[str]) -> dict[str, Tensor]:
+        """Make up a batch of the largest size; nothing of it is padding."""
+        shape, device = (self._max_batch_size, max(1, length)), self.model.device
+        tokens = torch.arange(shape[0] * shape[1], device=device).remainder(self.model.config.vocab_size).view(shape)
+        made = tokens, torch.ones_like(tokens), torch.zeros_like(tokens)
+        return {name: value for name, value in zip(_ROW_INPUTS, made, strict=False) if name in inputs}
+
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of the model."""
+        try:
+            self._check_state()
+            return self._run_padded(forward, self._by_name(args, kwargs))
+        except CannotBind as error:
+            self.stats.ran_eagerly(error.reason, error.detail, error.size)
+            return forward(*args, **kwargs)
+
+    def _check_state(self) -> None:
+        """Refuse a call because of the model's state."""
+        if torch.is_grad_enabled():
+            raise CannotBind(Reason.GRAD, "")
+        check_model(self.model)
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not args:
+            return kwargs
+        call = self._signature.bind(self.model, *args, **kwargs)
+        return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
+
+    def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        inputs, flags, (rows, length) = read_call(given)
+        if rows > self._max_batch_size:
+            found = f"{rows} rows, the largest is {self._max_batch_size}"
+            raise CannotBind(
+                Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
+            )
+        if length > self._lengths[-1]:
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
+        values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
+        rule = self._rules.get((tuple(inputs), False, values))
+        whole = rule is not None and rule.leaves_whole(length)
+        padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape != (rows, length):  # not one of tokens
+            mask = None
+        full = pad_inputs(inputs, rows, length, padded, self._pad_token)
+        unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
+        if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
+            del full["attention_mask"]
+        elif padded == length:
+            return self._step(**full, **flags)
+        key = (tuple(inputs), unmasked, values)
+        rule = self._rules.get(key)
+        if rule is None:
+            outputs = forward(**given)
+            visible = None if mask is None else mask.bool()
+            rule = LengthRule.between(outputs, self._step(**full, **flags), length, padded, visible)
+            self._rules[key] = rule
+            self._keeps_masks |= unmasked and rule.refuses
+            return outputs
+        rule.check(length)
+        return rule.cut(self._step(**full, **flags), length)
+
+
+def graph_encoder(
+    model: Any,
+    *,
+    max_batch_size: int = 64,
+    lengths: Sequence[int] | None = None,
+    capture_sizes: Sequence[int] | None = None,
+    pool: GraphPool | None = None,
+) -> GraphedEncoder:
+    """Run the encoder's calls through CUDA graphs from now on, one graph per padded batch size and length.
+
+    Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real tokens.
+    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls are not padded,
+    and a length gets graphs of its own when it comes again. What a model returns for tokens that the caller's own mask
+    hides is not compared, and may differ. A batch of full lengths runs without its mask where the model's own forward
+    does.
+
+        with graph_encoder(model) as graphs:
+            hidden = model(input_ids, attention_mask=mask).last_hidden_state
+
+    Args:
+        model: an encoder of transformers that takes an attention mask, with or without a head; or a sentence encoder
+            (``SentenceTransformer``), whose language model is served then, below its `encode`.
+        max_batch_size: rows of the largest batch.
+        lengths: lengths in tokens to capture; None takes 16, 32, ... in steps of at most an eighth, up to the model's
+            `max_position_embeddings`, or 512.
+        capture_sizes: batch sizes to capture; None takes the default ones up to `max_batch_size`.
+        pool: graph memory to share with other wrappers; see `graph_pool`.
+
+    Returns:
+        A handle with `report`, `stats` and `remove`; as a context manager it calls `remove` at the end.
+
+    Raises:
+        ConfigError: `model` is no such model, or a setting is invalid.
+    """
+    model = _language_model(model)
+    _check_encoder(model)
+    if lengths is None:
+        lengths = eighths(getattr(model.config, "max_position_embeddings", None) or 512)
+    check_counts("lengths", lengths)
+    step = wrap(
+        named(EncoderStep, type(model).__name__)(model),
+        pool=pool,
+        batch_dims=dict.fromkeys(_ROW_INPUTS, 0),
+        max_signatures=_SIGNATURES * len(lengths),
+        progress=False,
+        capture_sizes=capture_sizes or default_sizes(max_batch_size),
+    )
+    return GraphedEncoder(model, step, lengths=lengths, max_batch_size=max(capture_sizes or [max_batch_size]))
+
+
+def _language_model(model: Any) -> Any:
+    """Return the model of transformers inside a sentence encoder; other models as they are."""
+    if isinstance(model, PreTrainedModel) or not callable(getattr(model, "encode", None)):
+        return model
+    inside = (child for child in getattr(model, "modules", tuple)() if isinstance(child, PreTrainedModel))
+    return next(inside, model)  # the outermost comes first
+
+
+def _check_encoder(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"graph_encoder got a {type(model).__name__}; expected a model of transformers.")
+    check_unwrapped(model, "graph_encoder")
+    parameters = inspect.signature(type(model).forward).parameters
+    if "attention_mask" not in parameters:
+        raise ConfigError(f"{type(model).__name__}.forward takes no attention_mask, so its lengths cannot be padded.")
+    if not {"input_ids", "inputs_embeds"} & parameters.keys():
+        takes = next(iter(list(parameters)[1:]), "nothing")
+        raise ConfigError(
+            f"graph_encoder pads tokens, and {type(model).__name__}.forward takes {takes}, neither input_ids nor "
+            "inputs_embeds: use simplegraph.wrap(model)."
+        )
+
+
+# The inputs and outputs of one call.
+
+
+def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+    """Return the tensors of a call, its other arguments, and its rows and length in tokens.
+
+    Raises:
+        CannotBind: the call has no sequence, or an argument that cannot be padded with it.
+    """
+    sequence = next((given[name] for name in _SEQUENCES if given.get(name) is not None), None)
+    if not isinstance(sequence, Tensor) or sequence.dim() < 2:
+        raise CannotBind(Reason.OPAQUE_ARGUMENT, "neither input_ids nor inputs_embeds")
+    rows, length = sequence.shape[:2]
+    inputs, flags = {}, {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in _NEVER_PADDED:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} was given")
+        if not isinstance(value, Tensor):
+            if type(value).__hash__ is None and not isinstance(value, (list, dict)):
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
+            flags[name] = value
+        elif value.shape[:2] == (rows, length) and value.dim() <= sequence.dim():
+            inputs[name] = value
+        else:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)}")
+    return inputs, flags, (rows, length)
+
+
+def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
+    """Pad inputs (rows, length, ...) on the right, and add a mask of the real tokens if none is given.
+
+    Args:
+        inputs: by name.
+        rows: their rows.
+        length: in tokens.
+        padded: the length to pad to; nothing is done if it is the same.
+        pad_token: what `input_ids` are padded with; other inputs get zeros.
+    """
+    if padded == length:
+        return inputs
+    first = next(iter(inputs.values()))
+    if "attention_mask" not in inputs:
+        inputs = inputs | {"attention_mask": torch.ones(rows, length, dtype=torch.int64, device=first.device)}
+    return {
+        name: F.pad(
+            value, [0] * (2 * value.dim() - 3) + [padded - length], value=pad_token if name == "input_ids" else 0
+        )
+        for name, value in inputs.items()
+    }
+
+
+class LengthRule:
+    """Cuts a model's padded outputs to a length, in the dimensions that grow with it.
+
+    Args:
+        grown: the dimensions that grow with the length, by output.
+        refusal: what else padding changes, if anything: such calls cannot be padded.
+        reason: of the refusal.
+    """
+
+    def __init__(self, grown: list[tuple[int, int]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
+        self._grown = grown
+        self._refusal, self._reason = refusal, reason
+        self._refused: set[int] = set()  # lengths
+
+    @classmethod
+    def between(
+        cls, outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None = None
+    ) -> LengthRule:
+        """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
+
+        Args:
+            outputs: as it is.
+            padded_outputs: padded, or without its mask.
+            length: of the first, in tokens.
+            padded: of the others.
+            visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
+        """
+        (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
+        opaque = unreturnable(leaves)
+        if opaque is not None:
+            return cls([], opaque, Reason.UNSUPPORTED_OUTPUT)
+        changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
+        if spec != padded_spec:
+            return cls([], f"{changed}, the structure of the outputs changes")
+        pairs = zip(leaves, padded_leaves, strict=True)
+        grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
+        for index, dim in grown:
+            leaf, other = leaves[index], padded_leaves[index]
+            if (leaf.shape[dim], other.shape[dim]) != (length, padded):
+                return cls([], f"{changed}, an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}")
+        cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
+        found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
+        return cls(grown) if found is None else cls([], f"{changed}, {found}")
+
+    @property
+    def refuses(self) -> bool:
+        """True if such calls cannot be padded."""
+        return bool(self._refusal)
+
+    def leaves_whole(self, length: int) -> bool:
+        """True if a call of this length was refused because padding changes its outputs: it is served as it is."""
+        return length in self._refused and self._reason is Reason.LENGTH_PADDING
+
+    def check(self, length: int) -> None:
+        """Refuse a call of this length if padding would change its outputs.
+
+        Raises:
+            CannotBind: padding changes them.
+        """
+        if self._refusal:
+            self._refused.add(length)
+            raise CannotBind(self._reason, self._refusal)
+
+    def cut(self, outputs: Any, length: int) -> Any:
+        """Cut the outputs to the real tokens."""
+        leaves, spec = flatten(outputs)
+        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(self._grown, length)))
+
+
+def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:
+    """Zero what outputs hold for tokens that the mask hides, in all dimensions that follow the length."""
+    leaves = list(leaves)
+    if visible is None:
+        return leaves
+    for index, dim in grown:
+        leaf = leaves[index]
+        if leaf.shape[0] == visible.shape[0]:
+            shape = [size if at in (0, dim) else 1 for at, size in enumerate(leaf.shape)]
+            leaves[index] = leaf.masked_fill(~visible.view(shape), 0)
+    return leaves
+
+
+def eighths(largest: int) -> list[int]:
+    """List 16, 32 and so on up to `largest`, each at most an eighth of a power of two above the one before."""
+    lengths, length = [], 16
+    while length < largest:
+        lengths.append(length)
+        length += max(16, (1 << length.bit_length() - 1) // 8)
+    return [*lengths, largest]
