@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import functools
-import gc
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +29,7 @@ from simplegraph.device.cuda.inventory.host import Piece, ProcessMemory
 from simplegraph.device.cuda.inventory.nodes import KernelFunction, NodeReader
 from simplegraph.device.cuda.inventory.reading import device_memory
 from simplegraph.device.cuda.inventory.structures import KernelParameters
+from simplegraph.fused.first_use import without_collections
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
@@ -186,7 +185,7 @@ class CudaGraphs(GraphMethods):
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
-            with _paused_collection():
+            with without_collections():  # a graph that the collector destroyed would break the capture
                 reading = self._read(self._under_capture())  # a graph may be gone when its capture has ended
                 original(graph)
             self._audit.capture_ended(graph, reading)
@@ -215,18 +214,6 @@ class CudaGraphs(GraphMethods):
             reading.notes[f"{type(error).__name__}: {error}"] += 1
         reading.seconds = time.perf_counter() - started
         return reading
-
-
-@contextlib.contextmanager
-def _paused_collection() -> Iterator[None]:
-    """Keep the garbage collector away from a capture: a graph that it destroyed would break it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _ShapedReader(NodeReader):

@@ -387,7 +387,7 @@ class Audit:
                 found.append(self._report(graph, use, *verdict))
         for use in (use for uses in graph.watched.values() for use in uses if (use.owner, use.slot) not in graph.uses):
             verdict = judge(use, blocks, survey)
-            if verdict is not None and verdict.kind == "stale":
+            if verdict is not None and verdict[0] == "stale":
                 found.append(self._report(graph, use._replace(node=graph.reading.unread), *verdict))
         return found
 
