@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -141,8 +142,8 @@ class OutputLengths:
     """Cuts the outputs of padded calls of one kind to what the caller's own length gives."""
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[int, int], SizeRule] = {}  # by output and dimension
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all outputs, by length
+        self._sizes: dict[tuple[int, int], SizeRule] = collections.defaultdict(SizeRule)  # by output and dimension
+        self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
         self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
         self._compared: set[int] = set()
@@ -167,7 +168,7 @@ class OutputLengths:
         if not known or length < self._least.get(padded, length + 1):
             return None
         if length not in self._known:
-            found = {at: rule.predict(length) for at, rule in self._sizes.items()}
+            found = {at: self._sizes[at].predict(length) for at in self._grown}
             sizes = {at: size for at, size in found.items() if size is not None}
             if len(sizes) < len(found):
                 return None
@@ -178,18 +179,19 @@ class OutputLengths:
 
     def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
         """Learn from what one call as it is, and padded, returned and left."""
-        (leaves, spec), (others, other_spec) = (run.leaves, run.spec), (padded_run.leaves, padded_run.spec)
-        opaque = unreturnable(leaves)
-        if opaque is not None:
-            self._refusal = CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+        leaves, others, said = run.leaves, padded_run.leaves, f"from {length} to {padded}"
+        refusal = unlike_outputs((leaves, run.spec), (others, padded_run.spec), said)
+        if refusal is not None:
+            self._refusal = refusal
             return
-        said = f"from {length} to {padded}"
-        if spec != other_spec:
-            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, the structure of the outputs changes")
-            return
-        self._learn_sizes(length, padded, leaves, others)
+        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            self._grown |= {(index, dim) for dim in grown_dims(leaf, other)}
+            for seen, output in ((length, leaf), (padded, other)):
+                for dim, size in enumerate(output.shape if isinstance(output, Tensor) else ()):
+                    self._sizes[index, dim].learn(seen, size)
+        self._known.clear()
         self._least[padded] = min(length, self._least.get(padded, length))
-        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
+        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown})
         found = first_difference(cut, leaves)
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
@@ -198,22 +200,6 @@ class OutputLengths:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
         if not otherwise:  # once may be a cache that grew
             self._compared.add(length)
-
-    def _learn_sizes(self, length: int, padded: int, leaves: Sequence[Any], others: Sequence[Any]) -> None:
-        """Learn how sizes follow the length; what grows for the first time did not at lengths that were seen before."""
-        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-            for dim in grown_dims(leaf, other):
-                if (index, dim) not in self._sizes:
-                    rule = self._sizes[index, dim] = SizeRule()
-                    for seen, shapes in self._shapes.items():
-                        rule.learn(seen, shapes[index][dim])
-        for (index, dim), rule in self._sizes.items():
-            rule.learn(length, leaves[index].shape[dim])
-            rule.learn(padded, others[index].shape[dim])
-        for seen, values in ((length, leaves), (padded, others)):
-            if seen in self._shapes or len(self._shapes) < _MAX_LENGTHS:
-                self._shapes[seen] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in values]
-        self._known.clear()
 
 
 class PaddedCall:
@@ -359,6 +345,16 @@ class LengthBuckets:
 
 def _declared(declared: Mapping[str, Any], name: str) -> Any:
     return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
+
+
+def unlike_outputs(run: tuple[Any, TreeSpec], other: tuple[Any, TreeSpec], changed: str) -> CannotBind | None:
+    """Return why outputs cannot be compared with those of a padded call, as leaves and structure; None if they can."""
+    opaque = unreturnable(run[0])
+    if opaque is not None:
+        return CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+    if run[1] != other[1]:
+        return CannotBind(Reason.LENGTH_PADDING, f"{changed}, the structure of the outputs changes")
+    return None
 
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:

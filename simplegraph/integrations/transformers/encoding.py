@@ -16,9 +16,8 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
-from simplegraph.call.outputs import unreturnable
 from simplegraph.device.protocol import GraphPool
-from simplegraph.integrations.lengths import added, cut_outputs, grown_dims
+from simplegraph.integrations.lengths import added, cut_outputs, grown_dims, unlike_outputs
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.manager.differences import first_difference
@@ -160,7 +159,7 @@ class GraphedEncoder(GraphedModel):
             visible = None if mask is None else mask.bool()
             rule = LengthRule.between(outputs, self._step(**full, **flags), length, padded, visible)
             self._rules[key] = rule
-            self._keeps_masks |= unmasked and rule.refuses
+            self._keeps_masks |= unmasked and rule.refusal is not None
             return outputs
         rule.check(length)
         return rule.cut(self._step(**full, **flags), length)
@@ -298,12 +297,10 @@ class LengthRule:
     Args:
         grown: the dimensions that grow with the length, by output.
         refusal: what else padding changes, if anything: such calls cannot be padded.
-        reason: of the refusal.
     """
 
-    def __init__(self, grown: list[tuple[int, int]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
-        self._grown = grown
-        self._refusal, self._reason = refusal, reason
+    def __init__(self, grown: list[tuple[int, int]], refusal: CannotBind | None = None) -> None:
+        self._grown, self.refusal = grown, refusal
         self._refused: set[int] = set()  # lengths
 
     @classmethod
@@ -319,31 +316,28 @@ class LengthRule:
             padded: of the others.
             visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
         """
-        (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
-        opaque = unreturnable(leaves)
-        if opaque is not None:
-            return cls([], opaque, Reason.UNSUPPORTED_OUTPUT)
+        run, padded_run = flatten(outputs), flatten(padded_outputs)
         changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
-        if spec != padded_spec:
-            return cls([], f"{changed}, the structure of the outputs changes")
+        refusal = unlike_outputs(run, padded_run, changed)
+        if refusal is not None:
+            return cls([], refusal)
+        (leaves, _), (padded_leaves, _) = run, padded_run
         pairs = zip(leaves, padded_leaves, strict=True)
         grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
+        found = None
         for index, dim in grown:
             leaf, other = leaves[index], padded_leaves[index]
             if (leaf.shape[dim], other.shape[dim]) != (length, padded):
-                return cls([], f"{changed}, an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}")
-        cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
-        found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
-        return cls(grown) if found is None else cls([], f"{changed}, {found}")
-
-    @property
-    def refuses(self) -> bool:
-        """True if such calls cannot be padded."""
-        return bool(self._refusal)
+                found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
+        if found is None:
+            cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
+            found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
+        return cls(grown, None if found is None else CannotBind(Reason.LENGTH_PADDING, f"{changed}, {found}"))
 
     def leaves_whole(self, length: int) -> bool:
         """True if a call of this length was refused because padding changes its outputs: it is served as it is."""
-        return length in self._refused and self._reason is Reason.LENGTH_PADDING
+        refusal = self.refusal
+        return refusal is not None and refusal.reason is Reason.LENGTH_PADDING and length in self._refused
 
     def check(self, length: int) -> None:
         """Refuse a call of this length if padding would change its outputs.
@@ -351,9 +345,9 @@ class LengthRule:
         Raises:
             CannotBind: padding changes them.
         """
-        if self._refusal:
+        if self.refusal is not None:
             self._refused.add(length)
-            raise CannotBind(self._reason, self._refusal)
+            raise self.refusal.again()
 
     def cut(self, outputs: Any, length: int) -> Any:
         """Cut the outputs to the real tokens."""
