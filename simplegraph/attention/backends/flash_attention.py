@@ -19,7 +19,7 @@ from simplegraph.attention.backends.builds import check_arguments, missing_argum
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.bounds import check_counts
+from simplegraph.attention.metadata.reading import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.batch.descriptor import BatchDescriptor
