@@ -13,7 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
+from simplegraph.integrations.transformers.generate.cache.layers import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TOKEN_TYPES
 from simplegraph.program.snapshot import Snapshot

@@ -18,12 +18,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer, layer_with_states
-from simplegraph.integrations.transformers.generate.cache.layouts import (
+from simplegraph.integrations.transformers.generate.cache.layers import (
     KEYS_AND_VALUES,
     CacheLayout,
+    FixedLayer,
     LayerLayout,
     Part,
+    layer_with_states,
     set_state,
     state_tensors,
 )

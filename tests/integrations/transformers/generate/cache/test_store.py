@@ -16,7 +16,7 @@ from tiny_generation import GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E40
 
 from simplegraph.base.reasons import CannotBind  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout  # noqa: E402
+from simplegraph.integrations.transformers.generate.cache.layers import CacheLayout  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "t5", "whisper"])
