@@ -53,9 +53,9 @@ from simplegraph.serve.wrap import graph_pool as graph_pool
 from simplegraph.serve.wrap import unwrap as unwrap
 from simplegraph.serve.wrap import wrap as wrap
 from simplegraph.sleeping.regions import AsleepError as AsleepError
-from simplegraph.sleeping.sleepable import sleepable as sleepable
 from simplegraph.sleeping.sleeper import SleepReport as SleepReport
 from simplegraph.sleeping.sleeper import sleep as sleep
+from simplegraph.sleeping.sleeper import sleepable as sleepable
 from simplegraph.sleeping.sleeper import wake as wake
 from simplegraph.training.step import train_step as train_step
 

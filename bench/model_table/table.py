@@ -35,7 +35,7 @@ PRELOADED = (
     "bench.model_table.row",
     "bench.model_table.builders.sequences",
     "simplegraph.integrations.transformers.generate.generation",
-    "simplegraph.integrations.transformers.encode.encoding",
+    "simplegraph.integrations.transformers.encoding",
     "timm",
 )
 AT_MOST_EAGER = 1.02  # times eager's time

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import math
-from collections.abc import Collection, Mapping
-from typing import ClassVar, TypedDict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.layers import LayerBackend, current_backend
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.bounds import check_layer
+from simplegraph.attention.metadata.reading import check_layer
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.program.breaks.marks import eager_break
 
@@ -170,3 +171,40 @@ def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
     result: object = backend.run(layer, q, out, backend.live)
     if result is not None:
         raise ConfigError(f"{type(backend).__name__}.run returned {type(result).__name__}; it must write into `out`.")
+
+
+# Checks that an installed library has what a backend calls, by the signatures of its functions.
+
+
+def missing_argument(module: Any, needed: Mapping[str, Iterable[str]]) -> str | None:
+    """Say which of these functions, or of their arguments, a module lacks; None if it has all.
+
+    Args:
+        module: or a class.
+        needed: functions, and the names of arguments of each.
+    """
+    for name, arguments in needed.items():
+        function = getattr(module, name, None)
+        if function is None:
+            return f"has no {name}"
+        try:
+            known = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a compiled function may not tell its arguments
+            continue
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            continue
+        missing = next((argument for argument in arguments if argument not in known), None)
+        if missing is not None:
+            return f"has a {name} without the argument {missing}"
+    return None
+
+
+def check_arguments(module: Any, needed: Mapping[str, Iterable[str]]) -> None:
+    """Refuse a module without these functions and arguments; see `missing_argument`.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    problem = missing_argument(module, needed)
+    if problem is not None:
+        raise ConfigError(f"the installed {module.__name__} {problem}; install a newer build, or use another backend.")

@@ -1,23 +1,21 @@
 """Attach to the graphs that anyone in this process captures, and read what they recorded.
 
-On a GPU through torch's hooks for all graphs (2.15 and later), or through the public methods of `torch.cuda.CUDAGraph`,
-which are put back afterwards; on the emulator through its segments.
+On a GPU through the public methods of `torch.cuda.CUDAGraph`, on the emulator through its segments'. They are put back
+afterwards.
 """
 
 from __future__ import annotations
 
+import abc
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import functools
-import gc
-import importlib
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader, Piece, ProcessMemory
 from simplegraph.device.cuda.inventory.reading import device_memory
+from simplegraph.fused.first_use import without_collections
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
@@ -74,22 +73,86 @@ class CaptureReading:
         return nodes
 
 
-class Watcher(Protocol):
-    """Is told of every graph of the process. A graph is known by its object."""
+class GraphMethods(abc.ABC):
+    """Shows an audit every graph of this process, by methods that it replaces. A graph is known by its object.
 
-    def capture_begins(self, graph: Any) -> None: ...
+    Args:
+        audit: the `Audit`.
+        begin, end, reset, replay: owner and name of what begins and ends a capture, resets a graph and replays it.
 
-    def capture_ended(self, graph: Any, reading: CaptureReading) -> None: ...
+    Attributes:
+        device: the kind of device.
+    """
 
-    def replay_begins(self, graph: Any) -> None: ...
+    device: str
 
-    def replay_ended(self, graph: Any) -> None: ...
+    def __init__(self, audit: Any, **methods: tuple[Any, str]) -> None:
+        self._audit, self._methods = audit, methods
 
-    def graph_dropped(self, key: int) -> None: ...
+    def attach(self) -> None:
+        """Show captures from now on."""
+        self._replace("begin", self._beginning)
+        self._replace("end", self._ending)
+        self._replace("reset", self._resetting)
+
+    def watch_replays(self, watched: bool) -> None:
+        """Show replays, too, or no longer: then a replay is what it was, unchanged."""
+        if watched:
+            self._replace("replay", self._replaying)
+        else:
+            patches.restore(*self._methods["replay"])
+
+    def detach(self) -> None:
+        """Put everything back as it was."""
+        for place in self._methods.values():
+            patches.restore(*place)
+
+    @abc.abstractmethod
+    def segments(self) -> Iterable[dict[str, Any]]:
+        """Return the allocator's segments, as torch describes them."""
+
+    @property
+    @abc.abstractmethod
+    def is_device_memory(self) -> Callable[[int], bool]:
+        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
+
+    def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
+        owner, method = self._methods[name]
+        original = getattr(owner, method)
+        patches.replace(owner, method, functools.wraps(original)(replacing(original)))
+
+    def _beginning(self, original: Any) -> Any:
+        def begin(*args: Any, **kwargs: Any) -> None:
+            self._audit.capture_begins()
+            original(*args, **kwargs)
+
+        return begin
+
+    @abc.abstractmethod
+    def _ending(self, original: Any) -> Any:
+        """Return what ends a capture, and shows its graph with what could be read of it."""
+
+    def _resetting(self, original: Any) -> Any:
+        def reset(graph: Any) -> None:
+            self._audit.graph_dropped(id(graph))
+            original(graph)
+
+        return reset
+
+    def _replaying(self, original: Any) -> Any:
+        # A bound method that was taken meanwhile may outlive the audit, which knows nothing of it then.
+        begins, ended = self._audit.replay_begins, self._audit.replay_ended
+
+        def replay(graph: Any) -> None:
+            begins(graph)
+            original(graph)
+            ended(graph)
+
+        return replay
 
 
-class CudaGraphs:
-    """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
+class CudaGraphs(GraphMethods):
+    """Shows every `torch.cuda.CUDAGraph`.
 
     Attributes:
         span: between which addresses words of parameters are read.
@@ -100,111 +163,32 @@ class CudaGraphs:
 
     device = "cuda"
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher, self._driver = watcher, cuda_driver()
+    def __init__(self, audit: Any) -> None:
+        kind = torch.cuda.CUDAGraph
+        places = {"begin": "capture_begin", "end": "capture_end", "reset": "reset", "replay": "replay"}
+        super().__init__(audit, **{name: (kind, method) for name, method in places.items()})
+        self._driver = cuda_driver()
         missing = [name for name in _CALLS if not hasattr(self._driver, name)]
         if missing:
             raise ConfigError(f"graphs cannot be audited: the CUDA driver has no {missing[0]}; 12.4 and later have it.")
-        self._hooks: Any = importlib.import_module("torch.cuda.graphs")
-        self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
-        self._handles: dict[str, Any] = {}
         self._functions: dict[tuple[int, int], KernelFunction] = {}
         self.span = _ADDRESSES
 
-    def attach(self) -> None:
-        """Show captures from now on."""
-        if self._public:
-            self._hook("capture_start", self._begun)
-            self._hook("capture_end", self._finalized)
-            return
-        self._replace("capture_begin", self._beginning)
-        self._replace("capture_end", self._ending)
-        self._replace("reset", self._resetting)
-
-    def watch_replays(self, watched: bool) -> None:
-        """Show replays, too, or no longer: then a replay is torch's own, unchanged."""
-        if not self._public:
-            if watched:
-                self._replace("replay", self._replaying)
-            else:
-                patches.restore(torch.cuda.CUDAGraph, "replay")
-        elif watched:
-            self._hook("replay_start", self._watcher.replay_begins)
-            self._hook("replay_end", self._watcher.replay_ended)
-        else:
-            for name in ("replay_start", "replay_end"):
-                self._handles.pop(name).remove()
-
-    def detach(self) -> None:
-        """Put everything back as it was."""
-        for handle in self._handles.values():
-            handle.remove()
-        for name in ("capture_begin", "capture_end", "reset", "replay"):
-            patches.restore(torch.cuda.CUDAGraph, name)
-
     @property
     def is_device_memory(self) -> Callable[[int], bool]:
-        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
         return device_memory(self._driver)
 
-    @staticmethod
-    def segments() -> Iterator[dict[str, Any]]:
-        """Yield the allocator's segments, as torch describes them."""
+    def segments(self) -> Iterable[dict[str, Any]]:
         return allocator.segments()
-
-    # By torch's hooks, which keep errors to themselves.
-
-    def _hook(self, name: str, function: Callable[[Any], None]) -> None:
-        self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
-
-    def _begun(self, graph: Any) -> None:
-        with _paused_collection():
-            self._watcher.capture_begins(graph)
-
-    def _finalized(self, graph: Any) -> None:
-        with _paused_collection():
-            self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph())))
-        # The callback must not hold the graph.
-        graph.register_destroy_callback(functools.partial(self._watcher.graph_dropped, id(graph)))
-
-    # By the methods of the class.
-
-    def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
-        patches.replace(torch.cuda.CUDAGraph, name, lambda original: functools.wraps(original)(replacing(original)))
-
-    def _beginning(self, original: Any) -> Any:
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-            self._watcher.capture_begins(graph)
-            original(graph, *args, **kwargs)
-
-        return capture_begin
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
-            with _paused_collection():
+            with without_collections():  # a graph that the collector destroyed would break the capture
                 reading = self._read(self._under_capture())  # a graph may be gone when its capture has ended
                 original(graph)
-            self._watcher.capture_ended(graph, reading)
+            self._audit.capture_ended(graph, reading)
 
         return capture_end
-
-    def _resetting(self, original: Any) -> Any:
-        def reset(graph: Any) -> None:
-            self._watcher.graph_dropped(id(graph))
-            original(graph)
-
-        return reset
-
-    def _replaying(self, original: Any) -> Any:
-        # A bound method that was taken meanwhile may outlive the audit; the watcher knows nothing of it then.
-        begins, ended = self._watcher.replay_begins, self._watcher.replay_ended
-
-        def replay(graph: Any) -> None:
-            begins(graph)
-            original(graph)
-            ended(graph)
-
-        return replay
 
     def _under_capture(self) -> int:
         """Return the driver's handle of the graph that the current stream is captured into; 0 if there is none."""
@@ -228,18 +212,6 @@ class CudaGraphs:
             reading.notes[f"{type(error).__name__}: {error}"] += 1
         reading.seconds = time.perf_counter() - started
         return reading
-
-
-@contextlib.contextmanager
-def _paused_collection() -> Iterator[None]:
-    """Keep the garbage collector away from a capture: a graph that it destroyed would break it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _ShapedReader(NodeReader):
@@ -334,75 +306,37 @@ def _laid_out(function: KernelFunction, parts: Sequence[bytes]) -> bytes:
     return bytes(whole)
 
 
-class EmulatedGraphs:
-    """Shows a watcher every segment that the emulator captures in this process; see `CudaGraphs`."""
+class EmulatedGraphs(GraphMethods):
+    """Shows every segment that the emulator captures."""
 
     device = "cpu"
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, audit: Any) -> None:
         from simplegraph.device.emulator.device import EmulatorDevice
         from simplegraph.device.emulator.recording import EmulatorSegment
 
-        self._watcher, self._device, self._segment = watcher, EmulatorDevice, EmulatorSegment
+        captures = {"begin": (EmulatorDevice, "begin"), "end": (EmulatorDevice, "end")}
+        super().__init__(audit, **captures, reset=(EmulatorSegment, "reset"), replay=(EmulatorSegment, "replay"))
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def attach(self) -> None:
-        """Show captures from now on."""
-        begin, end, reset = self._device.begin, self._device.end, self._segment.reset
+    @property
+    def is_device_memory(self) -> Callable[[int], bool]:
+        return lambda address: False  # there is no driver to ask
 
-        @functools.wraps(begin)
-        def beginning(*args: Any, **kwargs: Any) -> None:
-            self._watcher.capture_begins(None)
-            begin(*args, **kwargs)
-
-        @functools.wraps(end)
-        def ending(device: Any) -> Any:
-            segment = end(device)
-            if segment is not None:
-                self._graphs.add(segment)
-                self._watcher.capture_ended(segment, _read_emulated(segment))
-            return segment
-
-        @functools.wraps(reset)
-        def resetting(segment: Any) -> None:
-            self._watcher.graph_dropped(id(segment))
-            reset(segment)
-
-        patches.replace(self._device, "begin", lambda _: beginning)
-        patches.replace(self._device, "end", lambda _: ending)
-        patches.replace(self._segment, "reset", lambda _: resetting)
-
-    def watch_replays(self, watched: bool) -> None:
-        """Show replays, too, or no longer."""
-        if not watched:
-            patches.restore(self._segment, "replay")
-            return
-        original = self._segment.replay
-
-        @functools.wraps(original)
-        def replay(segment: Any) -> None:
-            self._watcher.replay_begins(segment)
-            original(segment)
-            self._watcher.replay_ended(segment)
-
-        patches.replace(self._segment, "replay", lambda _: replay)
-
-    def detach(self) -> None:
-        """Put everything back as it was."""
-        for owner, name in ((self._device, "begin"), (self._device, "end"), (self._segment, "reset")):
-            patches.restore(owner, name)
-        self.watch_replays(False)
-
-    def segments(self) -> Iterator[dict[str, Any]]:
-        """Describe the memory that the segments know as torch describes its allocator's."""
+    def segments(self) -> Iterable[dict[str, Any]]:
         for segment in list(self._graphs):
             yield from (_as_segment(memory, id(segment._arena)) for memory in segment._created)
             yield from (_as_segment(kept, 0) for _, kept, _, _ in segment._outside if kept is not None)
 
-    @staticmethod
-    def is_device_memory(address: int) -> bool:
-        """Return False: there is no driver to ask."""
-        return False
+    def _ending(self, original: Any) -> Any:
+        def end(device: Any) -> Any:
+            segment = original(device)
+            if segment is not None:
+                self._graphs.add(segment)
+                self._audit.capture_ended(segment, _read_emulated(segment))
+            return segment
+
+        return end
 
 
 def _as_segment(memory: Any, pool: int) -> dict[str, Any]:
@@ -420,7 +354,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
     return CaptureReading(lambda: nodes)
 
 
-def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:
+def graph_source(audit: Any) -> GraphMethods:
     """Return what shows graphs on this machine: torch's where there is a GPU's driver, else the emulator's."""
     # To ask torch for a GPU could begin to use it, after which a process must not fork.
-    return EmulatedGraphs(watcher) if cuda_driver() is None else CudaGraphs(watcher)
+    return EmulatedGraphs(audit) if cuda_driver() is None else CudaGraphs(audit)

@@ -285,9 +285,9 @@ class Audit:
         head = f"{len(self.graphs)} graphs, {nodes} nodes, {self.checks} checks, {len(self.findings)} findings"
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
-    # What the source shows; see `attach.Watcher`.
+    # What the source shows; see `attach.GraphMethods`.
 
-    def capture_begins(self, graph: Any) -> None:
+    def capture_begins(self) -> None:
         with self._telling():
             fresh = None
             if self._survey is None or time.perf_counter() > self._next_survey:
@@ -387,7 +387,7 @@ class Audit:
                 found.append(self._report(graph, use, *verdict))
         for use in (use for uses in graph.watched.values() for use in uses if (use.owner, use.slot) not in graph.uses):
             verdict = judge(use, blocks, survey)
-            if verdict is not None and verdict.kind == "stale":
+            if verdict is not None and verdict[0] == "stale":
                 found.append(self._report(graph, use._replace(node=graph.reading.unread), *verdict))
         return found
 

@@ -271,15 +271,8 @@ def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) ->
     return address in (owner.block.start, slot.start if slot is not None else 0)
 
 
-class Verdict(NamedTuple):
-    """What is wrong with memory that a graph uses: a kind, and who has it now."""
-
-    kind: str
-    now: str
-
-
-def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict | None:
-    """Say what is wrong with memory that a graph uses; None if nothing is.
+def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> tuple[str, str] | None:
+    """Say what is wrong with memory that a graph uses, and who has it now; None if nothing is wrong.
 
     Args:
         use: of the memory.
@@ -289,19 +282,19 @@ def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> Verdict 
     owner, block = use.owner, now.find(use.address)
     if block is None:
         if owner.state is not State.OUTSIDE:
-            return Verdict("unmapped", "memory that torch gave back to the driver")
-        return None if now.is_device_memory(use.address) else Verdict("unmapped", "no memory of the device any more")
+            return "unmapped", "memory that torch gave back to the driver"
+        return None if now.is_device_memory(use.address) else ("unmapped", "no memory of the device any more")
     if owner.state in (State.TENSOR, State.WORKSPACE, State.FREED):
         state = "" if block.active else State.FREED.value
         moved = _moved(use)
         if moved:
-            return Verdict("stale", f"{state or 'still allocated'}, and {moved}")
+            return "stale", f"{state or 'still allocated'}, and {moved}"
         if state:
-            return Verdict("freed", state)
+            return "freed", state
     if not owner.alive and block.active:
         other = survey().find(use.address)
         if other is not None and other.storages:
-            return Verdict("taken", other.described(use.address))
+            return "taken", other.described(use.address)
     return None
 
 

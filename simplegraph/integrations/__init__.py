@@ -6,13 +6,14 @@ What serves a module without being imported is registered here with the core, an
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from simplegraph.base.extras import (
     Notes,
-    StateKey,
     capture_contexts,
     length_servers,
     report_pages,
@@ -26,12 +27,17 @@ from simplegraph.base.extras import (
 def register() -> None:
     """Register all that; called once, by the package's door."""
     capture_contexts.append(_transformers_masks)
-    state_keys.append(_switches)
+    state_keys.append(_late("simplegraph.integrations.switches", "known_switches"))
     runner_kinds.append(_training)
     length_servers.append(_lengths)
-    report_pages.append(_page)
-    touch_displays.append(_touched)
-    sleepers.append(_sleeper)
+    report_pages.append(_late("simplegraph.doctor.page", "page"))
+    touch_displays.append(_late("simplegraph.doctor.touches", "touched_lines"))
+    sleepers.append(lambda: importlib.import_module("simplegraph.sleeping.sleeper"))
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports and calls another."""
+    return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
 def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
@@ -40,12 +46,6 @@ def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManag
     from simplegraph.integrations.transformers.masks import answering, counting
 
     return answering(notes) if as_captured else counting(notes)
-
-
-def _switches(module: Any) -> StateKey | None:
-    from simplegraph.integrations.switches import known_switches
-
-    return known_switches(module)
 
 
 def _training(config: Any) -> Any:
@@ -62,21 +62,3 @@ def _lengths(config: Any) -> Any:
     from simplegraph.integrations.lengths import LengthBuckets
 
     return LengthBuckets(config)
-
-
-def _touched(module: Any, manager: Any) -> tuple[str, ...]:
-    from simplegraph.doctor.touches import touched_lines
-
-    return touched_lines(module, manager)
-
-
-def _page(report: Any) -> str:
-    from simplegraph.doctor.page import page
-
-    return page(report)
-
-
-def _sleeper() -> Any:
-    from simplegraph.sleeping import sleeper
-
-    return sleeper

@@ -11,39 +11,17 @@ import torch
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.integrations.graphed_parts import GraphedParts, PartsReport
+from simplegraph.integrations.graphed_parts import GraphedParts
 from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 
-__all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]
+__all__ = ["graph_pipeline"]
 
 # Not worth a graph, or nothing that one could hold: checkers hand images to numpy.
 _LEFT_OUT = ("safety_checker", "watermarker")
 # Inputs whose rows are the batch, at any size: their other dimensions may be as large by chance.
 _ROWS = ("sample", "hidden_states", "encoder_hidden_states", "pooled_projections", "added_cond_kwargs", "input_ids")
 _CODER_PARTS = ("encoder", "decoder")  # of a model that is called by `encode` and `decode`
-
-
-PipelineReport = PartsReport
-
-
-class GraphedPipeline(GraphedParts):
-    """Handle of a pipeline whose models go through graphs: has their reports, and `remove` to undo it.
-
-    As a context manager it calls `remove` at the end.
-
-    Args:
-        pipe: the pipeline.
-        places: by the name of each model, what holds it, under which attribute, and how it is wrapped.
-        skipped: why other models are not, by name.
-    """
-
-    def __init__(self, pipe: Any, places: Mapping[str, tuple[Any, str, Any]], skipped: Mapping[str, str]) -> None:
-        super().__init__(pipe)
-        self.pipe = pipe
-        self.skipped.update(skipped)
-        for name, (holder, attribute, wrapped) in places.items():
-            self.put(name, wrapped, [(holder, attribute)])
 
 
 def graph_pipeline(
@@ -53,7 +31,7 @@ def graph_pipeline(
     max_batch_size: int = 16,
     max_signatures: int = 8,
     **settings: Any,
-) -> GraphedPipeline:
+) -> GraphedParts:
     """Run the models of a pipeline through CUDA graphs from now on: denoiser, text encoders, VAE, control nets.
 
         graphs = graph_pipeline(pipe)
@@ -86,22 +64,25 @@ def graph_pipeline(
     if unknown or not found:
         names = ", ".join(name for name, _ in _models(pipe, components)) or "none"
         raise ConfigError(f"graph_pipeline found no model {', '.join(unknown) or 'at all'}; the pipeline has {names}.")
-    skipped = {name: "nothing for a graph" for name in components if name in _LEFT_OUT and components[name] is not None}
-    device = _device(found)
+    graphs, pool = GraphedParts(pipe), graph_pool(_device(found))
+    graphs.skipped.update(
+        {name: "nothing for a graph" for name in components if name in _LEFT_OUT and components[name] is not None}
+    )
     common: dict[str, Any] = {
         "capture_sizes": range(1, max_batch_size + 1),
         "max_signatures": max_signatures,
         "on_too_many_signatures": "flush",
         "progress": False,
     }
-    pool = graph_pool(device)
-    places = {}
-    for name, (holder, attribute) in found.items():
-        model = getattr(holder, attribute)
+    wrapped = {}
+    for name, place in found.items():
+        model = getattr(*place)
         takes = inspect.signature(type(model).forward).parameters
         rows = {"batch_dims": {each: 0 for each in _ROWS if each in takes}}
-        places[name] = holder, attribute, wrap(model, pool=pool, **(common | rows | settings))
-    return GraphedPipeline(pipe, places, skipped)
+        wrapped[name] = wrap(model, pool=pool, **(common | rows | settings))
+    for name, place in found.items():
+        graphs.put(name, wrapped[name], [place])
+    return graphs
 
 
 def _models(pipe: Any, components: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, str]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import CALLS, bypassed
-from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.errors import InputError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key
@@ -102,7 +103,8 @@ class SizeRule:
     """Predicts a size of an output from the length, as pairs that were seen tell: ``(length - a) // stride + 1``.
 
     Whatever windows and strides follow each other, sizes are of this form; a size is known once all strides that fit
-    the pairs agree on it.
+    the pairs agree on it. Other sizes may fit a few pairs, too: so a pair must follow from the others, and one
+    that was told wrong fits no stride with them.
     """
 
     def __init__(self) -> None:
@@ -110,42 +112,37 @@ class SizeRule:
 
     def learn(self, length: int, size: int) -> None:
         """Remember the size at a length."""
-        if length in self._seen or len(self._seen) < _MAX_LENGTHS:
+        if len(self._seen) < _MAX_LENGTHS or self.predict(length) not in (None, size):
             self._seen[length] = size
 
     def predict(self, length: int) -> int | None:
         """Return the size at a length; None if it does not follow from what was seen."""
-        if length in self._seen or not self._seen:
-            return self._seen.get(length)
-        found: set[int] = set()
-        for stride in range(1, _MAX_STRIDE):
-            least = max(at - size * stride + 1 for at, size in self._seen.items())
-            most = min(at - (size - 1) * stride for at, size in self._seen.items())
-            if least <= most:
-                found |= {(length - least) // stride + 1, (length - most) // stride + 1}
-            if len(found) > 1:
-                return None
-        return found.pop() if found else None
+        if length in self._seen:
+            return self._seen[length]
+        tried = dict(list(self._seen.items())[:_TRIED])
+        follows = any(_fitting(at, tried.keys() - {at}, tried) == size for at, size in tried.items())
+        return _fitting(length, self._seen, self._seen) if follows else None
 
-    @property
-    def follows(self) -> bool:
-        """True if a size that was seen follows from the others: the rule is more than what fits them all."""
-        seen = dict(list(self._seen.items())[:_TRIED])
-        for left_out, size in seen.items():
-            others = SizeRule()
-            others._seen = {length: known for length, known in seen.items() if length != left_out}
-            if others.predict(left_out) == size:
-                return True
-        return False
+
+def _fitting(length: int, known: Collection[int], sizes: Mapping[int, int]) -> int | None:
+    """Return the one size at a length that fits the sizes at known ones; None if none does, or several."""
+    found: set[int] = set()
+    for stride in range(1, _MAX_STRIDE) if known else ():
+        least = max(at - sizes[at] * stride + 1 for at in known)
+        most = min(at - (sizes[at] - 1) * stride for at in known)
+        if least <= most:
+            found |= {(length - least) // stride + 1, (length - most) // stride + 1}
+        if len(found) > 1:
+            return None
+    return found.pop() if found else None
 
 
 class OutputLengths:
     """Cuts the outputs of padded calls of one kind to what the caller's own length gives."""
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[int, int], SizeRule] = {}  # by output and dimension
-        self._regular: dict[tuple[int, int], bool] = {}  # True where a prediction was right, False where one was not
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all outputs, by length
+        self._sizes: dict[tuple[int, int], SizeRule] = collections.defaultdict(SizeRule)  # by output and dimension
+        self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
         self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
         self._compared: set[int] = set()
@@ -170,7 +167,7 @@ class OutputLengths:
         if not known or length < self._least.get(padded, length + 1):
             return None
         if length not in self._known:
-            found = {at: self._predict(at, length) for at in self._sizes}
+            found = {at: self._sizes[at].predict(length) for at in self._grown}
             sizes = {at: size for at, size in found.items() if size is not None}
             if len(sizes) < len(found):
                 return None
@@ -179,25 +176,21 @@ class OutputLengths:
             self._known[length] = sizes
         return self._known[length]
 
-    def _predict(self, at: tuple[int, int], length: int) -> int | None:
-        """Return a size that was seen, or one of a rule that has told another before it was seen."""
-        known = length in self._shapes or self._regular.get(at, False)
-        return self._sizes[at].predict(length) if known else None
-
     def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
         """Learn from what one call as it is, and padded, returned and left."""
-        (leaves, spec), (others, other_spec) = (run.leaves, run.spec), (padded_run.leaves, padded_run.spec)
-        opaque = unreturnable(leaves)
-        if opaque is not None:
-            self._refusal = CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+        leaves, others, said = run.leaves, padded_run.leaves, f"from {length} to {padded}"
+        refusal = unlike_outputs((leaves, run.spec), (others, padded_run.spec), said)
+        if refusal is not None:
+            self._refusal = refusal
             return
-        said = f"from {length} to {padded}"
-        if spec != other_spec:
-            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, the structure of the outputs changes")
-            return
-        self._learn_sizes(length, padded, leaves, others)
+        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            self._grown |= {(index, dim) for dim in grown_dims(leaf, other)}
+            for seen, output in ((length, leaf), (padded, other)):
+                for dim, size in enumerate(output.shape if isinstance(output, Tensor) else ()):
+                    self._sizes[index, dim].learn(seen, size)
+        self._known.clear()
         self._least[padded] = min(length, self._least.get(padded, length))
-        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
+        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown})
         found = first_difference(cut, leaves)
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
@@ -206,27 +199,6 @@ class OutputLengths:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
         if not otherwise:  # once may be a cache that grew
             self._compared.add(length)
-
-    def _learn_sizes(self, length: int, padded: int, leaves: Sequence[Any], others: Sequence[Any]) -> None:
-        """Learn how sizes follow the length; what grows for the first time did not at lengths that were seen before."""
-        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-            for dim in grown_dims(leaf, other):
-                if (index, dim) not in self._sizes:
-                    rule = self._sizes[index, dim] = SizeRule()
-                    for seen, shapes in self._shapes.items():
-                        rule.learn(seen, shapes[index][dim])
-        for at, rule in self._sizes.items():
-            index, dim = at
-            for seen, size in ((length, leaves[index].shape[dim]), (padded, others[index].shape[dim])):
-                if rule.predict(seen) not in (None, size):
-                    self._regular[at] = False
-                rule.learn(seen, size)
-            if at not in self._regular and rule.follows:
-                self._regular[at] = True
-        for seen, values in ((length, leaves), (padded, others)):
-            if seen in self._shapes or len(self._shapes) < _MAX_LENGTHS:
-                self._shapes[seen] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in values]
-        self._known.clear()
 
 
 class PaddedCall:
@@ -336,14 +308,8 @@ class LengthBuckets:
             call = self._read(module, args, kwargs)
         except CannotBind as error:
             raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
-        failed: dict[str, CaptureError] = {}
-        captured, seconds, taken = 0, 0.0, 0
-        for length in reversed(self.config.lengths or ()):
-            summary = server.capture_all(module, *call.at(length))
-            failed |= {f"{label}, length {length}": error for label, error in summary.failed.items()}
-            captured += summary.captured
-            seconds, taken = seconds + summary.seconds, taken + summary.bytes
-        return CaptureSummary(captured, failed, seconds, taken)
+        lengths = reversed(self.config.lengths or ())
+        return added({f"length {length}": server.capture_all(module, *call.at(length)) for length in lengths})
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
@@ -380,6 +346,16 @@ def _declared(declared: Mapping[str, Any], name: str) -> Any:
     return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
 
 
+def unlike_outputs(run: tuple[Any, TreeSpec], other: tuple[Any, TreeSpec], changed: str) -> CannotBind | None:
+    """Return why outputs cannot be compared with those of a padded call, as leaves and structure; None if they can."""
+    opaque = unreturnable(run[0])
+    if opaque is not None:
+        return CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+    if run[1] != other[1]:
+        return CannotBind(Reason.LENGTH_PADDING, f"{changed}, the structure of the outputs changes")
+    return None
+
+
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
     """List the dimensions in which another output is larger; none if one of the two is no tensor."""
     if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
@@ -396,3 +372,11 @@ def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, 
         if not cut[index].is_contiguous():
             cut[index] = cut[index].clone()
     return cut
+
+
+def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
+    """Add up captures of several kinds of calls, by what their failures are called."""
+    every = summaries.values()
+    failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
+    captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
+    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size)

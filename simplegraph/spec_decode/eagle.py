@@ -24,7 +24,7 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.layers import attending
-from simplegraph.attention.metadata.bounds import check_counts
+from simplegraph.attention.metadata.reading import check_counts
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.dispatch import Dispatch
@@ -34,8 +34,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.marks import eager_break
 from simplegraph.spec_decode.advance import follow, upcoming
-from simplegraph.spec_decode.buffers import DraftBuffers, Proposals
-from simplegraph.spec_decode.model import DraftModel
+from simplegraph.spec_decode.buffers import DraftBuffers, DraftModel, Proposals
 
 _MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 

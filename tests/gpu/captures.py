@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.device.cuda.device import CudaDevice, CudaSegment
+from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.cuda.segment import CudaSegment
 from simplegraph.device.protocol import GraphPool
 
 MIB = 1 << 20

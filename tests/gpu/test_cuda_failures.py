@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import CaptureError
-from simplegraph.device.cuda.device import CudaDevice, CudaSegment, cuda_device
+from simplegraph.device.cuda.device import CudaDevice, cuda_device
+from simplegraph.device.cuda.segment import CudaSegment
 from simplegraph.device.protocol import GraphPool
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item

@@ -117,7 +117,7 @@ def test_a_pipeline_in_one_line_gives_the_same_images(device: torch.device) -> N
         assert graphs.parts["text_encoder"].graph_stats.replays >= 1
         assert "safety_checker runs eagerly" in str(graphs.report())
         assert graphs.report().to_dict()["parts"]["unet"]["replays"] == stats.replays
-        assert repr(graphs) == "<GraphedPipeline of Pipeline: unet, vae.encoder, vae.decoder, text_encoder>"
+        assert repr(graphs) == "<GraphedParts of Pipeline: unet, vae.encoder, vae.decoder, text_encoder>"
 
 
 def test_timesteps_that_are_numbers_have_a_graph_each_and_give_the_same_images(device: torch.device) -> None:

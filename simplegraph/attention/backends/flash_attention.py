@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores
-from simplegraph.attention.backends.builds import check_arguments, missing_argument
+from simplegraph.attention.backend import AttentionBackend, Scores, check_arguments, missing_argument
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.bounds import check_counts
+from simplegraph.attention.metadata.reading import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.batch.sizes import BatchDescriptor

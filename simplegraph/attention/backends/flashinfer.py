@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores
-from simplegraph.attention.backends.builds import check_arguments
+from simplegraph.attention.backend import AttentionBackend, Scores, check_arguments
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata

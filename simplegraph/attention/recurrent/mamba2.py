@@ -10,8 +10,7 @@ from torch import Tensor
 
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.recurrent.backend import RecurrentBackend
-from simplegraph.attention.recurrent.mamba2_layer import Mamba2Shape, Mamba2Weights
-from simplegraph.attention.recurrent.scan import scan_tokens
+from simplegraph.attention.recurrent.mamba2_layer import Mamba2Shape, Mamba2Weights, scan_tokens
 from simplegraph.attention.recurrent.states import StateCache, StateMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError

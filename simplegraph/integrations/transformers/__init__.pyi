@@ -1,4 +1,4 @@
-from simplegraph.integrations.transformers.encode.encoding import GraphedEncoder as GraphedEncoder
-from simplegraph.integrations.transformers.encode.encoding import graph_encoder as graph_encoder
+from simplegraph.integrations.transformers.encoding import GraphedEncoder as GraphedEncoder
+from simplegraph.integrations.transformers.encoding import graph_encoder as graph_encoder
 from simplegraph.integrations.transformers.generate.generation import GraphedGeneration as GraphedGeneration
 from simplegraph.integrations.transformers.generate.generation import graph_generation as graph_generation

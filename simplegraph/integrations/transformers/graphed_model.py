@@ -13,7 +13,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.patches import subclass
 from simplegraph.base.reasons import Reason
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
-from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
+from simplegraph.manager.stats import GraphReport, GraphStats
 
 # Replacements for texts of reasons that advise settings of `wrap`, which these handles do not have.
 _TEXTS = {
@@ -108,14 +108,6 @@ class ModelStep(nn.Module):
 def named(kind: Any, name: str) -> Any:
     """Derive a class named after the model, so that messages and the report show that name."""
     return subclass(kind, {"__qualname__": name}, name=name)
-
-
-def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
-    """Add up captures of several kinds of calls, by what their failures are called."""
-    every = summaries.values()
-    failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
-    captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
-    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size)
 
 
 def check_counts(name: str, values: Sequence[int]) -> None:

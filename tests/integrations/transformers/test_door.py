@@ -21,7 +21,7 @@ def test_every_name_of_the_door_is_there_and_no_other() -> None:
 def test_kernels_are_imported_without_the_wrapper_and_its_graphs() -> None:
     code = """
 import sys
-import simplegraph.integrations.transformers.kernels.grouped_heads
+import simplegraph.integrations.transformers.generate.grouped_heads
 print([name for name in sys.modules if name.startswith(("simplegraph.serve", "simplegraph.manager"))])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.break_operators import recording_breaks
-from simplegraph.integrations.transformers.known_values import KnownValues
+from simplegraph.integrations.transformers.masks import KnownValues
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import simplegraph as sg
 from simplegraph.base import patches
 from simplegraph.integrations.transformers import graph_encoder
-from simplegraph.integrations.transformers.known_values import KnownValues
+from simplegraph.integrations.transformers.masks import KnownValues
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -1,1 +1,1 @@
-"""Decoding through graphs for a model's `generate`; the kernels of a step are in `kernels`."""
+"""Decoding through graphs for a model's `generate`; nothing here encodes."""

@@ -16,7 +16,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.fused.layers.table import operators_of
 from simplegraph.fused.torch_operators import KernelTrial, Operators
-from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
+from simplegraph.integrations.transformers.generate.cache.layers import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source

@@ -16,12 +16,17 @@ from simplegraph.base.errors import ConfigError, did_you_mean
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
-from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
+from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
-from simplegraph.integrations.transformers.generate.launched import LaunchedGeneration, is_known_loop
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
+from simplegraph.integrations.transformers.generate.stop_checks import (
+    LaunchedGeneration,
+    is_known_loop,
+    may_run_late,
+    with_late_check,
+)
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TokenStep
-from simplegraph.integrations.transformers.graphed_model import GraphedModel, added, check_counts, named
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.manager.stats import CaptureSummary, GraphReport

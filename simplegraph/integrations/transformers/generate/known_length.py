@@ -1,17 +1,21 @@
-"""Lets models compute with the length of their cache as with a number of Python's, though only the device knows it.
+"""Lets models decode from a cache of fixed length, of whose tokens only the device knows the number.
 
 Models make positions from the length: ``torch.arange(length, length + 1)``, ``if length + 2 > self.weights.size(0)``.
 With a length on the device, both read it back, which no capture allows. The first is a sum, and the second has the same
 answer for every length that a step may have.
+
+Some attend to their cache without a mask, which is right for one that ends with the present token, as transformers' own
+does. From them later positions are hidden.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
@@ -96,3 +100,28 @@ class KnownLength(TorchFunctionMode):
     def _is_outside(self, known: _Linear, number: int) -> bool:
         values = sorted(known.sign * bound + known.offset for bound in self._bounds)
         return not values[0] <= number <= values[1]
+
+
+# Classes whose forward takes an additive `attention_mask` (rows, 1, tokens, positions), but is passed None.
+_UNMASKED = ("LEDDecoderAttention",)
+
+
+def unmasked_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the parts of a model that attend without a mask at steps of one token."""
+    return [part for part in model.modules() if type(part).__name__ in _UNMASKED]
+
+
+def masked_forwards(parts: list[nn.Module], position: Tensor, span: int) -> dict[nn.Module, Callable[..., Any]]:
+    """Make forwards for the parts that hide all positions after `position` (1,) of a cache of `span` positions."""
+    if not parts:
+        return {}
+    later = torch.arange(span, device=position.device) > position
+
+    def forward(attend: Callable[..., Any], hidden_states: Tensor, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is None and kwargs.get("key_value_states") is None:
+            shape = (hidden_states.shape[0], 1, hidden_states.shape[1], span)
+            hidden = torch.zeros(shape, dtype=hidden_states.dtype, device=hidden_states.device)
+            kwargs["attention_mask"] = hidden.masked_fill(later, torch.finfo(hidden.dtype).min)
+        return attend(hidden_states=hidden_states, **kwargs)
+
+    return {part: functools.partial(forward, part.forward) for part in parts}

@@ -13,7 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
+from simplegraph.integrations.transformers.generate.cache.layers import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TOKEN_TYPES
 from simplegraph.program.snapshot import Snapshot
@@ -155,7 +155,7 @@ class ServedGeneration:
     @property
     def has_states(self) -> bool:
         """True if the cache has states, which steps overwrite."""
-        return self._store is not None and any(states is not None for states in self._store.layout.states)
+        return self._store is not None and self._store.layout.has_states
 
     def may_go_on(self, steps: int) -> bool:
         """True if the next steps can be taken without the model's loop; it is asked after each of its steps.

@@ -14,11 +14,10 @@ from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
-from simplegraph.integrations.transformers.generate.known_length import KnownLength
+from simplegraph.integrations.transformers.generate.grouped_heads import grouped_heads
+from simplegraph.integrations.transformers.generate.known_length import KnownLength, masked_forwards, unmasked_parts
 from simplegraph.integrations.transformers.generate.launch import Launch, Launched, RowState
-from simplegraph.integrations.transformers.generate.unmasked import masked_forwards, unmasked_parts
 from simplegraph.integrations.transformers.graphed_model import ModelStep
-from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.overrides import override_forwards
 
 CACHE_NAMES = frozenset({"cache", "past_key_values", "cache_params"})  # of the argument that holds a cache, by release

@@ -15,7 +15,7 @@ from tiny_generation import CACHE  # noqa: E402
 from transformers.generation import utils as generation_utils  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.generate import ahead  # noqa: E402
+from simplegraph.integrations.transformers.generate import stop_checks  # noqa: E402
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.skipif(
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record the results of every late check."""
     said: list[bool] = []
-    check = ahead.LateCheck.__call__
+    check = stop_checks.LateCheck.__call__
 
     def told(self: Any, *args: Any) -> bool:
         said.append(check(self, *args))
         return said[-1]
 
-    monkeypatch.setattr(ahead.LateCheck, "__call__", told)
+    monkeypatch.setattr(stop_checks.LateCheck, "__call__", told)
     return said
 
 
@@ -214,7 +214,7 @@ def test_other_generations_keep_the_check_that_transformers_chose(pair: Any, dev
     graphs.remove()
     model.generate(**batch, **GREEDY)
     assert len(checks) == known == TOKENS
-    assert generation_utils.DeferredStopCheck is not ahead.LateCheck
+    assert generation_utils.DeferredStopCheck is not stop_checks.LateCheck
 
 
 def test_a_model_that_samples_in_its_own_way_is_asked_to(device: torch.device, checks: Any) -> None:

@@ -15,7 +15,7 @@ import tiny_models as tiny  # noqa: E402
 import tiny_states  # noqa: E402
 from tiny_generation import CACHE, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
-from simplegraph.integrations.transformers.generate.cache.layouts import state_tensors  # noqa: E402
+from simplegraph.integrations.transformers.generate.cache.layers import state_tensors  # noqa: E402
 
 BEAMS = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 3}
 SERVED = MODELS | {name: tiny_states.MODELS[name] for name in ("Mamba", "Lfm2", "Zamba2") if name in tiny_states.MODELS}

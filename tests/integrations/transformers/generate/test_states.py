@@ -15,7 +15,7 @@ import tiny_models as tiny  # noqa: E402
 import tiny_states  # noqa: E402
 from tiny_generation import CACHE, GREEDY, TOKENS, graphed  # noqa: E402
 
-from simplegraph.integrations.transformers.generate.cache.layouts import state_tensors  # noqa: E402
+from simplegraph.integrations.transformers.generate.cache.layers import state_tensors  # noqa: E402
 
 
 def pair(name: str, device: torch.device) -> tuple[Any, Any]:

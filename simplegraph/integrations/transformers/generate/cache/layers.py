@@ -1,16 +1,166 @@
-"""Layers of a cache at fixed addresses, as models see them."""
+"""Layers of a cache at fixed addresses, as models see them, and the properties that their memory depends on."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from simplegraph.base.errors import StaleGraphError
-from simplegraph.integrations.transformers.generate.cache.layouts import StatesLayout, set_state, state_tensors
+from simplegraph.base.reasons import CannotBind, Reason
+
+# Layers of keys and values, and those that have states beside them; older releases lack the latter.
+PLAIN: tuple[Any, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+_HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+_KEYED = (*PLAIN, *(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name)))
+_ANY_ELEMENTS = 64
+# Attributes of layers that `FixedLayer` stands in for.
+_NO_STATES = {"keys", "values", "cumulative_length", "is_initialized", "sliding_window", "_sliding_window_tensor"}
+
+Part = tuple[str, Any]  # a layer's attribute, and the key of a tensor in it; None if it is the tensor
+KEYS_AND_VALUES: tuple[Part, Part] = (("keys", None), ("values", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """The tensors of one layer: keys and values, which grow, and states, which each step overwrites.
+
+    Attributes:
+        kind: the layer's class.
+        parts: the tensors' places in the layer -> (shape of one row, dtype, device): keys and values first, if it is
+            used, whose shape is (heads, None, elements), and whose dtypes differ under autocast; then its states.
+        window: tokens that the layer's attention reaches back; None if that is unlimited.
+        attributes: all others of a layer that can have states.
+    """
+
+    kind: type
+    parts: tuple[tuple[Part, tuple[tuple[int | None, ...], torch.dtype, torch.device]], ...]
+    window: int | None = None
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerLayout:
+        """Derive it from a layer that a prefill filled.
+
+        Raises:
+            CannotBind: the layer is of another kind.
+        """
+        keyed, window = not _has_states_only(layer), None
+        if getattr(layer, "record_past", False) or (keyed and type(layer) not in _KEYED):
+            raise CannotBind(Reason.GENERATION, f"a {type(layer).__name__} in the cache")
+        parts: list[Any] = []
+        if keyed and layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            for part, tensor in zip(KEYS_AND_VALUES, (layer.keys, layer.values), strict=True):
+                parts.append((part, ((tensor.shape[1], None, tensor.shape[3]), tensor.dtype, tensor.device)))
+            window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if type(layer) in PLAIN:
+            return cls(type(layer), tuple(parts), window)
+        tensors = state_tensors(layer)
+        parts += [(part, (tuple(state.shape[1:]), state.dtype, state.device)) for part, state in tensors.items()]
+        names = {name for name, _ in tensors}
+        plain = {name: value for name, value in _own_attributes(layer).items() if name not in names}
+        rest = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
+        # Containers are those of this generation's layer.
+        copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | rest).items()}
+        return cls(type(layer), tuple(parts), window, copies)
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the layer is used for keys and values."""
+        return self.parts[:1] != () and self.parts[0][0] == KEYS_AND_VALUES[0]
+
+
+def state_tensors(layer: Any) -> dict[Part, Tensor]:
+    """Map places in a cache's layer to the tensors of its states; keys and values are none of them."""
+    found: dict[Part, Tensor] = {}
+    for name, value in _own_attributes(layer).items():
+        items = value.items() if isinstance(value, dict) else [(None, value)]
+        found |= {(name, key): tensor for key, tensor in items if isinstance(tensor, Tensor)}
+    return found
+
+
+def set_state(layer: Any, part: Part, tensor: Tensor) -> None:
+    """Put a tensor in a place of a cache's layer."""
+    name, key = part
+    if key is None:
+        setattr(layer, name, tensor)
+    else:
+        vars(layer)[name][key] = tensor
+
+
+def cached_length(cache: Any) -> int:
+    """Return the number of tokens in a cache; 1 for one that was filled with states only, which have no length."""
+    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(cache.get_seq_length())
+    return int(any(map(state_tensors, cache.layers)))
+
+
+def _own_attributes(layer: Any) -> dict[str, Any]:
+    """Return a layer's attributes without those that a `FixedLayer` has in its place."""
+    taken = () if _has_states_only(layer) else _NO_STATES
+    return {name: value for name, value in vars(layer).items() if name not in taken}
+
+
+def _has_states_only(layer: Any) -> bool:
+    return not isinstance(layer, CacheLayerMixin)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """The caches that a `CacheStore` is made for.
+
+    Attributes:
+        layers, cross: layouts of the layers of self-attention and of cross-attention.
+        hidden: elements and dtype of an encoder's hidden states, and the class of its outputs; None without an encoder.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    cross: tuple[LayerLayout, ...] = ()
+    hidden: tuple[int, torch.dtype, type] | None = None
+
+    @classmethod
+    def of(cls, own: Any, cross: Any, hidden: Tensor | None, outputs: type) -> CacheLayout:
+        """Derive it from caches that a prefill filled; `cross` and `hidden` are None without an encoder.
+
+        Raises:
+            CannotBind: a layer is of another kind, or the lengths of cross-attention and `hidden` differ.
+        """
+        layers = tuple(map(LayerLayout.of, own.layers))
+        if hidden is None:
+            return cls(layers)
+        crossed = tuple(map(LayerLayout.of, cross.layers))
+        pairs = zip(crossed, cross.layers, strict=True)
+        if any(layout.has_keys and layer.keys.shape[2] != hidden.shape[1] for layout, layer in pairs):
+            raise CannotBind(Reason.GENERATION, "cross-attention keys differ in length from the encoder's outputs")
+        return cls(layers, crossed, (hidden.shape[2], hidden.dtype, outputs))
+
+    @property
+    def first(self) -> int | None:
+        """Index of the first layer of self-attention with keys and values; None if all have states only."""
+        return next((index for index, layer in enumerate(self.layers) if layer.has_keys), None)
+
+    @property
+    def has_states(self) -> bool:
+        """True if layers can have states."""
+        return any(layer.kind not in PLAIN for layer in self.layers)
+
+    @property
+    def kept(self) -> tuple[int, torch.dtype, torch.device]:
+        """Elements of a head of the first used layer, its dtype and device; of any width if it has states only.
+
+        Raises:
+            CannotBind: the cache is empty.
+        """
+        for layer in self.layers:
+            if layer.parts:
+                shape, dtype, device = layer.parts[0][1]
+                return shape[-1] if layer.has_keys and shape[-1] else _ANY_ELEMENTS, dtype, device
+        raise CannotBind(Reason.GENERATION, "an empty cache: the model keeps what it remembers elsewhere")
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -87,13 +237,15 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.keys.shape[2])
 
 
-def layer_with_states(layout: StatesLayout, tensors: Sequence[Tensor], keyed: FixedLayer) -> Any:
-    """Make a layer of the layout's class whose states are these tensors; its keys and values are those of `keyed`."""
+def layer_with_states(layout: LayerLayout, states: Mapping[Part, Tensor], keyed: FixedLayer) -> Any:
+    """Make a layer of the layout's class with these states, and with the keys and values of `keyed`."""
+    if layout.kind in PLAIN:
+        return keyed
     layer: Any = object.__new__(_class_with_states(layout.kind))
     copies = {name: dict(value) if isinstance(value, dict) else value for name, value in layout.attributes.items()}
     keys_and_values = vars(keyed) if isinstance(layer, FixedLayer) else {}
     vars(layer).update({**keys_and_values, **copies})
-    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
+    for part, tensor in states.items():
         set_state(layer, part, tensor)
     return layer
 
@@ -105,18 +257,3 @@ def _class_with_states(kind: type) -> type:
         return kind
     states = tuple(base for base in kind.__bases__ if not issubclass(base, CacheLayerMixin))
     return type(f"Fixed{kind.__name__}", (FixedLayer, *states), {})
-
-
-def check_states(layer: Any, layout: StatesLayout, tensors: Sequence[Tensor]) -> None:
-    """Refuse a model that gave a layer other tensors for its states, instead of writing to the memory of these.
-
-    Raises:
-        StaleGraphError: a tensor has another address.
-    """
-    found = state_tensors(layer)
-    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
-        if part not in found or found[part].data_ptr() != tensor.data_ptr():
-            raise StaleGraphError(
-                f"a step replaces {part[0]} of a {layout.kind.__name__} instead of writing to it, so that a replay "
-                "would read the old one; expected states that keep their memory. Call remove() on this model's graphs."
-            )

@@ -8,7 +8,7 @@ earlier batch left there, which is harmless, since rows do not see each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer, check_states, layer_with_states
-from simplegraph.integrations.transformers.generate.cache.layouts import (
+from simplegraph.integrations.transformers.generate.cache.layers import (
+    KEYS_AND_VALUES,
     CacheLayout,
+    FixedLayer,
     LayerLayout,
     Part,
-    StatesLayout,
+    layer_with_states,
     set_state,
     state_tensors,
 )
@@ -44,7 +46,7 @@ class CacheView(NamedTuple):
     hidden: Tensor | None = None
 
 
-_Pairs = Sequence[tuple[Tensor, ...]]  # keys and values of each layer; () for an unused one
+_Memory = Sequence[Mapping[Part, Tensor]]  # of each layer: the tensors of `LayerLayout.parts`
 
 
 class CacheStore:
@@ -72,8 +74,7 @@ class CacheStore:
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self.seen = self.position[0]
-            self._pairs = [_allocate(layer, rows, length) for layer in layout.layers]
-            self._states = [_allocate_states(states, rows) for states in layout.states]
+            self._own = [_allocate(layer, rows, length) for layer in layout.layers]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
@@ -81,9 +82,9 @@ class CacheStore:
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], CacheView] = {}
         # The keys whose length models read between steps; None if that layer has a window.
-        first = None if layout.first is None else layout.layers[layout.first]
-        windowed = first is None or first.window is not None
-        self._first_keys = None if windowed else self._pairs[layout.first or 0][0]
+        self._first_keys: Tensor | None = None
+        if self.first is not None and layout.layers[self.first].window is None:
+            self._first_keys = self._own[self.first][KEYS_AND_VALUES[0]]
 
     def view(self, rows: int, span: int, source: int) -> CacheView:
         """Return the views of a step: the first `rows` rows, `span` positions and `source` encoder positions."""
@@ -94,11 +95,7 @@ class CacheStore:
         return known
 
     def _view(self, rows: int, span: int, source: int) -> CacheView:
-        cache = self._cache(self._pairs, self.layout.layers, rows, span, self.seen)
-        for index, (states, tensors) in enumerate(zip(self.layout.states, self._states, strict=True)):
-            if states is not None:
-                rows_of = [tensor[:rows] for tensor in tensors]
-                cache.layers[index] = layer_with_states(states, rows_of, cache.layers[index])
+        cache = self._cache(self._own, self.layout.layers, rows, span, self.seen)
         mask = None if self.first is None else self._mask[:rows, :span]
         if not self.layout.cross:
             return CacheView(cache, mask)
@@ -112,14 +109,17 @@ class CacheStore:
         return kind(last_hidden_state=view.hidden, **({"attention_mask": view.source_mask} if masked else {}))
 
     def _cache(
-        self, pairs: _Pairs, layouts: Sequence[LayerLayout | None], rows: int, span: int, seen: Tensor | int
+        self, memory: _Memory, layouts: Sequence[LayerLayout], rows: int, span: int, seen: Tensor | int
     ) -> Cache:
         layers = []
-        for pair, layout in zip(pairs, layouts, strict=True):
-            keys, values = (tensor[:rows, :, :span] for tensor in pair) if pair else (None, None)
-            sliding = layout is not None and layout.window is not None
-            layer = FixedLayer(keys, values, self.position, seen if pair else 0, is_sliding=sliding, triton=self.triton)
-            layers.append(layer)
+        for tensors, layout in zip(memory, layouts, strict=True):
+            pair = [tensor[:rows, :, :span] for tensor in _pair(tensors)]
+            keys, values = pair or (None, None)
+            length = seen if pair else 0
+            sliding = layout.window is not None
+            keyed = FixedLayer(keys, values, self.position, length, is_sliding=sliding, triton=self.triton)
+            states = {part: tensor[:rows] for part, tensor in _states(tensors).items()}
+            layers.append(layer_with_states(layout, states, keyed))
         return Cache(layers=layers)
 
     def check_states(self, view: CacheView) -> None:
@@ -129,17 +129,21 @@ class CacheStore:
             StaleGraphError: a state has another address.
         """
         own = getattr(view.cache, "self_attention_cache", view.cache)
-        for layer, states, tensors in zip(own.layers, self.layout.states, self._states, strict=True):
-            if states is not None:
-                check_states(layer, states, tensors)
+        for layer, part, tensor, state in self._states_beside(own):
+            if state is None or state.data_ptr() != tensor.data_ptr():
+                kind = type(layer).__name__.removeprefix("Fixed")
+                raise StaleGraphError(
+                    f"a step replaces {part[0]} of a {kind} instead of writing to it, so that a replay would read the "
+                    "old one; expected states that keep their memory. Call remove() on this model's graphs."
+                )
 
     def reorder(self, rows: int, length: int, order: Tensor) -> None:
         """Let each of `rows` rows have the states, and the tokens up to `length`, that the row `order` names has now.
 
         What an encoder made stays: beams change places only among those of one source.
         """
-        kept = [tensor[:rows, :, :length] for pair in self._pairs for tensor in pair]
-        for tensor in kept + [tensor[:rows] for states in self._states for tensor in states]:
+        kept = [tensor[:rows, :, :length] for tensors in self._own for tensor in _pair(tensors)]
+        for tensor in kept + [tensor[:rows] for tensors in self._own for tensor in _states(tensors).values()]:
             tensor.copy_(tensor.index_select(0, order))
 
     # Copies from and to the generation's cache.
@@ -159,13 +163,13 @@ class CacheStore:
         for layer, part, tensor, state in self._states_beside(cache):
             tensor[:rows] = state
             set_state(layer, part, tensor[:rows])
-        _copy(cache, self._pairs, length)
+        _copy(cache, self._own, length)
         if self.first is not None:
             self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
             self._mask[:rows, length:] = 0
-        for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
-            if layout is not None and layout.window is None:
-                layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
+        for tensors, layout, layer in zip(self._own, self.layout.layers, cache.layers, strict=True):
+            if layout.has_keys and layout.window is None:
+                layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in _pair(tensors))
 
     def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
         """Copy the encoder's `hidden` (rows, source, elements), its keys and values, and its `mask` (rows, source)."""
@@ -195,29 +199,37 @@ class CacheStore:
         """Fill `cache` with the tokens up to `length`, as if every step had used it."""
         for layer, part, tensor, _ in self._states_beside(cache):
             set_state(layer, part, tensor[:rows].clone())
-        for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
-            if layout is None:
+        for tensors, layout, layer in zip(self._own, self.layout.layers, cache.layers, strict=True):
+            if not layout.has_keys:
                 continue
             start = 0
             if layout.window is not None:
                 start = max(0, length - layout.window + 1)
                 layer.cumulative_length = length
-            layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in pair)
+            layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in _pair(tensors))
 
-    def _states_beside(self, cache: Any) -> Iterator[tuple[Any, Part, Tensor, Tensor]]:
-        """Iterate over the states of a generation's cache: its layer, place, this store's tensor, and its own one."""
-        for layer, states, tensors in zip(cache.layers, self.layout.states, self._states, strict=True):
-            if states is not None:
-                known = state_tensors(layer)
-                yield from (
-                    (layer, part, tensor, known[part]) for (part, _), tensor in zip(states.parts, tensors, strict=True)
-                )
+    def _states_beside(self, cache: Any) -> Iterator[tuple[Any, Part, Tensor, Any]]:
+        """Iterate over the states of a cache: its layer, place, this store's tensor, and its own one, None for none."""
+        for layer, tensors in zip(cache.layers, self._own, strict=True):
+            states = _states(tensors)
+            found = state_tensors(layer) if states else {}
+            yield from ((layer, part, tensor, found.get(part)) for part, tensor in states.items())
 
 
-def _copy(cache: Any, pairs: _Pairs, length: int) -> None:
+def _pair(tensors: Mapping[Part, Tensor]) -> list[Tensor]:
+    """List keys and values; nothing for a layer without."""
+    return [tensors[part] for part in KEYS_AND_VALUES if part in tensors]
+
+
+def _states(tensors: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
+    return {part: tensor for part, tensor in tensors.items() if part not in KEYS_AND_VALUES}
+
+
+def _copy(cache: Any, memory: _Memory, length: int) -> None:
     """Copy a cache's tokens up to `length` and zero all other positions of its rows."""
     targets, sources, rest = [], [], []
-    for pair, layer in zip(pairs, cache.layers, strict=True):
+    for tensors, layer in zip(memory, cache.layers, strict=True):
+        pair = _pair(tensors)
         for tensor, known in zip(pair, (layer.keys, layer.values) if pair else (), strict=True):
             # A layer with a window has only the last tokens; earlier ones are out of its reach.
             rows, start = known.shape[0], length - known.shape[2]
@@ -231,15 +243,8 @@ def _copy(cache: Any, pairs: _Pairs, length: int) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _allocate(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, ...]:
-    if layer is None:
-        return ()
-    return tuple(
-        torch.zeros(rows, heads, length, elements, dtype=dtype, device=layer.device)
-        for heads, elements, dtype in (layer.key, layer.value)
-    )
-
-
-def _allocate_states(states: StatesLayout | None, rows: int) -> tuple[Tensor, ...]:
-    parts = () if states is None else states.parts
-    return tuple(torch.zeros(rows, *shape, dtype=dtype, device=device) for _, (shape, dtype, device) in parts)
+def _allocate(layer: LayerLayout, rows: int, length: int) -> dict[Part, Tensor]:
+    return {
+        part: torch.zeros(rows, *(length if size is None else size for size in shape), dtype=dtype, device=device)
+        for part, (shape, dtype, device) in layer.parts
+    }

@@ -16,7 +16,7 @@ from tiny_generation import CACHE, GREEDY, MODELS, TOKENS, graphed, inputs  # no
 
 from simplegraph.base.reasons import CannotBind  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout  # noqa: E402
+from simplegraph.integrations.transformers.generate.cache.layers import CacheLayout  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "t5", "whisper"])
@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite_stay_in_the_generation_they_came_from(
     batch = tiny.prompts([5], device)
     with graphed(llama) as graphs:
         llama.generate(**tiny.prompts([30], device), **GREEDY)
-        for keys, values in graphs._step.store._pairs:
+        for keys, values in (memory.values() for memory in graphs._step.store._own):
             keys[:, :, 20:], values[:, :, 20:] = float("nan"), float("inf")
         assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
 

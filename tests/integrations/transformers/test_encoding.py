@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_encoder  # noqa: E402
-from simplegraph.integrations.transformers.encode.lengths import eighths  # noqa: E402
+from simplegraph.integrations.transformers.encoding import eighths  # noqa: E402
 
 HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification")
 SHAPES = ((3, 10), (3, 10), (2, 17), (2, 17), (4, 32), (4, 32), (1, 5), (1, 5), (1, 5), (3, 30), (3, 9), (4, 31))

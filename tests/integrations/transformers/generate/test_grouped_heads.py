@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 from simplegraph.fused.torch_operators import Operators  # noqa: E402
-from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads  # noqa: E402
+from simplegraph.integrations.transformers.generate.grouped_heads import grouped_heads  # noqa: E402
 
 ROWS, SHARED, GROUPS, LENGTH, ELEMENTS = 3, 2, 4, 32, 16
 

@@ -1,1 +1,0 @@
-"""Fused kernels that captured steps run instead of several of a model's operators. No graphs, no `generate`."""
