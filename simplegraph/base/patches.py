@@ -11,7 +11,7 @@ While a capture runs, or an observer of one, and taken back at its end:
 
 While an audit is attached (doctor.attach):
 
-    torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit
+    torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
     EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
 
 From the first use that needs them on, for the rest of the process:

@@ -1,21 +1,21 @@
 """Attach to the graphs that anyone in this process captures, and read what they recorded.
 
-On a GPU through the public methods of `torch.cuda.CUDAGraph`, on the emulator through its segments'. They are put back
-afterwards.
+On a GPU through torch's hooks for all graphs (2.15 and later), or through the public methods of `torch.cuda.CUDAGraph`,
+which are put back afterwards; on the emulator through its segments.
 """
 
 from __future__ import annotations
 
-import abc
 import collections
 import ctypes
 import dataclasses
 import functools
+import importlib
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,86 +73,22 @@ class CaptureReading:
         return nodes
 
 
-class GraphMethods(abc.ABC):
-    """Shows an audit every graph of this process, by methods that it replaces. A graph is known by its object.
+class Watcher(Protocol):
+    """Is told of every graph of the process. A graph is known by its object."""
 
-    Args:
-        audit: the `Audit`.
-        begin, end, reset, replay: owner and name of what begins and ends a capture, resets a graph and replays it.
+    def capture_begins(self, graph: Any) -> None: ...
 
-    Attributes:
-        device: the kind of device.
-    """
+    def capture_ended(self, graph: Any, reading: CaptureReading) -> None: ...
 
-    device: str
+    def replay_begins(self, graph: Any) -> None: ...
 
-    def __init__(self, audit: Any, **methods: tuple[Any, str]) -> None:
-        self._audit, self._methods = audit, methods
+    def replay_ended(self, graph: Any) -> None: ...
 
-    def attach(self) -> None:
-        """Show captures from now on."""
-        self._replace("begin", self._beginning)
-        self._replace("end", self._ending)
-        self._replace("reset", self._resetting)
-
-    def watch_replays(self, watched: bool) -> None:
-        """Show replays, too, or no longer: then a replay is what it was, unchanged."""
-        if watched:
-            self._replace("replay", self._replaying)
-        else:
-            patches.restore(*self._methods["replay"])
-
-    def detach(self) -> None:
-        """Put everything back as it was."""
-        for place in self._methods.values():
-            patches.restore(*place)
-
-    @abc.abstractmethod
-    def segments(self) -> Iterable[dict[str, Any]]:
-        """Return the allocator's segments, as torch describes them."""
-
-    @property
-    @abc.abstractmethod
-    def is_device_memory(self) -> Callable[[int], bool]:
-        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
-
-    def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
-        owner, method = self._methods[name]
-        original = getattr(owner, method)
-        patches.replace(owner, method, functools.wraps(original)(replacing(original)))
-
-    def _beginning(self, original: Any) -> Any:
-        def begin(*args: Any, **kwargs: Any) -> None:
-            self._audit.capture_begins()
-            original(*args, **kwargs)
-
-        return begin
-
-    @abc.abstractmethod
-    def _ending(self, original: Any) -> Any:
-        """Return what ends a capture, and shows its graph with what could be read of it."""
-
-    def _resetting(self, original: Any) -> Any:
-        def reset(graph: Any) -> None:
-            self._audit.graph_dropped(id(graph))
-            original(graph)
-
-        return reset
-
-    def _replaying(self, original: Any) -> Any:
-        # A bound method that was taken meanwhile may outlive the audit, which knows nothing of it then.
-        begins, ended = self._audit.replay_begins, self._audit.replay_ended
-
-        def replay(graph: Any) -> None:
-            begins(graph)
-            original(graph)
-            ended(graph)
-
-        return replay
+    def graph_dropped(self, key: int) -> None: ...
 
 
-class CudaGraphs(GraphMethods):
-    """Shows every `torch.cuda.CUDAGraph`.
+class CudaGraphs:
+    """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
 
     Attributes:
         span: between which addresses words of parameters are read.
@@ -163,32 +99,111 @@ class CudaGraphs(GraphMethods):
 
     device = "cuda"
 
-    def __init__(self, audit: Any) -> None:
-        kind = torch.cuda.CUDAGraph
-        places = {"begin": "capture_begin", "end": "capture_end", "reset": "reset", "replay": "replay"}
-        super().__init__(audit, **{name: (kind, method) for name, method in places.items()})
-        self._driver = cuda_driver()
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher, self._driver = watcher, cuda_driver()
         missing = [name for name in _CALLS if not hasattr(self._driver, name)]
         if missing:
             raise ConfigError(f"graphs cannot be audited: the CUDA driver has no {missing[0]}; 12.4 and later have it.")
+        self._hooks: Any = importlib.import_module("torch.cuda.graphs")
+        self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
+        self._handles: dict[str, Any] = {}
         self._functions: dict[tuple[int, int], KernelFunction] = {}
         self.span = _ADDRESSES
 
+    def attach(self) -> None:
+        """Show captures from now on."""
+        if self._public:
+            self._hook("capture_start", self._begun)
+            self._hook("capture_end", self._finalized)
+            return
+        self._replace("capture_begin", self._beginning)
+        self._replace("capture_end", self._ending)
+        self._replace("reset", self._resetting)
+
+    def watch_replays(self, watched: bool) -> None:
+        """Show replays, too, or no longer: then a replay is torch's own, unchanged."""
+        if not self._public:
+            if watched:
+                self._replace("replay", self._replaying)
+            else:
+                patches.restore(torch.cuda.CUDAGraph, "replay")
+        elif watched:
+            self._hook("replay_start", self._watcher.replay_begins)
+            self._hook("replay_end", self._watcher.replay_ended)
+        else:
+            for name in ("replay_start", "replay_end"):
+                self._handles.pop(name).remove()
+
+    def detach(self) -> None:
+        """Put everything back as it was."""
+        for handle in self._handles.values():
+            handle.remove()
+        for name in ("capture_begin", "capture_end", "reset", "replay"):
+            patches.restore(torch.cuda.CUDAGraph, name)
+
     @property
     def is_device_memory(self) -> Callable[[int], bool]:
+        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
         return device_memory(self._driver)
 
-    def segments(self) -> Iterable[dict[str, Any]]:
+    @staticmethod
+    def segments() -> Iterator[dict[str, Any]]:
+        """Yield the allocator's segments, as torch describes them."""
         return allocator.segments()
+
+    # By torch's hooks, which keep errors to themselves.
+
+    def _hook(self, name: str, function: Callable[[Any], None]) -> None:
+        self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
+
+    def _begun(self, graph: Any) -> None:
+        with without_collections():
+            self._watcher.capture_begins(graph)
+
+    def _finalized(self, graph: Any) -> None:
+        with without_collections():
+            self._watcher.capture_ended(graph, self._read(int(graph.raw_cuda_graph())))
+        # The callback must not hold the graph.
+        graph.register_destroy_callback(functools.partial(self._watcher.graph_dropped, id(graph)))
+
+    # By the methods of the class.
+
+    def _replace(self, name: str, replacing: Callable[[Any], Any]) -> None:
+        patches.replace(torch.cuda.CUDAGraph, name, lambda original: functools.wraps(original)(replacing(original)))
+
+    def _beginning(self, original: Any) -> Any:
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            self._watcher.capture_begins(graph)
+            original(graph, *args, **kwargs)
+
+        return capture_begin
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
             with without_collections():  # a graph that the collector destroyed would break the capture
                 reading = self._read(self._under_capture())  # a graph may be gone when its capture has ended
                 original(graph)
-            self._audit.capture_ended(graph, reading)
+            self._watcher.capture_ended(graph, reading)
 
         return capture_end
+
+    def _resetting(self, original: Any) -> Any:
+        def reset(graph: Any) -> None:
+            self._watcher.graph_dropped(id(graph))
+            original(graph)
+
+        return reset
+
+    def _replaying(self, original: Any) -> Any:
+        # A bound method that was taken meanwhile may outlive the audit; the watcher knows nothing of it then.
+        begins, ended = self._watcher.replay_begins, self._watcher.replay_ended
+
+        def replay(graph: Any) -> None:
+            begins(graph)
+            original(graph)
+            ended(graph)
+
+        return replay
 
     def _under_capture(self) -> int:
         """Return the driver's handle of the graph that the current stream is captured into; 0 if there is none."""
@@ -306,37 +321,75 @@ def _laid_out(function: KernelFunction, parts: Sequence[bytes]) -> bytes:
     return bytes(whole)
 
 
-class EmulatedGraphs(GraphMethods):
-    """Shows every segment that the emulator captures."""
+class EmulatedGraphs:
+    """Shows a watcher every segment that the emulator captures in this process; see `CudaGraphs`."""
 
     device = "cpu"
 
-    def __init__(self, audit: Any) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         from simplegraph.device.emulator.device import EmulatorDevice
         from simplegraph.device.emulator.recording import EmulatorSegment
 
-        captures = {"begin": (EmulatorDevice, "begin"), "end": (EmulatorDevice, "end")}
-        super().__init__(audit, **captures, reset=(EmulatorSegment, "reset"), replay=(EmulatorSegment, "replay"))
+        self._watcher, self._device, self._segment = watcher, EmulatorDevice, EmulatorSegment
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @property
-    def is_device_memory(self) -> Callable[[int], bool]:
-        return lambda address: False  # there is no driver to ask
+    def attach(self) -> None:
+        """Show captures from now on."""
+        begin, end, reset = self._device.begin, self._device.end, self._segment.reset
 
-    def segments(self) -> Iterable[dict[str, Any]]:
+        @functools.wraps(begin)
+        def beginning(*args: Any, **kwargs: Any) -> None:
+            self._watcher.capture_begins(None)
+            begin(*args, **kwargs)
+
+        @functools.wraps(end)
+        def ending(device: Any) -> Any:
+            segment = end(device)
+            if segment is not None:
+                self._graphs.add(segment)
+                self._watcher.capture_ended(segment, _read_emulated(segment))
+            return segment
+
+        @functools.wraps(reset)
+        def resetting(segment: Any) -> None:
+            self._watcher.graph_dropped(id(segment))
+            reset(segment)
+
+        patches.replace(self._device, "begin", lambda _: beginning)
+        patches.replace(self._device, "end", lambda _: ending)
+        patches.replace(self._segment, "reset", lambda _: resetting)
+
+    def watch_replays(self, watched: bool) -> None:
+        """Show replays, too, or no longer."""
+        if not watched:
+            patches.restore(self._segment, "replay")
+            return
+        original = self._segment.replay
+
+        @functools.wraps(original)
+        def replay(segment: Any) -> None:
+            self._watcher.replay_begins(segment)
+            original(segment)
+            self._watcher.replay_ended(segment)
+
+        patches.replace(self._segment, "replay", lambda _: replay)
+
+    def detach(self) -> None:
+        """Put everything back as it was."""
+        for owner, name in ((self._device, "begin"), (self._device, "end"), (self._segment, "reset")):
+            patches.restore(owner, name)
+        self.watch_replays(False)
+
+    def segments(self) -> Iterator[dict[str, Any]]:
+        """Describe the memory that the segments know as torch describes its allocator's."""
         for segment in list(self._graphs):
             yield from (_as_segment(memory, id(segment._arena)) for memory in segment._created)
             yield from (_as_segment(kept, 0) for _, kept, _, _ in segment._outside if kept is not None)
 
-    def _ending(self, original: Any) -> Any:
-        def end(device: Any) -> Any:
-            segment = original(device)
-            if segment is not None:
-                self._graphs.add(segment)
-                self._audit.capture_ended(segment, _read_emulated(segment))
-            return segment
-
-        return end
+    @staticmethod
+    def is_device_memory(address: int) -> bool:
+        """Return False: there is no driver to ask."""
+        return False
 
 
 def _as_segment(memory: Any, pool: int) -> dict[str, Any]:
@@ -354,7 +407,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
     return CaptureReading(lambda: nodes)
 
 
-def graph_source(audit: Any) -> GraphMethods:
+def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:
     """Return what shows graphs on this machine: torch's where there is a GPU's driver, else the emulator's."""
     # To ask torch for a GPU could begin to use it, after which a process must not fork.
-    return EmulatedGraphs(audit) if cuda_driver() is None else CudaGraphs(audit)
+    return EmulatedGraphs(watcher) if cuda_driver() is None else CudaGraphs(watcher)

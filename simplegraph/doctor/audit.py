@@ -285,9 +285,9 @@ class Audit:
         head = f"{len(self.graphs)} graphs, {nodes} nodes, {self.checks} checks, {len(self.findings)} findings"
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
-    # What the source shows; see `attach.GraphMethods`.
+    # What the source shows; see `attach.Watcher`.
 
-    def capture_begins(self) -> None:
+    def capture_begins(self, graph: Any) -> None:
         with self._telling():
             fresh = None
             if self._survey is None or time.perf_counter() > self._next_survey:

@@ -19,9 +19,10 @@ import simplegraph as sg
 from simplegraph.base import patches
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, DeviceMemory]:
-    return stand_in_cuda(monkeypatch)
+@pytest.fixture(params=["methods", "hooks"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, DeviceMemory]:
+    """Both ways of attaching: torch up to 2.13, and from 2.15 on."""
+    return stand_in_cuda(monkeypatch, hooks=request.param == "hooks")
 
 
 class Layer(nn.Module):
@@ -170,6 +171,7 @@ def test_without_checks_replay_is_torchs_own_again_after_the_first(cuda: tuple[A
         graph = capture(kind(), ("scale", (memory.tensor(0),)))
         graph.replay()
         assert kind.replay is replay
+        assert not getattr(kind, "hooks", {}).get("replay_start")
         assert audit.checks == 1
 
 
@@ -179,6 +181,7 @@ def test_everything_is_put_back(cuda: tuple[Any, DeviceMemory]) -> None:
     with sg.audit(every=1):
         capture(kind(), ("scale", (memory.tensor(0),))).replay()
     assert (dict(vars(kind)), patches.installed()) == before
+    assert not any(getattr(kind, "hooks", {}).values())
 
 
 def test_a_graph_that_was_reset_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> None:

@@ -1,9 +1,12 @@
-"""A stand-in for `torch.cuda.CUDAGraph`, the driver and the allocator on a CPU."""
+"""A stand-in for `torch.cuda.CUDAGraph`, the driver and the allocator on a CPU, before torch had hooks and since."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import types
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from stand_in_driver import Driver, Kernel, pointer
 from torch import Tensor
 from torch.multiprocessing import reductions
+from torch.utils.hooks import RemovableHandle
 
 from simplegraph.device.cuda import allocator
 from simplegraph.doctor import attach
@@ -72,7 +76,7 @@ class StandInDriver(Driver):
 
 
 class StandInGraph:
-    """Has the methods of `torch.cuda.CUDAGraph`. A capture records the kernels of `launched`."""
+    """Has the methods of `torch.cuda.CUDAGraph` up to 2.13. A capture records the kernels of `launched`."""
 
     driver: StandInDriver
     replays = 0
@@ -96,12 +100,67 @@ class StandInGraph:
         return POOL
 
 
-def stand_in_cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, DeviceMemory]:
-    """Let this process have a device; return the class of its graphs and the memory."""
+class HookedGraph(StandInGraph):
+    """Has the methods of `torch.cuda.CUDAGraph` since 2.15, and runs the hooks of all graphs when it does."""
+
+    hooks: dict[str, OrderedDict[int, Callable[[Any], None]]]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.dropped: list[Callable[[], None]] = []
+
+    def _run(self, name: str) -> None:
+        for hook in list(self.hooks.get(name, {}).values()):
+            hook(self)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._run("capture_start")
+
+    def capture_end(self) -> None:
+        self._run("capture_end")
+
+    def raw_cuda_graph(self) -> int:
+        return 1
+
+    def replay(self) -> None:
+        self._run("replay_start")
+        super().replay()
+        self._run("replay_end")
+
+    def register_destroy_callback(self, callback: Callable[[], None]) -> None:
+        self.dropped.append(callback)
+
+    def reset(self) -> None:
+        for callback in self.dropped:
+            callback()
+
+
+def _hooks_module(hooks: dict[str, OrderedDict[int, Callable[[Any], None]]]) -> types.ModuleType:
+    module = types.ModuleType("torch.cuda.graphs")
+
+    def registering(name: str) -> Callable[[Any], RemovableHandle]:
+        def register(hook: Any) -> RemovableHandle:
+            table = hooks.setdefault(name, OrderedDict())
+            handle = RemovableHandle(table)
+            table[handle.id] = hook
+            return handle
+
+        return register
+
+    for name in ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end", "destroy"):
+        setattr(module, f"register_graph_{name}_hook", registering(name))
+    return module
+
+
+def stand_in_cuda(monkeypatch: pytest.MonkeyPatch, *, hooks: bool) -> tuple[Any, DeviceMemory]:
+    """Let this process have a device, whose graphs are of torch 2.15, or before; return their class and the memory."""
     memory, driver = DeviceMemory(), StandInDriver([])
-    # Methods of its own, as torch's class has.
-    kind: Any = type("CUDAGraph", (), {**vars(StandInGraph), "driver": driver})
+    table: dict[str, Any] = {}
+    kind: Any = type("CUDAGraph", (HookedGraph if hooks else StandInGraph,), {"hooks": table, "driver": driver})
+    if not hooks:  # methods of its own, as torch's class has
+        kind = type("CUDAGraph", (), {**vars(StandInGraph), "driver": driver})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", kind)
+    module = _hooks_module(table) if hooks else types.ModuleType("torch.cuda.graphs")
+    monkeypatch.setitem(sys.modules, "torch.cuda.graphs", module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "stand-in")
     monkeypatch.setattr(allocator, "segments", memory.segments)
