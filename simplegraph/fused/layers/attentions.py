@@ -6,23 +6,13 @@ import functools
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
 
-from simplegraph.fused.layers.classes import class_name, is_plain, of_classes
-from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.written import is_written
+from simplegraph.fused.layers.classes import class_name, is_plain, is_written
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.torch_operators import Operators
 
 ATTENTION = "attention"
 _PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
-_MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
-
-
-def attention_layers(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map the known attentions of a model to their layers."""
-    return of_classes(
-        model, {_MULTIHEAD: _multihead_layer, "diffusers.models.attention_processor.Attention": _attention_layer}
-    )
 
 
 def _multihead_layer(module: Any) -> Layer | None:
@@ -34,7 +24,7 @@ def _is_simple(module: Any) -> bool:
     return known and module.batch_first and not module.add_zero_attn
 
 
-def _multihead(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+def _multihead(module: Any, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     """Run it on one input without masks, for which torch does not always choose its fused attention."""
     others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
     plain = (
@@ -42,7 +32,7 @@ def _multihead(module: Any, operators: Operators, original: Forward, *args: Any,
     )
     plain = plain and all(each is args[0] for each in args) and _is_simple(module)
     if not plain or not is_plain(args[0], 3):
-        return original(*args, **kwargs)
+        raise AsWritten
     shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
     product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
     query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
@@ -65,7 +55,6 @@ def _is_known(module: Any) -> bool:
 def _attention(
     module: Any,
     operators: Operators,
-    original: Forward,
     hidden_states: Any,
     encoder_hidden_states: Any = None,
     attention_mask: Any = None,
@@ -74,7 +63,7 @@ def _attention(
     """Run what its processor does, without a division by one."""
     known = _is_known(module) and module.rescale_output_factor == 1
     if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
-        return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        raise AsWritten
     states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
     query, key, value = (
@@ -82,3 +71,9 @@ def _attention(
     )
     found = F.scaled_dot_product_attention(query, key, value)
     return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+
+
+ATTENTION_CLASSES = {
+    "torch.nn.modules.activation.MultiheadAttention": _multihead_layer,
+    "diffusers.models.attention_processor.Attention": _attention_layer,
+}

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, of_classes
-from simplegraph.fused.layers.layer import Forward, Layer, arguments_of
+from simplegraph.fused.layers.classes import class_name, hooked, is_plain
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
-from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM = "adaptive_norm"
@@ -27,21 +26,6 @@ _ADAPTIVE = (
 )
 
 
-def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map the known layers of diffusers' transformers to their layers."""
-    return of_classes(
-        model,
-        {
-            "diffusers.models.attention.BasicTransformerBlock": _block_layer,
-            "diffusers.models.activations.GEGLU": _gated_layer,
-            "diffusers.models.activations.GELU": _gelu_layer,
-            _CONDITION: _timesteps_layer,
-            "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
-            "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
-        },
-    )
-
-
 def _block_layer(module: Any) -> Layer | None:
     norms = [module.norm1, *([] if module.attn2 is None else [module.norm2]), module.norm3]
     if module.pos_embed is not None or module.only_cross_attention:
@@ -49,8 +33,9 @@ def _block_layer(module: Any) -> Layer | None:
     signature = inspect.signature(type(module).forward)
     if module.norm_type == "layer_norm" and all(type(norm) is nn.LayerNorm for norm in norms):
         trials = [_trial(norm, "residual") for norm in norms[1:]]
-        parts = Bypassed(module, "norm3", *([] if module.attn2 is None else ["norm2"]))
-        return Layer("residual", tuple(trials), functools.partial(_block, module, _run_plain, signature, parts))
+        bypassed = ("norm3",) if module.attn2 is None else ("norm2", "norm3")
+        run = functools.partial(_block, module, _run_plain, signature)
+        return Layer("residual", tuple(trials), run, bypassed=bypassed)
     zero = module.norm1
     if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
         return None
@@ -60,8 +45,8 @@ def _block_layer(module: Any) -> Layer | None:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
     trials.append(KernelTrial("finish", ("silu", 1)))
-    parts = Bypassed(module, "norm3", *_ADAPTIVE)
-    return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive, signature, parts))
+    run = functools.partial(_block, module, _run_adaptive, signature)
+    return Layer(ADAPTIVE_NORM, tuple(trials), run, bypassed=("norm3", *_ADAPTIVE))
 
 
 def _trial(norm: Any, *given: str) -> KernelTrial:
@@ -73,17 +58,15 @@ def _block(
     module: Any,
     run: Callable[..., Any],
     signature: inspect.Signature,
-    parts: Bypassed,
     operators: Operators,
-    original: Forward,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     given = arguments_of(signature, module, *args, **kwargs)
     hidden = given["hidden_states"]
     others = given["cross_attention_kwargs"] or module._chunk_size is not None
-    if others or not is_plain(hidden, 3) or not parts.are_plain():
-        return original(*args, **kwargs)
+    if others or not is_plain(hidden, 3):
+        raise AsWritten
     return run(operators, module, hidden, given)
 
 
@@ -116,13 +99,11 @@ def _adapted(norm: Any, **given: Any) -> Adapted:
 
 def _gated_layer(module: Any) -> Layer:
     trial = KernelTrial("gated", (module.proj.out_features // 2, "gelu"))
-    return Layer("gated", (trial,), functools.partial(_gated, module))
+    return Layer("gated", (trial,), functools.partial(_gated, module), 3)
 
 
-def _gated(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or not is_plain(args[0], 3):
-        return original(*args, **kwargs)
-    up, gate = module.proj(args[0]).chunk(2, dim=-1)
+def _gated(module: Any, operators: Operators, x: Tensor) -> Tensor:
+    up, gate = module.proj(x).chunk(2, dim=-1)
     return operators.gated(gate, up, "gelu")
 
 
@@ -130,13 +111,11 @@ def _gelu_layer(module: Any) -> Layer | None:
     if module.approximate != "tanh" or type(module.proj) is not nn.Linear or module.proj.bias is None:
         return None
     trial = KernelTrial("linear_gelu", (module.proj.in_features, module.proj.out_features))
-    return Layer("activation", (trial,), functools.partial(_gelu, module, Bypassed(module, "proj")))
+    return Layer("activation", (trial,), functools.partial(_gelu, module), 3, ("proj",))
 
 
-def _gelu(module: Any, parts: Bypassed, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or not is_plain(args[0], 3) or not parts.are_plain():
-        return original(*args, **kwargs)
-    return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
+def _gelu(module: Any, operators: Operators, x: Tensor) -> Tensor:
+    return operators.linear_gelu(x, module.proj.weight, module.proj.bias)
 
 
 def _timesteps_layer(module: Any) -> Layer | None:
@@ -145,12 +124,10 @@ def _timesteps_layer(module: Any) -> Layer | None:
     return Layer(TIMESTEPS, (), functools.partial(_timesteps, module))
 
 
-def _timesteps(
-    module: Any, operators: Operators, original: Forward, timestep: Any, class_labels: Any, hidden_dtype: Any = None
-) -> Any:
+def _timesteps(module: Any, operators: Operators, timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
     """Run it so that the layers of a model share what depends on the timestep alone."""
     if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
-        return original(timestep, class_labels, hidden_dtype=hidden_dtype)
+        raise AsWritten
     times, labels = _embed(module, timestep, class_labels, hidden_dtype)
     return times + labels
 
@@ -161,3 +138,13 @@ def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[A
     settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
     projected = shared(module, timestep, (dtype, *settings), lambda: project(timestep).to(dtype=dtype))
     return module.timestep_embedder(projected), module.class_embedder(class_labels)
+
+
+DENOISER_CLASSES = {
+    "diffusers.models.attention.BasicTransformerBlock": _block_layer,
+    "diffusers.models.activations.GEGLU": _gated_layer,
+    "diffusers.models.activations.GELU": _gelu_layer,
+    _CONDITION: _timesteps_layer,
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
+    "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
+}

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.classes import hooked
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
-from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.torch_operators import ACTIVATIONS, KernelTrial, Operators
 
 
@@ -69,10 +69,10 @@ def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
     return () if columns is None else (KernelTrial("gated", (columns, kind)),)
 
 
-def _gated(module: Any, gate: Gate, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+def _gated(module: Any, gate: Gate, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     kind = activation_kind(getattr(module, gate.activation))
     if not kind or kwargs or len(args) != 1:
-        return original(*args, **kwargs)
+        raise AsWritten
     states = getattr(module, gate.gate)(args[0])
     states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
     plain = type(states) is Tensor and type(up) is Tensor
@@ -86,7 +86,7 @@ def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     return {module: Layer("activation", (), functools.partial(_activation, kind)) for module, kind in known.items()}
 
 
-def _activation(kind: str, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+def _activation(kind: str, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
-        return original(*args, **kwargs)
+        raise AsWritten
     return ACTIVATIONS[kind](args[0])

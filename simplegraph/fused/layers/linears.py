@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.classes import hooked
 from simplegraph.fused.layers.gates import gated_projections
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.rotary import rotary_layers
-from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 LINEAR = "linear"
@@ -79,9 +79,9 @@ def _layer(module: Any, together: Together) -> Layer:
     return Layer(LINEAR, (KernelTrial("linears", sizes),), functools.partial(_linear, module, together))
 
 
-def _linear(module: Any, together: Together, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+def _linear(module: Any, together: Together, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     x: Any = args[0] if len(args) == 1 and not kwargs else None
     one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
     if not one_row or not together.are_plain() or torch.is_autocast_enabled(x.device.type):
-        return original(*args, **kwargs)
+        raise AsWritten
     return together.compute(module, x, operators.linears)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.classes import runs_as_written
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
-from simplegraph.fused.layers.written import runs_as_written
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
@@ -85,15 +85,15 @@ def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:
     return Layer(kind, trials, functools.partial(_normalize, module, norm, alone))
 
 
-def _normalize(
-    module: Any, norm: Norm, alone: bool, operators: Operators, original: Forward, *args: Any, **kwargs: Any
-) -> Any:
+def _normalize(module: Any, norm: Norm, alone: bool, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1:
-        return original(*args, **kwargs)
+        raise AsWritten
     normed = _take(args[0], module)
     if normed is None and alone and _fits(args[0], module.weight):
         normed = norm.normalize(operators, module, args[0])
-    return original(*args) if normed is None else normed
+    if normed is None:
+        raise AsWritten
+    return normed
 
 
 def add(operators: Operators, norms: dict[nn.Module, Norm], residual: Tensor, x: Tensor, module: Any) -> Tensor:

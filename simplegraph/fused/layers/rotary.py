@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.texts import GlobalNames, known_name, with_names
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators
 
@@ -33,21 +33,21 @@ def _layer(module: Any) -> Layer:
     trials = (KernelTrial("rotate", (elements,)),) if isinstance(elements, int) and elements % 2 == 0 else ()
     written: Any = type(module).forward
     names = GlobalNames(written, written.__globals__[_NAME])
-    return Layer("rotary", trials, functools.partial(_run, module, functools.cache(_with_rotate), names))
+    return Layer("rotary", trials, functools.partial(_run, module, written, functools.cache(_with_rotate), names))
 
 
 def _run(
     module: Any,
+    forward: Any,
     rotating: Callable[..., Any],
     names: GlobalNames,
     operators: Operators,
-    original: Forward,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if not names.are_still():
-        return original(*args, **kwargs)
-    return rotating(original.func, operators)(module, *args, **kwargs)
+        raise AsWritten
+    return rotating(forward, operators)(module, *args, **kwargs)
 
 
 def _with_rotate(forward: Any, operators: Operators) -> FunctionType:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.written import hooked
+from simplegraph.fused.layers.classes import hooked
+from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.torch_operators import Operators
 
 TIMESTEPS = "timesteps"
@@ -26,10 +27,10 @@ _RUNNING = _SharedValues()
 
 def sharing_layer(module: Any) -> Layer:
     """Return the layer of a model whose layers share values."""
-    return Layer(TIMESTEPS, (), _share)
+    return Layer(TIMESTEPS, (), functools.partial(_share, functools.partial(type(module).forward, module)))
 
 
-def _share(operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
+def _share(original: Callable[..., Any], operators: Operators, *args: Any, **kwargs: Any) -> Any:
     before, _RUNNING.found = _RUNNING.found, {}
     try:
         return original(*args, **kwargs)

@@ -16,9 +16,8 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
-from simplegraph.fused.layers.classes import is_depthwise
-from simplegraph.fused.layers.written import hooked, methods, plain_class
-from simplegraph.fused.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
+from simplegraph.fused.layers.classes import hooked, is_depthwise, methods, plain_class
+from simplegraph.fused.optimizing.table import FOLDABLE, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
@@ -98,7 +97,7 @@ class Fold:
 
     def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
         self.layer, self.norm, self.paths = layer, norm, paths
-        self.dims = KINDS[plain_class(layer)][1]
+        self.dims = FOLDABLE[plain_class(layer)][1]
         self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []

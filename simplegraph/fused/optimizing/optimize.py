@@ -23,11 +23,9 @@ from simplegraph.fused.layers.table import (
     shortened,
 )
 from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
+from simplegraph.fused.optimizing.examples import Examples, ObservedRun, compare, numbers
 from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
-from simplegraph.fused.optimizing.joined import find_joined, join, place_apart
-from simplegraph.fused.optimizing.layout import restore_contiguous, store_channels_last
-from simplegraph.fused.optimizing.observed import ObservedRun
-from simplegraph.fused.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
+from simplegraph.fused.optimizing.layout import find_joined, join, place_apart, restore_contiguous, store_channels_last
 from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.table import (
     BATCH_NORM,
@@ -35,9 +33,13 @@ from simplegraph.fused.optimizing.table import (
     EPILOGUE,
     PROJECTIONS,
     REWRITES,
+    Pair,
+    hindrance,
+    is_changed,
+    known_pairs,
     runs_any_format,
+    shared_modules,
 )
-from simplegraph.fused.optimizing.verify import Examples, compare, numbers
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.serve.mixin import OPTIMIZED, unwrap
 
