@@ -24,10 +24,10 @@ from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused, set_up_backwards
-from simplegraph.training.notes import BackwardNotes
+from simplegraph.training.gradients import replicas_refused, set_up_backwards
+from simplegraph.training.notes import BackwardNotes, HookWatch
 from simplegraph.training.pair import LastForward, PairPlan
-from simplegraph.training.recording import Recording, written_outputs
+from simplegraph.training.recording import Leaves, Recording, written_outputs
 
 _WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 
 
 class OutputLook(NamedTuple):
@@ -99,21 +99,39 @@ keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-@contextlib.contextmanager
-def noted_calls(register: Callable[[Callable[..., None]], Any]) -> Iterator[list[Any]]:
-    """Yield a list that each module or optimizer which this thread calls in here is added to.
+# Private to torch; where it is absent, such calls are replayed, and keep their memory.
+saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 
-    Args:
-        register: registers a hook, which is called with what is called first, and returns its handle.
+
+def hooks_around() -> bool:
+    """True if torch runs Python in all backwards now."""
+    return bool(GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS) or saved_tensors_hooks(False) is not None
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
+    if saved_tensors_hooks(False) is not None:
+        raise CannotBind(Reason.HOOKS, "saved-tensor hooks around the call, as of activation checkpoints")
+    if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS:
+        raise CannotBind(Reason.HOOKS, "backward hooks on all modules")
+    for name, child in module.named_modules():
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
+
+
+class HookWatch(torch.overrides.TorchFunctionMode):
+    """Notices hooks that a forward registers on its own tensors: a replay would not call them.
+
+    Attributes:
+        found: the method that it called; None if none.
     """
-    thread, found = threading.get_ident(), list[Any]()
 
-    def hook(called: Any, *_: Any) -> None:
-        if threading.get_ident() == thread:
-            found.append(called)
+    _METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+    found: str | None = None
 
-    handle = register(hook)
-    try:
-        yield found
-    finally:
-        handle.remove()
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self._METHODS:
+            self.found = f"Tensor.{func.__name__}"
+        return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from simplegraph.serve.proof import learn_writes
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.notes import keeps_graph
 from simplegraph.training.pair import PairPlan, PairReplay
-from simplegraph.training.recording import Arguments
+from simplegraph.training.recording import StandIns
 
 logger = logging.getLogger("simplegraph")
 
@@ -112,7 +112,7 @@ class PairProof(PairReplay):
 
     def _run(self) -> list[Tensor]:
         call = self._call
-        arguments = Arguments(call, call.leaves, self._builder.leaves_of(call.module))
+        arguments = StandIns(call, call.leaves, self._builder.leaves_of(call.module))
         outputs = arguments.written(flatten(arguments.run(functools.partial(invoke, call.module)))[0])
         targets = arguments.targets
         self._eager = outputs, [targets[number] for number in self.plan.leaves]

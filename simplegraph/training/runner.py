@@ -21,7 +21,7 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.builder import PairBuilder
-from simplegraph.training.leaves import refuse_hooks
+from simplegraph.training.notes import refuse_hooks
 from simplegraph.training.proof import PairProof
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
