@@ -25,19 +25,10 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import (
-            adaptive_kernels,
-            cache_kernels,
-            group_kernels,
-            image_kernels,
-            one_row_kernels,
-            row_kernels,
-        )
+        from simplegraph.fused import cache_kernels, image_kernels, one_row_kernels, row_kernels
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
-        self._groups: Any = group_kernels
-        self._adaptive: Any = adaptive_kernels
         self._images: Any = image_kernels
         self._one_row: Any = one_row_kernels
 
@@ -86,12 +77,12 @@ class TritonOperators(Operators):
 
     def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
         channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        fits = channels_last and x.shape[1] <= norm.groups * self._groups.MAX_SIZE and norm.kind in ("", "silu")
+        fits = channels_last and x.shape[1] <= norm.groups * self._images.MAX_SIZE and norm.kind in ("", "silu")
         fits = fits and (norm.weight is None) == (norm.bias is None)
         fits = fits and (norm.added is None or norm.added.stride(-1) == 1)
         if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, norm.added):
             return super().group_norm(x, norm)
-        return self._groups.group_norm(x, norm)  # type: ignore[no-any-return]
+        return self._images.group_norm(x, norm)  # type: ignore[no-any-return]
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         fits = x.dim() == 3 and x.shape[-1] <= self._rows.MAX_COLUMNS and (norm.scale is None) == (norm.shift is None)
@@ -100,7 +91,7 @@ class TritonOperators(Operators):
         fits = fits and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
         if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual):
             return super().adapt(x, norm)
-        return self._adaptive.adapt(x, norm)  # type: ignore[no-any-return]
+        return self._rows.adapt(x, norm)  # type: ignore[no-any-return]
 
     def finish(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None
