@@ -97,20 +97,12 @@ def _relu(block: Any) -> str:
     return "relu"
 
 
-def _shortcut(block: Any, x: Tensor) -> Tensor:
-    return x if block.downsample is None else block.downsample(x)
-
-
-def _basic(block: Any, operators: Operators, x: Tensor) -> Tensor:
-    (first, second), relu = _folds(block, "conv1", "conv2"), _relu(block)
-    out = _convolve(operators, first, x, relu)
-    return _convolve(operators, second, out, relu, _shortcut(block, x))
-
-
-def _bottleneck(block: Any, operators: Operators, x: Tensor) -> Tensor:
-    (first, second, third), relu = _folds(block, "conv1", "conv2", "conv3"), _relu(block)
-    out = _convolve(operators, second, _convolve(operators, first, x, relu), relu)
-    return _convolve(operators, third, out, relu, _shortcut(block, x))
+def _residual(block: Any, operators: Operators, x: Tensor) -> Tensor:
+    *inner, last = _folds(block, *_BLOCKS[class_name(block)][2])
+    relu, out = _relu(block), x
+    for fold in inner:
+        out = _convolve(operators, fold, out, relu)
+    return _convolve(operators, last, out, relu, x if block.downsample is None else block.downsample(x))
 
 
 def _resnet(block: Any, operators: Operators, x: Tensor) -> Tensor:
@@ -138,8 +130,8 @@ def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
 
 # How each known block runs, the activation of its sum, and the convolutions of its own.
 _BLOCKS: Mapping[str, tuple[Callable[[Any, Operators, Tensor], Tensor], str | None, Collection[str]]] = {
-    "torchvision.models.resnet.BasicBlock": (_basic, "relu", ("conv1", "conv2")),
-    "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu", ("conv1", "conv2", "conv3")),
+    "torchvision.models.resnet.BasicBlock": (_residual, "relu", ("conv1", "conv2")),
+    "torchvision.models.resnet.Bottleneck": (_residual, "relu", ("conv1", "conv2", "conv3")),
     "torchvision.models.resnet.ResNet": (_resnet, None, ("conv1",)),
     "torchvision.models.efficientnet.MBConv": (_inverted, "", ()),
 }

@@ -172,15 +172,6 @@ class Fold:
         kept = not self.keeps_weight or self.layer.weight.is_contiguous(memory_format=torch.channels_last)
         return self.channels_last and kept
 
-    def weights_now(self) -> Weights | None:
-        """Return the weights to use in a forward; None if the norm cannot be folded any more.
-
-        Weights are still stale only in a capture, which then records the folding: each replay folds.
-        """
-        if self.weights is None or not self.is_stale():
-            return self.weights
-        return None if hindrance(self.layer, self.norm) else self.compute()
-
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
@@ -329,9 +320,8 @@ class Region(LeftOut):
             self.memory.refresh()
         found: dict[int, FoldUse] = {}
         for fold in serving:
-            weights = fold.weights_now()
-            if weights is not None:
-                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, weights)
+            if fold.weights is not None and not fold.is_stale():  # a capture does not fold, and runs both
+                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, fold.weights)
         return found
 
 
