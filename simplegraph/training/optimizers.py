@@ -31,6 +31,10 @@ Group = dict[str, Any]
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
+_REFUSED = {
+    "LBFGS": "decides on the host how often it calls its closure",
+    "SparseAdam": "takes sparse gradients, which no graph hands out; use Adam(fused=True)",
+}
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
 
@@ -185,10 +189,8 @@ def unsuitable(owner: optim.Optimizer) -> str:
     kind = _named(owner)
     if not kind:
         return ""
-    if kind == "LBFGS":
-        return "LBFGS decides on the host how often it calls its closure"
-    if kind == "SparseAdam":
-        return "SparseAdam takes sparse gradients, which no graph hands out; use Adam(fused=True)"
+    if kind in _REFUSED:
+        return f"{kind} {_REFUSED[kind]}"
     if any(map(is_wrapper, owner.param_groups[0]["params"])):
         return "parameters are spread over ranks (FSDP2, DTensor), whose steps are not captured"
     for group in owner.param_groups:

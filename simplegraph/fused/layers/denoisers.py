@@ -1,4 +1,4 @@
-"""Layers of diffusers' transformers: adaptive norms, gated and activated linear layers, timesteps."""
+"""Layers of diffusers' transformers: adaptive norms, gated layers, timesteps; its attention, and torch's own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain
+from simplegraph.fused.layers.classes import class_name, hooked, is_plain, is_written
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
-ADAPTIVE_NORM = "adaptive_norm"
+ADAPTIVE_NORM, ATTENTION = "adaptive_norm", "attention"
+_PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 _TIMESTEPS = "diffusers.models.embeddings.Timesteps"
 _CONDITION = "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings"
@@ -140,11 +142,75 @@ def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[A
     return module.timestep_embedder(projected), module.class_embedder(class_labels)
 
 
-DENOISER_CLASSES = {
+def _multihead_layer(module: Any) -> Layer | None:
+    return Layer(ATTENTION, (), functools.partial(_multihead, module)) if _is_simple(module) else None
+
+
+def _is_simple(module: Any) -> bool:
+    known = module.in_proj_weight is not None and module.bias_k is None and module.bias_v is None
+    return known and module.batch_first and not module.add_zero_attn
+
+
+def _multihead(module: Any, operators: Operators, *args: Any, **kwargs: Any) -> Any:
+    """Run it on one input without masks, for which torch does not always choose its fused attention."""
+    others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
+    plain = (
+        len(args) == 3
+        and kwargs.get("need_weights") is False
+        and all(each is None or each is False for each in others)
+        and all(each is args[0] for each in args)
+        and _is_simple(module)
+        and is_plain(args[0], 3)
+    )
+    if not plain:
+        raise AsWritten
+    shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
+    product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
+    found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
+    return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
+
+
+def _attention_layer(module: Any) -> Layer | None:
+    return Layer(ATTENTION, (), functools.partial(_attention, module)) if _is_known(module) else None
+
+
+def _is_known(module: Any) -> bool:
+    others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
+    if any(each is not None for each in others) or module.residual_connection:
+        return False
+    kind = type(module.processor)
+    return class_name(module.processor) == _PROCESSOR and is_written(kind, kind.__call__)
+
+
+def _attention(
+    module: Any,
+    operators: Operators,
+    hidden_states: Any,
+    encoder_hidden_states: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run what its processor does, without a division by one."""
+    known = _is_known(module) and module.rescale_output_factor == 1
+    if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+        raise AsWritten
+    states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
+    query, key, value = (
+        part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
+    )
+    found = F.scaled_dot_product_attention(query, key, value)
+    return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+
+
+ATTENTION_CLASSES = {
     "diffusers.models.attention.BasicTransformerBlock": _block_layer,
     "diffusers.models.activations.GEGLU": _gated_layer,
     "diffusers.models.activations.GELU": _gelu_layer,
     _CONDITION: _timesteps_layer,
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
     "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
+    "torch.nn.modules.activation.MultiheadAttention": _multihead_layer,
+    "diffusers.models.attention_processor.Attention": _attention_layer,
 }

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.layers.attentions import ATTENTION, ATTENTION_CLASSES
 from simplegraph.fused.layers.classes import class_name, hooked, is_plain, runs_as_written
-from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, DENOISER_CLASSES
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES
 from simplegraph.fused.layers.gates import activation_layers, gate_layers
 from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
 from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.linears import LINEAR, linear_layers
-from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
-from simplegraph.fused.layers.residuals import residual_layers
+from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.layers.shared import TIMESTEPS
 from simplegraph.fused.torch_operators import KernelTrial, Operators
@@ -28,7 +26,7 @@ from simplegraph.fused.torch_operators import KernelTrial, Operators
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
 GROUP_NORM, ONE_QUERY = "group_norm", "one_query"
 _SHOWN = 4  # names in a line
-_CLASSES: Mapping[str, Callable[[Any], Layer | None]] = {**ATTENTION_CLASSES, **DENOISER_CLASSES, **IMAGE_CLASSES}
+_CLASSES: Mapping[str, Callable[[Any], Layer | None]] = {**ATTENTION_CLASSES, **IMAGE_CLASSES}
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         RMS_NORM: "RMS norm of seven or more operators run as one",

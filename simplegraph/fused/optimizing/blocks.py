@@ -116,10 +116,15 @@ def _resnet(block: Any, operators: Operators, x: Tensor) -> Tensor:
 
 def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
     *inner, last = block.block
-    skipped = (block.block, last, block.stochastic_depth)
-    known = class_name(block.stochastic_depth) == DEPTH and not block.stochastic_depth.training
-    known = known and is_sequential(block.block) and is_sequential(last) and len(last) == 2
-    if not known or hooked(*skipped):
+    known = (
+        class_name(block.stochastic_depth) == DEPTH
+        and not block.stochastic_depth.training
+        and is_sequential(block.block)
+        and is_sequential(last)
+        and len(last) == 2
+        and not hooked(block.block, last, block.stochastic_depth)
+    )
+    if not known:
         raise AsWritten
     (fold,) = _folds(last, "0")
     out = x

@@ -121,10 +121,14 @@ def _project(attention: nn.Module, projection: Any, together: Together, operator
 def _multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Compute linear layers as one product, or one by one if their weights no longer lie together."""
     given = (x, *weights, *(each for each in biases if each is not None))
-    plain = type(x) is Tensor and x.dtype is weights[0].dtype and not torch.is_autocast_enabled(x.device.type)
-    plain = plain and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
     biased = biases[0] is not None
-    plain = plain and all((each is not None) == biased for each in biases)
+    plain = (
+        type(x) is Tensor
+        and x.dtype is weights[0].dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        and all((each is not None) == biased for each in biases)
+    )
     weight, bias = (_whole(weights), _whole(biases) if biased else None) if plain else (None, None)
     if weight is None or (bias is None) == biased:
         return [nn.functional.linear(x, *each) for each in zip(weights, biases, strict=True)]
