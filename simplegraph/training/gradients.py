@@ -179,7 +179,7 @@ class Gradients:
         return before
 
     def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:
-        """Take what a captured step left, and put back what was there.
+        """Take what a captured step left, where `put` is to put back what was there.
 
         Returns:
             By parameter: a tensor of the graph, the fixed one, None, or `KEPT`.
@@ -190,7 +190,6 @@ class Gradients:
             gradient = parameter.grad
             kept = gradient is before[index] and gradient is not None and index not in own
             left.append(KEPT if kept else gradient)
-        self.put(before)
         for gradient in left:
             if isinstance(gradient, Tensor) and (gradient.layout is not torch.strided or gradient.requires_grad):
                 cause = "a gradient is sparse" if gradient.layout is not torch.strided else "a gradient requires grad"

@@ -26,20 +26,16 @@ class OutputLook(NamedTuple):
     device: torch.device
     wanting: bool
 
-    @classmethod
-    def of(cls, output: Tensor) -> OutputLook:
-        """Look at an output."""
-        return cls(output.shape, output.stride(), output.dtype, output.device, output.requires_grad)
-
-    def like(self, other: OutputLook) -> bool:
-        """True if one buffer does for both: strides may follow those of inputs."""
-        return self._replace(stride=()) == other._replace(stride=())
-
     def buffer(self) -> Tensor:
         """Make memory for its gradient."""
         with torch.inference_mode(False), torch.no_grad():
             dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             return torch.zeros_like(dense)
+
+
+def look_at(outputs: Sequence[Tensor]) -> list[OutputLook]:
+    """Look at outputs."""
+    return [OutputLook(out.shape, out.stride(), out.dtype, out.device, out.requires_grad) for out in outputs]
 
 
 class Needs(NamedTuple):
@@ -69,7 +65,7 @@ class BackwardNotes:
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Look at the outputs of an eager call, and later at its backward."""
-        self.outputs = list(map(OutputLook.of, outputs))
+        self.outputs = look_at(outputs)
         nodes: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
         for number, output in enumerate(outputs):
             if output.grad_fn is not None:
@@ -85,12 +81,9 @@ class BackwardNotes:
 
     def add(self, outputs: Iterable[int], *, again: bool) -> None:
         """Note, from inside of a backward, that it was given gradients of these outputs; `again` if one ran before."""
-        if self.seen is None or not self.seen.issuperset(outputs):
-            self.seen = (self.seen or set()).union(outputs)
+        self.seen = {*(self.seen or ()), *outputs}
         retained = again or self.needs.retained or keeps_graph()
-        needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
-        if needs != self.needs:
-            self.needs = needs
+        self.needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
 
 
 # True if the backward that runs now keeps what it reads. Private to torch; where it is absent, each may.

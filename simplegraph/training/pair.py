@@ -139,8 +139,8 @@ class PairPlan(Plan):
         self.gradients, self.retains, self.notes = recording.gradients, recording.retains, recording.notes
         tape, arguments = recording.tape, recording.arguments
         self._reaches = tape.reaches
-        parts = zip(backwards, recording.patterns, recording.places, strict=True)
-        self.backwards = [Backward(*part) for part in parts]
+        parts = zip(backwards, recording.backwards, strict=True)
+        self.backwards = [Backward(graph, *made) for graph, made in parts]
         for other in self.backwards[1:]:
             other.graph.leave_unverified("for gradients of other outputs than the calls before")
         self.constant = frozenset(range(len(tape.reaches))) - tape.wanting

@@ -24,7 +24,7 @@ from simplegraph.call.inputs import InputSet
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.training.gradients import leaves_reached
-from simplegraph.training.notes import BackwardNotes, OutputLook
+from simplegraph.training.notes import BackwardNotes, look_at
 
 
 class Leaves:
@@ -249,8 +249,7 @@ class Recording:
 
     Attributes:
         notes: what eager backwards showed; held: all tensors of the module that may want gradients.
-        patterns: for each backward, the numbers of the outputs that it takes gradients of.
-        places: for each backward, the numbers of the leaves that it makes gradients of.
+        backwards: for each, the numbers of the outputs that it takes gradients of, and of the leaves that get some.
         gradients: buffers for the gradients of outputs.
         retains: the first backward leaves what it reads.
     """
@@ -271,8 +270,7 @@ class Recording:
         self.retains = notes.needs.retained
         # Not in the pool: they are filled between the two graphs.
         self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
-        self.patterns: list[frozenset[int]] = []
-        self.places: list[list[int]] = []
+        self.backwards: list[tuple[frozenset[int], list[int]]] = []
         # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
@@ -317,8 +315,9 @@ class Recording:
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
         outputs = self.tape.take(result, self.arguments, self._leaves)
-        looks, known = list(map(OutputLook.of, outputs)), self.notes.outputs
-        if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
+        # One buffer of its gradient does for other strides, which may follow those of inputs.
+        looks, known = ([look._replace(stride=()) for look in each] for each in (look_at(outputs), self.notes.outputs))
+        if looks != known:
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
         return outputs
 
@@ -342,8 +341,7 @@ class Recording:
             raise
         places = [at for at, grad in enumerate(grads) if grad is not None]
         made = [_laid_as(targets[at], grads[at]) for at in places]
-        self.patterns.append(pattern)
-        self.places.append(places)
+        self.backwards.append((pattern, places))
         return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.classes import class_name, hooked, is_plain, is_written
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
-from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
-ADAPTIVE_NORM, ATTENTION = "adaptive_norm", "attention"
+ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"
 _PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 _TIMESTEPS = "diffusers.models.embeddings.Timesteps"
@@ -118,6 +118,51 @@ def _gelu_layer(module: Any) -> Layer | None:
 
 def _gelu(module: Any, operators: Operators, x: Tensor) -> Tensor:
     return operators.linear_gelu(x, module.proj.weight, module.proj.bias)
+
+
+# Layers of a running model share what they compute alike from one tensor, until somebody writes to that.
+
+
+class _SharedValues(threading.local):
+    """The values of this thread's running model, by what they are computed from; None in no model."""
+
+    found: dict[Any, tuple[Any, int | None, Any]] | None = None
+
+
+_RUNNING = _SharedValues()
+
+
+def sharing_layer(module: Any) -> Layer:
+    """Return the layer of a model whose layers share values."""
+    return Layer(TIMESTEPS, (), functools.partial(_share, functools.partial(type(module).forward, module)))
+
+
+def _share(original: Callable[..., Any], operators: Operators, *args: Any, **kwargs: Any) -> Any:
+    before, _RUNNING.found = _RUNNING.found, {}
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _RUNNING.found = before
+
+
+def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:
+    """Return what is computed from a tensor: once in a call of a model, each time outside of one.
+
+    Args:
+        layer: computes it; again if it is hooked and gets an inference tensor, which does not count a hook's writes.
+        source: the tensor.
+        key: what else the value depends on.
+        compute: computes it.
+    """
+    found = _RUNNING.found
+    if found is None:
+        return compute()
+    version = source._version if isinstance(source, Tensor) and not source.is_inference() else None
+    kept = found.get((id(source), key))
+    if kept is None or kept[1] != version or (version is None and hooked(layer)):
+        kept = source, version, compute()  # the tensor, too: no other can get its id meanwhile
+        found[id(source), key] = kept
+    return kept[2]
 
 
 def _timesteps_layer(module: Any) -> Layer | None:

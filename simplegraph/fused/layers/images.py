@@ -18,8 +18,8 @@ from simplegraph.fused.layers.classes import (
     is_pointwise,
     runs_as_written,
 )
+from simplegraph.fused.layers.denoisers import shared
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
-from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.torch_operators import Adapted, Grouped, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"

@@ -13,14 +13,12 @@ from torch import nn
 
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.layers.classes import class_name, hooked, is_plain, runs_as_written
-from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES
-from simplegraph.fused.layers.gates import activation_layers, gate_layers
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES, TIMESTEPS
 from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
 from simplegraph.fused.layers.layer import AsWritten, Layer
-from simplegraph.fused.layers.linears import LINEAR, linear_layers
+from simplegraph.fused.layers.linears import LINEAR, activation_layers, gate_layers, linear_layers
 from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers
-from simplegraph.fused.layers.shared import TIMESTEPS
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"

@@ -56,7 +56,7 @@ def store_channels_last(root: nn.Module, folded: Collection[nn.Module]) -> list[
     names, tied = [], tied_memories(root)
     for name, module in root.named_modules():
         weight: Any = module.weight if type(module) is nn.Conv2d and module not in folded else None
-        if _can_be_stored(weight) and weight.untyped_storage().data_ptr() not in tied:
+        if _can_be_stored(weight) and _memory(weight) not in tied:
             with outside_modes():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
             vars(module)[_MARK] = True
@@ -81,24 +81,11 @@ def has_own_memory(weight: Any) -> bool:
     return not shared and not weight.is_inference() and weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def tied_memories(root: nn.Module) -> set[int]:
-    """Return the addresses of memory that several parameters or buffers of a module lie in."""
-    tensors = (each for each in (*root.parameters(), *root.buffers()) if each.layout is torch.strided)
-    places = collections.Counter(_address(each) for each in tensors)
+def tied_memories(root: nn.Module) -> set[tuple[int, int]]:
+    """Return the memory, as `_memory` does, that several parameters or buffers of a module lie in."""
+    plain = (each for each in (*root.parameters(), *root.buffers()) if type(each) in (Tensor, nn.Parameter))
+    places = collections.Counter(_memory(each) for each in plain if each.layout is torch.strided)
     return {place for place, count in places.items() if count > 1}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else 0
-
-
-def restore_contiguous(root: nn.Module) -> None:
-    """Store weights as they were before `store_channels_last`."""
-    for module in root.modules():
-        weight = getattr(module, "weight", None)
-        if vars(module).pop(_MARK, False) and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
-            with outside_modes():
-                weight.data = weight.data.contiguous()
 
 
 def join(attention: nn.Module, names: Sequence[str]) -> dict[nn.Module, Layer]:
@@ -168,7 +155,7 @@ def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         if not _can_be_joined(projections) or any(id(each) in shared for each in projections):
             continue
         tensors = (tensor for each in projections for tensor in each.parameters())  # type: ignore[union-attr]
-        if not any(tensor.untyped_storage().data_ptr() in tied for tensor in tensors):
+        if not any(_memory(tensor) in tied for tensor in tensors):
             yield module, names
 
 
@@ -207,11 +194,13 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def place_apart(root: nn.Module) -> None:
-    """Give weights that were placed together, and still are there, memory of their own."""
-    for module in root.modules():
-        memories = vars(module).pop(_PLACED, ())
-        for part in module.parameters(recurse=False) if memories else ():
-            if type(part) is nn.Parameter and _memory(part) in memories:
-                with outside_modes():
+def restore_layout(root: nn.Module) -> None:
+    """Store weights as before `store_channels_last`; give those that were placed together memory of their own."""
+    with outside_modes():
+        for module in root.modules():
+            weight, memories = getattr(module, "weight", None), vars(module).pop(_PLACED, ())
+            if vars(module).pop(_MARK, False) and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
+                weight.data = weight.data.contiguous()
+            for part in module.parameters(recurse=False) if memories else ():
+                if type(part) is nn.Parameter and _memory(part) in memories:  # it is still there
                     part.data = part.data.clone()

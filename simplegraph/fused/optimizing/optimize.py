@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from simplegraph.fused.layers.table import (
 from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
 from simplegraph.fused.optimizing.examples import Examples, ObservedRun, compare, numbers
 from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
-from simplegraph.fused.optimizing.layout import find_joined, join, place_apart, restore_contiguous, store_channels_last
+from simplegraph.fused.optimizing.layout import find_joined, join, restore_layout, store_channels_last
 from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.table import (
     BATCH_NORM,
@@ -34,7 +33,7 @@ from simplegraph.fused.optimizing.table import (
     PROJECTIONS,
     REWRITES,
     Pair,
-    hindrance,
+    hindrance_in,
     is_changed,
     known_pairs,
     runs_any_format,
@@ -154,15 +153,17 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     """
     _check(module, skip)
     with starting_triton(module):  # beside the search for what can be done
-        return _optimize(module, example_inputs, skip)
+        _restore_all(module)
+        try:
+            return _optimize(module, example_inputs, skip)
+        except BaseException:
+            _restore(module)
+            raise
 
 
 def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> Optimization:
-    _restore_all(module)
     if example_inputs is None:
-        pairs = known_pairs(module)
-        with _undone_by_errors(module):
-            return _apply(module, pairs, skip, any_format=runs_any_format(module))
+        return _apply(module, known_pairs(module), skip, any_format=runs_any_format(module))
     examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
     reference = examples.reference()
     before = numbers(observed.run(examples.run))
@@ -171,8 +172,7 @@ def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> 
         str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
     }
     pairs = _once([pair for pair in pairs if str(pair) not in refuted])
-    with _undone_by_errors(module):
-        found = _apply_compared(module, pairs, skip, examples, reference, before)
+    found = _apply_compared(module, pairs, skip, examples, reference, before)
     found.left_out |= refuted
     return found
 
@@ -220,15 +220,6 @@ def _apply_compared(
     return found
 
 
-@contextlib.contextmanager
-def _undone_by_errors(module: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _restore(module)
-        raise
-
-
 def _run_in_channels_last(module: nn.Module, examples: Examples) -> list[Tensor]:
     """Run the module as it was, with nothing but the format of its weights changed; leaves it as it was."""
     _restore(module)
@@ -258,16 +249,9 @@ def _check(module: Any, skip: Collection[str]) -> None:
 
 def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> Optimization:
     """Rewrite the module, and leave among its attributes what was done."""
-    left_out, shared = {}, shared_modules(module)
-    usable = []
-    for pair in () if BATCH_NORM in skip else pairs:
-        layer, norm = module.get_submodule(pair.layer), module.get_submodule(pair.norm)
-        why = "one of them has several places in the module" if {id(layer), id(norm)} & shared else ""
-        why = why or hindrance(layer, norm)
-        if why:
-            left_out[str(pair)] = why
-        else:
-            usable.append(pair)
+    shared = shared_modules(module)
+    hindrances = {} if BATCH_NORM in skip else {pair: hindrance_in(module, pair, shared) for pair in pairs}
+    usable = [pair for pair, why in hindrances.items() if not why]
     channels_last = any_format and CHANNELS_LAST not in skip
     layers = find_layers(module, skip, images=channels_last)
     folds = {pair: _fold(module, pair, channels_last) for pair in usable}
@@ -285,7 +269,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     stored += [pair.layer for pair, fold in folds.items() if fold.in_channels_last() and pair.layer not in stored]
     memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
     found = Optimization(module, usable, stored, memory)
-    found.left_out |= left_out
+    found.left_out |= {str(pair): why for pair, why in hindrances.items() if why}
     # Inside of the owners' forwards, which provide the folds of the modules that a block calls.
     install_fused(fused_forwards({each: block_layer(each) for each in blocks}, operators))
     install_folds(owners, memory)
@@ -335,8 +319,7 @@ def _once(pairs: Sequence[Pair]) -> list[Pair]:
 def _restore(module: nn.Module) -> None:
     vars(module).pop(OPTIMIZED, None)
     uninstall(module)
-    place_apart(module)
-    restore_contiguous(module)
+    restore_layout(module)
 
 
 def _restore_all(module: nn.Module) -> None:

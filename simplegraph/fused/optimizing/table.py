@@ -170,6 +170,14 @@ def watched(layer: Any, norm: Any) -> list[Tensor]:
     return sources(layer, norm) + ([] if counter is None else [counter])
 
 
+def hindrance_in(root: nn.Module, pair: Pair, shared: set[int]) -> str:
+    """Say why a pair of a module cannot be folded, of which these `shared_modules` are known; "" if it can."""
+    layer, norm = root.get_submodule(pair.layer), root.get_submodule(pair.norm)
+    if {id(layer), id(norm)} & shared:
+        return "one of them has several places in the module"
+    return hindrance(layer, norm)
+
+
 def hindrance(layer: Any, norm: Any) -> str:
     """Say why a norm cannot be folded into the layer before it; "" if it can."""
     expected, _ = FOLDABLE.get(plain_class(layer), (None, 0))
