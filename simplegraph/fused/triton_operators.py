@@ -25,19 +25,10 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import (
-            adaptive_kernels,
-            cache_kernels,
-            group_kernels,
-            image_kernels,
-            one_row_kernels,
-            row_kernels,
-        )
+        from simplegraph.fused import cache_kernels, image_kernels, one_row_kernels, row_kernels
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
-        self._groups: Any = group_kernels
-        self._adaptive: Any = adaptive_kernels
         self._images: Any = image_kernels
         self._one_row: Any = one_row_kernels
 
@@ -85,32 +76,47 @@ class TritonOperators(Operators):
         return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
 
     def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
-        channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        fits = channels_last and x.shape[1] <= norm.groups * self._groups.MAX_SIZE and norm.kind in ("", "silu")
-        fits = fits and (norm.weight is None) == (norm.bias is None)
-        fits = fits and (norm.added is None or norm.added.stride(-1) == 1)
-        if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, norm.added):
+        fits = (
+            x.dim() == 4
+            and x.is_contiguous(memory_format=torch.channels_last)
+            and not x.is_contiguous()
+            and x.shape[1] <= norm.groups * self._images.MAX_SIZE
+            and norm.kind in ("", "silu")
+            and (norm.weight is None) == (norm.bias is None)
+            and (norm.added is None or norm.added.stride(-1) == 1)
+            and self._takes(x, norm.weight, norm.bias, norm.row, norm.added)
+        )
+        if not fits:
             return super().group_norm(x, norm)
-        return self._groups.group_norm(x, norm)  # type: ignore[no-any-return]
+        return self._images.group_norm(x, norm)  # type: ignore[no-any-return]
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
-        fits = x.dim() == 3 and x.shape[-1] <= self._rows.MAX_COLUMNS and (norm.scale is None) == (norm.shift is None)
-        fits = fits and (norm.residual is None or norm.residual.shape == x.shape)
         by_image = (norm.gate, norm.scale, norm.shift)
-        fits = fits and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
-        if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual):
+        fits = (
+            x.dim() == 3
+            and x.shape[-1] <= self._rows.MAX_COLUMNS
+            and (norm.scale is None) == (norm.shift is None)
+            and (norm.residual is None or norm.residual.shape == x.shape)
+            and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
+            and self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual)
+        )
+        if not fits:
             return super().adapt(x, norm)
-        return self._adaptive.adapt(x, norm)  # type: ignore[no-any-return]
+        return self._rows.adapt(x, norm)  # type: ignore[no-any-return]
 
     def finish(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None
     ) -> Tensor:
-        fits = x.is_contiguous(memory_format=torch.channels_last) and x.numel() < 2**31 - 2**16
-        fits = fits and all(each is None or each.is_contiguous() for each in (bias, factor))
-        fits = fits and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
-        fits = fits and (factor is None or factor.device == x.device)
         alike = [(x, bias, residual)] if factor is None else [(x, residual), (factor, bias)]
-        if not fits or not all(self._takes(*each) for each in alike):
+        fits = (
+            x.is_contiguous(memory_format=torch.channels_last)
+            and x.numel() < 2**31 - 2**16
+            and all(each is None or each.is_contiguous() for each in (bias, factor))
+            and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
+            and (factor is None or factor.device == x.device)
+            and all(self._takes(*each) for each in alike)
+        )
+        if not fits:
             return super().finish(x, bias, residual, kind, factor)
         return self._images.finish(x, bias, residual, kind, factor)  # type: ignore[no-any-return]
 
@@ -124,17 +130,25 @@ class TritonOperators(Operators):
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         inputs, rows = x.shape[-1], weights[0].stride(0)
-        fits = x.numel() == inputs and len(weights) <= self._one_row.MOST_TOGETHER
-        fits = fits and all(each.stride() == (rows, 1) and each.shape[1] == inputs for each in weights)
-        alike = len({bias is None for bias in biases}) == 1
-        fits = fits and alike and all(each is None or each.is_contiguous() for each in biases)
-        if not fits or not self._takes(x, *weights, *biases):
+        fits = (
+            x.numel() == inputs
+            and len(weights) <= self._one_row.MOST_TOGETHER
+            and all(each.stride() == (rows, 1) and each.shape[1] == inputs for each in weights)
+            and len({bias is None for bias in biases}) == 1
+            and all(each is None or each.is_contiguous() for each in biases)
+            and self._takes(x, *weights, *biases)
+        )
+        if not fits:
             return super().linears(x, weights, biases)
         return self._one_row.linear(x, weights, biases)  # type: ignore[no-any-return]
 
     def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-        fits = q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS and k.numel() > 0
-        return fits and all(each.stride(-1) == 1 for each in (q, k, v)) and self._takes(q, k, v, bias)
+        return (
+            q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS
+            and k.numel() > 0
+            and all(each.stride(-1) == 1 for each in (q, k, v))
+            and self._takes(q, k, v, bias)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
         if not self.attends(q, k, v, bias):
@@ -143,12 +157,18 @@ class TritonOperators(Operators):
 
     def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
         size, channels = weight.shape[2], x.shape[1]
-        fits = x.is_contiguous(memory_format=torch.channels_last) and bias.is_contiguous()
-        fits = fits and weight.shape == (channels, 1, size, size) and size <= self._images.MAX_WINDOW
-        # So the result has at most the elements of the images.
-        fits = fits and 2 * padding < size <= min(x.shape[2:]) + 2 * padding
-        fits = fits and weight.permute(2, 3, 1, 0).is_contiguous()
-        if not fits or x.numel() >= 2**31 - 2**16 or not self._takes(x, weight, bias):
+        fits = (
+            x.is_contiguous(memory_format=torch.channels_last)
+            and bias.is_contiguous()
+            and weight.shape == (channels, 1, size, size)
+            and size <= self._images.MAX_WINDOW
+            # So the result has at most the elements of the images.
+            and 2 * padding < size <= min(x.shape[2:]) + 2 * padding
+            and weight.permute(2, 3, 1, 0).is_contiguous()
+            and x.numel() < 2**31 - 2**16
+            and self._takes(x, weight, bias)
+        )
+        if not fits:
             return super().depthwise(x, weight, bias, stride, padding, kind)
         return self._images.depthwise(x, weight, bias, stride, padding, kind)  # type: ignore[no-any-return]
 
@@ -169,8 +189,13 @@ class TritonOperators(Operators):
 
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
         given = (means, *narrow, *wide)
-        fits = all(each.is_contiguous() for each in given) and len(narrow[1]) <= self._images.MAX_SQUEEZED
-        if not fits or kind not in ("relu", "silu") or not self._takes(*given):
+        fits = (
+            all(each.is_contiguous() for each in given)
+            and len(narrow[1]) <= self._images.MAX_SQUEEZED
+            and kind in ("relu", "silu")
+            and self._takes(*given)
+        )
+        if not fits:
             return super().excite(means, narrow, wide, kind)
         return self._images.excite(means, narrow, wide, kind)  # type: ignore[no-any-return]
 

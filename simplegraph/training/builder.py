@@ -23,10 +23,10 @@ from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import CaptureJob
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused, set_up_backwards
-from simplegraph.training.notes import BackwardNotes
+from simplegraph.training.gradients import replicas_refused, set_up_backwards
+from simplegraph.training.notes import BackwardNotes, HookWatch
 from simplegraph.training.pair import LastForward, PairPlan
-from simplegraph.training.recording import Recording, written_outputs
+from simplegraph.training.recording import Leaves, Recording, written_outputs
 
 _WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
 
@@ -119,9 +119,8 @@ class PairBuilder(GraphBuilder):
                 self.refused[key] = error.again()
                 raise
         if not plan.unproven:
-            call.layout.plans[dataclasses.replace(call, batch=1).plan_key] = (
-                plan  # no dimension of a layout counts rows
-            )
+            one_row = dataclasses.replace(call, batch=1)  # no dimension of a layout counts rows
+            call.layout.plans[one_row.plan_key] = plan
         return plan
 
     def _new_pair(self, call: Call, key: Hashable) -> PairPlan:

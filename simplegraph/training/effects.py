@@ -1,4 +1,4 @@
-"""What a training step does beside returning a result, gradients above all, and the module made of it."""
+"""What a training step does beside returning a result, gradients above all; its module, and its replays."""
 
 from __future__ import annotations
 
@@ -16,140 +16,25 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, InputError
-from simplegraph.base.modes import autocast_cache, outside_modes
+from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import storage_key
+from simplegraph.call.call import Call
+from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
 from simplegraph.fused.watched_steps import after_step
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
+from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import restore
-from simplegraph.training.leaves import leaves_reached, replicas_refused, set_up_backwards
+from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
 from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
 
-_grad = operator.attrgetter("grad")
-_requires_grad = operator.attrgetter("requires_grad")
-KEPT = True  # stands for a gradient that a step does not touch
 _GLOBAL_HOOKS = (
     *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
     _optimizer._global_optimizer_pre_hooks,
 )
-
-
-class Gradients:
-    """The gradients of some parameters.
-
-    A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
-    another graph overwrites it. One that a graph reads at its begin, to add to it, lies at a fixed address outside of
-    the pool, the same for all graphs; what `.grad` holds is copied there if it lies elsewhere.
-
-    Attributes:
-        parameters: those whose gradients these are.
-        devices: where they are, as text.
-        entry: what `.grad` of each held when `state` last looked.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
-        self.entry: list[Tensor | None] = []
-        self.devices: list[str] = []
-        self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
-        self._wanting: list[bool] = []
-        self._key: Hashable = ()
-
-    def use(self, parameters: Iterable[Tensor]) -> None:
-        """Follow these parameters from now on."""
-        found = list({id(parameter): parameter for parameter in parameters}.values())
-        if list(map(id, found)) != list(map(id, self.parameters)):
-            self.parameters = found
-            self.entry = []
-            self._wanting = []
-            self.devices = sorted({str(each.device) for each in found})
-            self._fixed = {id(p): self._fixed[id(p)] for p in found if id(p) in self._fixed}
-
-    def state(self) -> Hashable:
-        """Return which parameters have a gradient, and which want one: the very same object while that stays."""
-        entry, wanting = list(map(_grad, self.parameters)), list(map(_requires_grad, self.parameters))
-        known = self.entry
-        if wanting != self._wanting or len(entry) != len(known) or not all(map(operator.is_, entry, known)):
-            key = tuple(wanting), tuple(gradient is not None for gradient in entry)
-            self._key = self._key if key == self._key else key
-            self.entry, self._wanting = entry, wanting
-        return self._key
-
-    def passed(self) -> dict[int, list[int]]:
-        """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
-        found: dict[int, list[int]] = {}
-        for index, gradient in enumerate(map(_grad, self.parameters)):
-            if gradient is not None and gradient.layout is torch.strided:
-                found.setdefault(storage_key(gradient), []).append(index)
-        return found
-
-    def fix(self, used: Iterable[int]) -> set[int]:
-        """Make the tensors at fixed addresses for the gradients that graphs read; return the storage keys of all."""
-        for index in used:  # a capture would make its own
-            self._fixed_of(index)
-        return {storage_key(tensor) for _, tensor in self._fixed.values()}
-
-    def _fixed_of(self, index: int, *, makes: bool = True) -> Tensor:
-        """Return the tensor at a fixed address for the gradient of one parameter."""
-        parameter = self.parameters[index]
-        known = self._fixed.get(id(parameter))
-        if known is None or _kind(known[1]) != _kind(parameter):  # the parameter was converted or moved
-            if not makes:
-                cause = f"a parameter of shape {tuple(parameter.shape)} was converted or moved just before"
-                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
-            gradient = parameter.grad
-            with outside_modes():
-                made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
-            known = self._fixed[id(parameter)] = parameter, made
-        return known[1]
-
-    def enter(self, used: Iterable[int]) -> None:
-        """Let the gradients that a graph reads lie where it reads them."""
-        with outside_modes():
-            for index in used:
-                parameter, fixed = self.parameters[index], self._fixed_of(index)
-                gradient = parameter.grad
-                if gradient is not None and gradient is not fixed:
-                    if gradient.data_ptr() != fixed.data_ptr():
-                        fixed.copy_(gradient)
-                    parameter.grad = fixed
-
-    def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
-        """Put those that the capture reads at their fixed address; return what to put back. Raises CaptureError."""
-        before = list(map(_grad, self.parameters))
-        for index in used:
-            if before[index] is not None:
-                self.parameters[index].grad = self._fixed_of(index, makes=False)
-        return before
-
-    def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:
-        """Take what a captured step left, and put back what was there.
-
-        Returns:
-            By parameter: a tensor of the graph, the fixed one, None, or `KEPT`.
-        """
-        left: list[Any] = []
-        own = set(used)
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            kept = gradient is before[index] and gradient is not None and index not in own
-            left.append(KEPT if kept else gradient)
-        self.put(before)
-        for gradient in left:
-            if isinstance(gradient, Tensor) and (gradient.layout is not torch.strided or gradient.requires_grad):
-                cause = "a gradient is sparse" if gradient.layout is not torch.strided else "a gradient requires grad"
-                raise CaptureError(f"capturing the step failed\n  {cause}, which no graph can hand out.", cause=cause)
-        return left
-
-    def put(self, gradients: Sequence[Tensor | None]) -> None:
-        """Set every `.grad`."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
 
 
 class StepState(NamedTuple):
@@ -284,7 +169,6 @@ class StepModule(FunctionModule):
         function: the step.
         optimizers, scaler: what it calls.
         modules: what it trains, beside what it reaches by its code.
-        whole: puts a captured run's result and the gradients that it left, in the order of parameters, together.
     """
 
     computes_gradients = True
@@ -295,10 +179,8 @@ class StepModule(FunctionModule):
         optimizers: StepOptimizers,
         scaler: Any,
         modules: Sequence[nn.Module],
-        whole: Callable[[Any, tuple[Any, ...]], Any],
     ) -> None:
         super().__init__(function)
-        self._whole = whole
         self.step = StepEffects(optimizers, scaler, modules)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -373,12 +255,94 @@ class StepModule(FunctionModule):
 
     def with_effects(self, whole: Any) -> Any:
         left, self.step.left = self.step.left, None
-        return whole if left is None else self._whole(whole, tuple(left))
+        return whole if left is None else WithGradients(whole, tuple(left))
 
 
 def _wants_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
+class WithGradients(NamedTuple):
+    """Holds what a captured step returns, and the gradients that it leaves, in the order of its parameters."""
+
+    result: Any
+    gradients: tuple[Any, ...]
+
+    @staticmethod
+    def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
+        """Make the plan by which calls like this are served; see `Plan`."""
+        return StepPlan(call, table, graph, *more)
+
+
+class StepPlan(Plan):
+    """Serves training steps; see `Plan`."""
+
+    def _returned(self, call: Call) -> None:
+        super()._returned(call)
+        self.step: StepEffects = call.module.step
+        self._used = sorted(self.step.used)
+        count = self._spec.children[0].num_leaves
+        self._left = self._whole[count:]
+        self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
+        self._known: Sequence[Any] = ()
+        self._spec, self._whole = self._spec.children[0], self._whole[:count]
+
+    def _prepare_outputs(self, call: Call) -> None:
+        super()._prepare_outputs(call)
+        self.compared = [*self.outputs, *self._left]
+
+    def whole(self, result: Any) -> Any:
+        """Return eager's result, and the gradients that it left."""
+        found = (parameter.grad for parameter in self.step.gradients.parameters)
+        left = zip(found, self._left, strict=True)
+        return WithGradients(super().whole(result), tuple(KEPT if then is KEPT else now for now, then in left))
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Let an eager run find the gradients where replays do."""
+        self._enter()
+        yield
+        self.step.proven = not self.unproven
+
+    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
+        step = self.step
+        entry = step.gradients.entry
+        known = self._known
+        same = len(known) == len(entry) and all(map(operator.is_, entry, known))
+        if not same:
+            self._enter()
+        step.optimizers.refresh(self.table.order_streams)
+        result = super().replay(leaves, copies)
+        if not same:
+            self._leave()
+        if step.proven:  # give back what the proof took, and eager's last gradients, among which it lies
+            step.proven = False
+            step.gradients.state()
+            self.device.release_cached_memory()
+        return result
+
+    def _enter(self) -> None:
+        """Bring the gradients that the graph reads, and those that its replay would overwrite, to their places."""
+        self.table.order_streams()
+        gradients = self.step.gradients
+        gradients.enter(self._used)
+        lost = []
+        for index in self._kept:
+            gradient = gradients.parameters[index].grad
+            if gradient is not None and self.device.in_pool(self.pool, gradient):
+                lost.append(index)
+        gradients.enter(lost)
+
+    def _leave(self) -> None:
+        """Let every `.grad` be the graph's."""
+        gradients = self.step.gradients
+        found = []
+        for parameter, left in zip(gradients.parameters, self._left, strict=True):
+            gradient = parameter.grad
+            if left is KEPT:
+                found.append(gradient)
+                continue
+            if gradient is not left:
+                parameter.grad = left
+            found.append(parameter.grad)
+        self._known = found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 
 
 class OutputLook(NamedTuple):
@@ -26,20 +26,16 @@ class OutputLook(NamedTuple):
     device: torch.device
     wanting: bool
 
-    @classmethod
-    def of(cls, output: Tensor) -> OutputLook:
-        """Look at an output."""
-        return cls(output.shape, output.stride(), output.dtype, output.device, output.requires_grad)
-
-    def like(self, other: OutputLook) -> bool:
-        """True if one buffer does for both: strides may follow those of inputs."""
-        return self._replace(stride=()) == other._replace(stride=())
-
     def buffer(self) -> Tensor:
         """Make memory for its gradient."""
         with torch.inference_mode(False), torch.no_grad():
             dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             return torch.zeros_like(dense)
+
+
+def look_at(outputs: Sequence[Tensor]) -> list[OutputLook]:
+    """Look at outputs."""
+    return [OutputLook(out.shape, out.stride(), out.dtype, out.device, out.requires_grad) for out in outputs]
 
 
 class Needs(NamedTuple):
@@ -69,7 +65,7 @@ class BackwardNotes:
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Look at the outputs of an eager call, and later at its backward."""
-        self.outputs = list(map(OutputLook.of, outputs))
+        self.outputs = look_at(outputs)
         nodes: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
         for number, output in enumerate(outputs):
             if output.grad_fn is not None:
@@ -85,12 +81,9 @@ class BackwardNotes:
 
     def add(self, outputs: Iterable[int], *, again: bool) -> None:
         """Note, from inside of a backward, that it was given gradients of these outputs; `again` if one ran before."""
-        if self.seen is None or not self.seen.issuperset(outputs):
-            self.seen = (self.seen or set()).union(outputs)
+        self.seen = {*(self.seen or ()), *outputs}
         retained = again or self.needs.retained or keeps_graph()
-        needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
-        if needs != self.needs:
-            self.needs = needs
+        self.needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
 
 
 # True if the backward that runs now keeps what it reads. Private to torch; where it is absent, each may.
@@ -99,21 +92,39 @@ keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-@contextlib.contextmanager
-def noted_calls(register: Callable[[Callable[..., None]], Any]) -> Iterator[list[Any]]:
-    """Yield a list that each module or optimizer which this thread calls in here is added to.
+# Private to torch; where it is absent, such calls are replayed, and keep their memory.
+saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 
-    Args:
-        register: registers a hook, which is called with what is called first, and returns its handle.
+
+def hooks_around() -> bool:
+    """True if torch runs Python in all backwards now."""
+    return bool(GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS) or saved_tensors_hooks(False) is not None
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
+    if saved_tensors_hooks(False) is not None:
+        raise CannotBind(Reason.HOOKS, "saved-tensor hooks around the call, as of activation checkpoints")
+    if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS:
+        raise CannotBind(Reason.HOOKS, "backward hooks on all modules")
+    for name, child in module.named_modules():
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
+
+
+class HookWatch(torch.overrides.TorchFunctionMode):
+    """Notices hooks that a forward registers on its own tensors: a replay would not call them.
+
+    Attributes:
+        found: the method that it called; None if none.
     """
-    thread, found = threading.get_ident(), list[Any]()
 
-    def hook(called: Any, *_: Any) -> None:
-        if threading.get_ident() == thread:
-            found.append(called)
+    _METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+    found: str | None = None
 
-    handle = register(hook)
-    try:
-        yield found
-    finally:
-        handle.remove()
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self._METHODS:
+            self.found = f"Tensor.{func.__name__}"
+        return func(*args, **(kwargs or {}))

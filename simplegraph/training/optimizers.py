@@ -21,7 +21,7 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.functions import Attributes, CodePlace
 from simplegraph.program.snapshot import ABSENT
-from simplegraph.training.notes import noted_calls
+from simplegraph.training.gradients import noted_calls
 
 logger = logging.getLogger("simplegraph")
 
@@ -31,6 +31,10 @@ Group = dict[str, Any]
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
+_REFUSED = {
+    "LBFGS": "decides on the host how often it calls its closure",
+    "SparseAdam": "takes sparse gradients, which no graph hands out; use Adam(fused=True)",
+}
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
 
@@ -185,10 +189,8 @@ def unsuitable(owner: optim.Optimizer) -> str:
     kind = _named(owner)
     if not kind:
         return ""
-    if kind == "LBFGS":
-        return "LBFGS decides on the host how often it calls its closure"
-    if kind == "SparseAdam":
-        return "SparseAdam takes sparse gradients, which no graph hands out; use Adam(fused=True)"
+    if kind in _REFUSED:
+        return f"{kind} {_REFUSED[kind]}"
     if any(map(is_wrapper, owner.param_groups[0]["params"])):
         return "parameters are spread over ranks (FSDP2, DTensor), whose steps are not captured"
     for group in owner.param_groups:
@@ -254,9 +256,9 @@ class OptimizersPython:
     """
 
     def __init__(self, optimizers: Sequence[optim.Optimizer], scaler: Any) -> None:
-        found = [entry for index, each in enumerate(optimizers) for entry in _dicts_of(f"optimizers.{index}", each)]
-        if scaler is not None:
-            found += [("scaler", vars(scaler)), *(("", held) for held in _dicts_inside(_states(scaler)))]
+        roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
+        roots |= {} if scaler is None else {"scaler": vars(scaler)}
+        found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
         self._dicts = [(name, held, dict(held)) for name, held in found]
         self._scaler, self._stages = scaler, _stages(scaler)
 
@@ -265,8 +267,8 @@ class OptimizersPython:
         names = []
         for name, held, before in self._dicts:
             keys = [key for key in {**before, **held} if not _same(before.get(key, ABSENT), held.get(key, ABSENT))]
-            labels = ("a parameter" if isinstance(key, Tensor) else key for key in keys if name and key not in _OWN)
-            names += [f"{name}.{label}" for label in labels]
+            counting = [key for key in keys if key not in _OWN and _SCALER_STATES not in name]
+            names += [f"{name}.{'a parameter' if isinstance(key, Tensor) else key}" for key in counting]
         if _stages(self._scaler) != self._stages:
             names.append("scaler, whose update() is not called in the step,")
         return names
@@ -278,30 +280,18 @@ class OptimizersPython:
             held.update(before)
 
 
-def _dicts_of(name: str, owner: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    yield name, vars(owner)
-    yield f"{name}.state", owner.state
-    for held, entries in (("state", owner.state.values()), ("param_groups", owner.param_groups)):
-        for index, entry in enumerate(entries):
-            if isinstance(entry, dict):
-                yield f"{name}.{held}.{index}", entry
-
-
-def _dicts_inside(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield value
-        for item in value.values():
-            yield from _dicts_inside(item)
-
-
-def _states(scaler: Any) -> dict[int, Any]:
-    """Return what a scaler knows of each optimizer."""
-    return getattr(scaler, _SCALER_STATES, {})
+def _dicts_in(name: str, held: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield a dict and those that it, or a list in it, holds, with their names."""
+    if isinstance(held, dict):
+        yield name, held
+    if isinstance(held, (dict, list)):
+        for at, (key, value) in enumerate(held.items() if isinstance(held, dict) else enumerate(held)):
+            yield from _dicts_in(f"{name}.{at if isinstance(key, Tensor) else key}", value)
 
 
 def _stages(scaler: Any) -> dict[int, Any]:
     """Return how far each optimizer's step has come, but for those that are ready for one."""
-    stages = {key: state["stage"] for key, state in _states(scaler).items()}
+    stages = {key: state["stage"] for key, state in getattr(scaler, _SCALER_STATES, {}).items()}
     return {key: stage for key, stage in stages.items() if getattr(stage, "name", "") != "READY"}
 
 

@@ -20,11 +20,11 @@ from simplegraph.call.inputs import InputSet, Spans
 from simplegraph.call.plan import NOTHING, Copies, Plan
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
-from simplegraph.training.leaves import hooks_around, requires_grad
-from simplegraph.training.notes import keeps_graph
+from simplegraph.training.notes import hooks_around, keeps_graph
 from simplegraph.training.recording import Recording
 
 _version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled  # looked up once
 _DOUBLE = (
     "this module's forward ran as a graph, whose backward is a graph, too, and has no backward of its own: "
@@ -138,20 +138,20 @@ class PairPlan(Plan):
         self.gradients, self.retains, self.notes = recording.gradients, recording.retains, recording.notes
         tape, arguments = recording.tape, recording.arguments
         self._reaches = tape.reaches
-        parts = zip(backwards, recording.patterns, recording.places, strict=True)
-        self.backwards = [Backward(*part) for part in parts]
+        parts = zip(backwards, recording.backwards, strict=True)
+        self.backwards = [Backward(graph, *made) for graph, made in parts]
         for other in self.backwards[1:]:
             other.graph.leave_unverified("for gradients of other outputs than the calls before")
         self.constant = frozenset(range(len(tape.reaches))) - tape.wanting
         self._nested = tape
         self._is_tensor = tape.spec == LEAF and tape.written == {0: 0}
-        self.read = [tensor for tensor in arguments.held.originals if storage_key(tensor) in read]
+        self.read = [tensor for tensor in arguments.originals if storage_key(tensor) in read]
         reached = frozenset().union(*tape.reaches)  # what no output depends on is no part of eager's graph either
         self.leaves = {number: leaf for number, leaf in enumerate(arguments.leaves) if number in reached}
         self._attached = list(self.leaves.values())
         self._passed = [(place, leaf) for place, leaf in enumerate(self._attached) if isinstance(leaf, int)]
         self._held = recording.held
-        self._wanting = list(map(requires_grad, self._held))
+        self._wanting = list(map(_requires_grad, self._held))
         self._arguments = [(at, leaf.requires_grad) for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
         self._needs = self.notes.needs
         self._caches = torch.is_autocast_cache_enabled()
@@ -170,7 +170,7 @@ class PairPlan(Plan):
             or self.notes.twice
             or hooks_around()
             or torch.is_autocast_cache_enabled() is not self._caches
-            or list(map(requires_grad, self._held)) != self._wanting
+            or list(map(_requires_grad, self._held)) != self._wanting
         ):
             return None
         copies = super().bind(leaves)

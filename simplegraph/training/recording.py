@@ -1,62 +1,174 @@
-"""The runs of a forward and of its backward as they are captured."""
+"""The runs of a forward and of its backward as they are captured: on leaves that stand in for the caller's."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.base.context import bypassed
 from simplegraph.base.errors import HostError
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import TreeSpec, flatten
-from simplegraph.base.reasons import Reason
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.inputs import InputSet
+from simplegraph.call.inputs import PLAIN_TENSORS, InputSet
+from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import CaptureJob
-from simplegraph.training.leaves import Leaves, StandIns, leaves_reached
-from simplegraph.training.notes import BackwardNotes, OutputLook
+from simplegraph.training.gradients import leaves_reached
+from simplegraph.training.notes import BackwardNotes, look_at
 
 
-class Arguments:
-    """Holds what a forward is passed, whose leaves stand in for the caller's.
+class Leaves:
+    """Lists the tensors that a module holds and that may want gradients, each once.
+
+    Attributes:
+        tensors: these; names: their names, dotted from the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        survey = Survey(module)
+        self._places = list(_places(survey))
+        self._recurrent = [module for module in survey.modules.values() if isinstance(module, nn.RNNBase)]
+        held = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
+        self.names = [name for name, _ in held.values()]
+        self.tensors = [tensor for _, tensor in held.values()]
+
+    @property
+    def wanting_names(self) -> tuple[str, ...]:
+        """Name those that want gradients now."""
+        return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
+
+    def wanting(self) -> list[Tensor]:
+        """List those that want gradients now."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Name one of them."""
+        return next((name for name, each in zip(self.names, self.tensors, strict=True) if each is tensor), "a tensor")
+
+    @contextlib.contextmanager
+    def replaced(self, others: Mapping[int, Tensor]) -> Iterator[None]:
+        """Let the module hold other tensors in here, wherever it holds the ones with these ids."""
+        places: list[tuple[Any, Any, Any, Any]] = [
+            (holder, key, held, others.get(id(held))) for _, holder, key, held in self._places
+        ]
+        places += [entry for module in self._recurrent for entry in _flat_lists(module, others)]
+        swapped = [entry for entry in places if entry[3] is not None and entry[0][entry[1]] is entry[2]]
+        try:
+            for holder, key, _, other in swapped:
+                _set(holder, key, other)
+            yield
+        finally:
+            for holder, key, held, other in swapped:
+                if holder[key] is other:
+                    _set(holder, key, held)
+
+
+def _places(survey: Survey) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Yield (name, holder, key, tensor) of every place that holds a tensor which may want gradients."""
+    for name, module in survey.modules.items():
+        for holder in (module._parameters, module._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and _may_want(tensor):
+                    yield f"{name}.{key}".lstrip("."), holder, key, tensor
+    for each in survey.tensors.values():
+        if each.links and _may_want(each.tensor):
+            holder, key, _ = each.links[-1]
+            yield each.name, holder, key, each.tensor
+
+
+def _flat_lists(module: nn.RNNBase, stand_ins: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield (holder, key, value, value with stand-ins) of the lists in which torch keeps recurrent weights for cuDNN.
+
+    A forward that finds other weights than these would copy all of them to a new buffer.
+    """
+    own = vars(module)
+    held = own.get("_flat_weights")
+    if held is not None and "_flat_weight_refs" in own:
+        others = [stand_ins.get(id(weight), weight) for weight in held]
+        yield own, "_flat_weights", held, others
+        refs = [None if weight is None else weakref.ref(weight) for weight in others]
+        yield own, "_flat_weight_refs", own["_flat_weight_refs"], refs
+
+
+def _may_want(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _set(holder: Any, key: Any, value: Tensor) -> None:
+    """Set an item by the container's own method, whatever a class of the user's makes of it."""
+    if isinstance(holder, dict):
+        dict.__setitem__(holder, key, value)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, key, value)  # a tuple keeps what it has, and the autograd graph shows it
+
+
+class StandIns:
+    """Leaves of an autograd graph of their own, in the memory of a call's arguments and of its module's tensors.
+
+    A capture's backward must not run the hooks of the user's leaves, nor meet the nodes that add to their gradients:
+    those may belong to another stream.
 
     Args:
         call: the call.
         passed: what the forward gets for the call's leaves.
         module_leaves: tensors of the module.
+
+    Attributes:
+        wanting: the indices of the arguments that want gradients; passed: what stands for all arguments.
+        originals: the module's leaves that want gradients; tensors: what stands for them, in their order.
+
+    Raises:
+        CannotBind: one of the module cannot be stood in for.
     """
 
     def __init__(self, call: Call, passed: Sequence[Any], module_leaves: Leaves) -> None:
         self.wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.passed = [leaf.detach().requires_grad_() if at in self.wanting else leaf for at, leaf in enumerate(passed)]
-        self.held = StandIns(module_leaves, module_leaves.wanting())
         self._spec, self._module_leaves = call.spec, module_leaves
+        wanting = module_leaves.wanting()
+        for tensor in wanting:
+            if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+                kind = type(tensor).__name__ if type(tensor) not in PLAIN_TENSORS else str(tensor.layout)
+                raise CannotBind(Reason.UNTRAINABLE, f"{module_leaves.name_of(tensor)} is a {kind}")
+        self.originals = [tensor for tensor in wanting if tensor.is_leaf]  # if another is read, its history shows
+        self.tensors = list(map(_stand_in, self.originals))
 
     def run(self, invoke: Callable[..., Any]) -> Any:
         """Run the forward by `invoke(args, kwargs)`."""
         args, kwargs = self._spec.unflatten(self.passed)
-        with self._module_leaves.replaced(self.held), bypassed(Reason.NESTED), torch.enable_grad():
+        others = {id(tensor): other for tensor, other in zip(self.originals, self.tensors, strict=True)}
+        with self._module_leaves.replaced(others), bypassed(Reason.NESTED), torch.enable_grad():
             return wait_collectives(invoke(args, kwargs))
 
     def written(self, values: Sequence[Any]) -> list[Tensor]:
         """List the tensors among what the forward returned, but for those that it was given."""
-        return written_outputs(values, [*self.passed, *self.held.tensors])
+        return written_outputs(values, [*self.passed, *self.tensors])
 
     @property
     def targets(self) -> list[Tensor]:
         """List what the backward makes gradients of, in the order of `leaves`."""
-        return [*(self.passed[at] for at in self.wanting), *self.held.tensors]
+        return [*(self.passed[at] for at in self.wanting), *self.tensors]
 
     @property
     def leaves(self) -> list[int | Tensor]:
         """List what they stand for: arguments, by their index, and tensors of the module."""
-        return [*self.wanting, *self.held.originals]
+        return [*self.wanting, *self.originals]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    other = tensor.detach()
+    other = nn.Parameter(other) if isinstance(tensor, nn.Parameter) else other.requires_grad_()
+    vars(other).update(vars(tensor))
+    return other
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,13 +192,14 @@ class Tape:
     wanting: frozenset[int] = frozenset()
     reaches: list[frozenset[int]] = dataclasses.field(default_factory=list)
 
-    def take(self, result: Any, arguments: Arguments, leaves: Leaves) -> list[Tensor]:
+    def take(self, result: Any, arguments: StandIns, leaves: Leaves) -> list[Tensor]:
         """Take what a forward returned; return what its graph writes."""
         values, self.spec = flatten(result)
         places = {id(leaf): at for at, leaf in enumerate(arguments.passed) if isinstance(leaf, Tensor)}
         self.outputs += arguments.written(values)
         numbers = {id(output): number for number, output in enumerate(self.outputs)}
-        self.leaves = [arguments.held.original(value) for value in values]
+        held = {id(other): tensor for tensor, other in zip(arguments.originals, arguments.tensors, strict=True)}
+        self.leaves = [held.get(id(value)) for value in values]
         for place, value in enumerate(values):
             if id(value) in numbers:
                 self.written[place], self.leaves[place] = numbers[id(value)], None
@@ -103,10 +216,10 @@ class Tape:
                 cause = f"gradients flow to {leaves.name_of(strange[0])}, which the forward does not find in its module"
                 raise HostError(cause, "Register it as a parameter, and use it from there.")
             self.reaches.append(frozenset(own[id(tensor)] for tensor in reached))
-        moved = arguments.held.moved()
-        if moved is not None:
-            cause = f"the forward gives {leaves.name_of(moved)} other memory"
-            raise HostError(cause, "Write to it in place.")
+        for tensor, other in zip(arguments.originals, arguments.tensors, strict=True):
+            if tensor.data_ptr() != other.data_ptr():
+                cause = f"the forward gives {leaves.name_of(tensor)} other memory"
+                raise HostError(cause, "Write to it in place.")
         return list(self.outputs)
 
     def nest(self, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
@@ -135,8 +248,7 @@ class Recording:
 
     Attributes:
         notes: what eager backwards showed; held: all tensors of the module that may want gradients.
-        patterns: for each backward, the numbers of the outputs that it takes gradients of.
-        places: for each backward, the numbers of the leaves that it makes gradients of.
+        backwards: for each, the numbers of the outputs that it takes gradients of, and of the leaves that get some.
         gradients: buffers for the gradients of outputs.
         retains: the first backward leaves what it reads.
     """
@@ -152,13 +264,12 @@ class Recording:
     ) -> None:
         self._call, self._invoke, self._leaves, self.notes = call, invoke, leaves, notes
         self._state_key = state_key
-        self.arguments = Arguments(call, inputs.leaves(call.layout.args, call.padded), leaves)
+        self.arguments = StandIns(call, inputs.leaves(call.layout.args, call.padded), leaves)
         self.tape, self.held = Tape(), leaves.tensors
         self.retains = notes.needs.retained
         # Not in the pool: they are filled between the two graphs.
         self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
-        self.patterns: list[frozenset[int]] = []
-        self.places: list[list[int]] = []
+        self.backwards: list[tuple[frozenset[int], list[int]]] = []
         # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
@@ -203,8 +314,9 @@ class Recording:
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
         outputs = self.tape.take(result, self.arguments, self._leaves)
-        looks, known = list(map(OutputLook.of, outputs)), self.notes.outputs
-        if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
+        # One buffer of its gradient does for other strides, which may follow those of inputs.
+        looks, known = ([look._replace(stride=()) for look in each] for each in (look_at(outputs), self.notes.outputs))
+        if looks != known:
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
         return outputs
 
@@ -228,8 +340,7 @@ class Recording:
             raise
         places = [at for at, grad in enumerate(grads) if grad is not None]
         made = [_laid_as(targets[at], grads[at]) for at in places]
-        self.patterns.append(pattern)
-        self.places.append(places)
+        self.backwards.append((pattern, places))
         return made
 
 

@@ -19,7 +19,6 @@ from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.serve.wrap import wrap
 from simplegraph.training.effects import StepModule
 from simplegraph.training.optimizers import StepOptimizers
-from simplegraph.training.plan import WithGradients
 
 
 class TrainStep(GraphedFunction[P, R]):
@@ -115,6 +114,6 @@ def train_step(
     if settings.get("training"):
         raise ConfigError("train_step got training=True, which is for modules: wrap(module, training=True).")
     config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
-    made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()), WithGradients)
+    made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0
     return TrainStep(step_fn, wrap(made, config))

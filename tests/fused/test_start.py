@@ -15,7 +15,7 @@ import pytest
 import torch
 from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
 
-from simplegraph.fused import choice, triton_start
+from simplegraph.fused import choice, first_use
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.torch_operators import KernelTrial
 
@@ -86,10 +86,10 @@ def test_triton_starts_once_beside_other_work_and_a_failure_is_left_to_its_use(
         release.wait(20)
         ran.append("compiler")
 
-    monkeypatch.setattr(triton_start, "build_driver", triton_start._Once(fail))
-    monkeypatch.setattr(triton_start, "read_compiler", triton_start._Once(read))
+    monkeypatch.setattr(first_use, "build_driver", first_use._Once(fail))
+    monkeypatch.setattr(first_use, "read_compiler", first_use._Once(read))
     for _ in range(2):
-        with triton_start.triton_starts():
+        with first_use.triton_starts():
             release.set()  # the threads run beside this
         assert sorted(ran) == ["compiler", "driver"]
 

@@ -98,7 +98,7 @@ def test_steps_of_another_model_fold_nothing_again(device, monkeypatch):
     x = torch.randn(SHAPE, device=device)
     before = answer(module, x)
     folded = []
-    memory = handle._rewrites.memory
+    memory = handle._memory
     monkeypatch.setattr(type(memory), "_fold", lambda self, stale: folded.append(stale))
     optimizer = optim.SGD(other.parameters(), lr=0.5, fused=True)
     other(torch.ones(2, 4, device=device)).sum().backward()
@@ -114,7 +114,7 @@ def test_the_hook_on_optimizers_goes_with_the_last_folded_module():
     modules = [stack(), stack()]
     handles = [sg.optimize(module) for module in modules]
     assert len(hooks) == before + len(modules)
-    seen = weakref.ref(handles[0]._rewrites.memory)
+    seen = weakref.ref(handles[0]._memory)
     handles[0].remove()
     del handles[0], modules[0]
     gc.collect()

@@ -36,8 +36,7 @@ def stand_in_kernels(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
     from simplegraph import fused
     from simplegraph.fused import choice, triton_operators
 
-    names = "row_kernels", "cache_kernels", "group_kernels", "image_kernels", "adaptive_kernels", "one_row_kernels"
-    for name in names:
+    for name in ("row_kernels", "cache_kernels", "image_kernels", "one_row_kernels"):
         monkeypatch.setitem(sys.modules, f"simplegraph.fused.{name}", kernels)
         monkeypatch.setattr(fused, name, kernels, raising=False)
     monkeypatch.setattr(triton_operators, "_INTERPRETED", True)

@@ -1,55 +1,88 @@
-"""Recognizes layers of other libraries by their class: by its full name, so that no library is imported."""
+"""Names the classes of modules, and tells if these run what their libraries have written.
+
+They do if nobody hooked them, or replaced a method. Full names of classes need no import of a library.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.written import hooked, runs_as_written
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Methods that forwards of known classes call, and that fused ones do not.
+_CONTINUOUS = ("_operate_on_continuous_inputs", "_get_output_for_continuous_inputs")
+_INNER = ("_conv_forward", "_forward_impl", "_scale", "gelu", *_CONTINUOUS)
+_NONE = (None,) * len(_INNER)
+
+
+def plain_class(module: Any) -> Any:
+    """Return the class that a module had before `optimize` changed it."""
+    return getattr(type(module), "_simplegraph_plain", type(module))
 
 
 def class_name(value: Any) -> str:
     """Return the name of an object's class with that of the file where it is written."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = plain_class(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def of_classes(model: nn.Module, known: Mapping[str, Callable[[Any], Layer | None]]) -> dict[nn.Module, Layer]:
-    """Map modules of a model to the layers that are made for their class; a subclass is another class."""
-    layers: dict[nn.Module, Layer] = {}
-    for module in model.modules():
-        make = known.get(class_name(module))
-        if make is not None and runs_as_written(module):
-            # Another version of the library may have other parts.
-            with contextlib.suppress(AttributeError):
-                layer = make(module)
-                layers |= {} if layer is None else {module: layer}
-    return layers
+def methods(module: Any) -> tuple[Any, ...]:
+    """List what a forward of the module runs of its class, and what was set for this module instead."""
+    kind, attributes = plain_class(module), vars(module)
+    found = (*(getattr(kind, name, None) for name in _INNER), *map(attributes.get, _INNER))
+    return kind.forward, *(each if callable(each) else None for each in found)  # others have such names for numbers
 
 
-class Bypassed:
-    """Modules of a layer that are not called, though their weights are used, or whose output is written to.
+def runs_as_written(module: Any) -> bool:
+    """True if a module has the methods of its class's library: none was replaced, in the class or for this module."""
+    found = methods(module)
+    return found[-len(_INNER) :] == _NONE and _are_written(plain_class(module), *found[: -len(_INNER)])
 
-    Args:
-        layer: the layer.
-        *names: of the modules in it; dots lead to modules of modules.
-    """
 
-    __slots__ = ("_layer", "_modules")
+@functools.lru_cache(1024)
+def _are_written(kind: type, *methods: Any) -> bool:
+    return all(is_written(kind, method) for method in methods if method is not None)
 
-    def __init__(self, layer: nn.Module, *names: str) -> None:
-        self._layer = layer
-        self._modules = [(get := operator.attrgetter(name), get(layer)) for name in names]
 
-    def are_plain(self) -> bool:
-        """True if none was replaced or hooked since."""
-        modules = [module for _, module in self._modules]
-        return all(get(self._layer) is module for get, module in self._modules) and not hooked(*modules)
+def is_written(kind: type, method: Any) -> bool:
+    """True if a method comes from the library of a class in which it is found: copied names do not make it so."""
+    owner = next((each for each in kind.__mro__ if any(own is method for own in vars(each).values())), None)
+    file = getattr(method, "__globals__", {}).get("__name__", "")
+    return owner is not None and file.partition(".")[0] == owner.__module__.partition(".")[0]
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """True if a module's forward is that of its class, as it is written where the class is."""
+    kind = plain_class(module)
+    own = "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
+    return own and runs_as_written(module)
+
+
+def hooked(*modules: Any) -> bool:
+    """True if a call of one of the modules is not its class's forward as the library has it; None is no module."""
+    return any(map(_is_hooked, modules))
+
+
+def _is_hooked(module: Any) -> bool:
+    if module is None:
+        return False
+    attributes = vars(module)
+    return "forward" in attributes or any(attributes[name] for name in _HOOKS) or not runs_as_written(module)
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """True if calls of the module run its children one after another, and nothing else."""
+    kind = plain_class(module)
+    return (
+        isinstance(module, nn.Sequential)
+        and "forward" not in vars(module)
+        and kind.forward is nn.Sequential.forward
+        and runs_as_written(module)
+        and kind.__iter__ is nn.Sequential.__iter__
+    )
 
 
 def is_plain(value: Any, dims: int) -> bool:

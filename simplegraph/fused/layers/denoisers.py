@@ -1,22 +1,23 @@
-"""Layers of diffusers' transformers: adaptive norms, gated and activated linear layers, timesteps."""
+"""Layers of diffusers' transformers: adaptive norms, gated layers, timesteps; its attention, and torch's own."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, of_classes
-from simplegraph.fused.layers.layer import Forward, Layer, arguments_of
-from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
-from simplegraph.fused.layers.written import hooked
+from simplegraph.fused.layers.classes import class_name, hooked, is_plain, is_written
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
-ADAPTIVE_NORM = "adaptive_norm"
+ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"
+_PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 _TIMESTEPS = "diffusers.models.embeddings.Timesteps"
 _CONDITION = "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings"
@@ -27,21 +28,6 @@ _ADAPTIVE = (
 )
 
 
-def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map the known layers of diffusers' transformers to their layers."""
-    return of_classes(
-        model,
-        {
-            "diffusers.models.attention.BasicTransformerBlock": _block_layer,
-            "diffusers.models.activations.GEGLU": _gated_layer,
-            "diffusers.models.activations.GELU": _gelu_layer,
-            _CONDITION: _timesteps_layer,
-            "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
-            "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
-        },
-    )
-
-
 def _block_layer(module: Any) -> Layer | None:
     norms = [module.norm1, *([] if module.attn2 is None else [module.norm2]), module.norm3]
     if module.pos_embed is not None or module.only_cross_attention:
@@ -49,8 +35,9 @@ def _block_layer(module: Any) -> Layer | None:
     signature = inspect.signature(type(module).forward)
     if module.norm_type == "layer_norm" and all(type(norm) is nn.LayerNorm for norm in norms):
         trials = [_trial(norm, "residual") for norm in norms[1:]]
-        parts = Bypassed(module, "norm3", *([] if module.attn2 is None else ["norm2"]))
-        return Layer("residual", tuple(trials), functools.partial(_block, module, _run_plain, signature, parts))
+        bypassed = ("norm3",) if module.attn2 is None else ("norm2", "norm3")
+        run = functools.partial(_block, module, _run_plain, signature)
+        return Layer("residual", tuple(trials), run, bypassed=bypassed)
     zero = module.norm1
     if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
         return None
@@ -60,8 +47,8 @@ def _block_layer(module: Any) -> Layer | None:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
     trials.append(KernelTrial("finish", ("silu", 1)))
-    parts = Bypassed(module, "norm3", *_ADAPTIVE)
-    return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive, signature, parts))
+    run = functools.partial(_block, module, _run_adaptive, signature)
+    return Layer(ADAPTIVE_NORM, tuple(trials), run, bypassed=("norm3", *_ADAPTIVE))
 
 
 def _trial(norm: Any, *given: str) -> KernelTrial:
@@ -73,17 +60,15 @@ def _block(
     module: Any,
     run: Callable[..., Any],
     signature: inspect.Signature,
-    parts: Bypassed,
     operators: Operators,
-    original: Forward,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     given = arguments_of(signature, module, *args, **kwargs)
     hidden = given["hidden_states"]
     others = given["cross_attention_kwargs"] or module._chunk_size is not None
-    if others or not is_plain(hidden, 3) or not parts.are_plain():
-        return original(*args, **kwargs)
+    if others or not is_plain(hidden, 3):
+        raise AsWritten
     return run(operators, module, hidden, given)
 
 
@@ -116,13 +101,11 @@ def _adapted(norm: Any, **given: Any) -> Adapted:
 
 def _gated_layer(module: Any) -> Layer:
     trial = KernelTrial("gated", (module.proj.out_features // 2, "gelu"))
-    return Layer("gated", (trial,), functools.partial(_gated, module))
+    return Layer("gated", (trial,), functools.partial(_gated, module), 3)
 
 
-def _gated(module: Any, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or not is_plain(args[0], 3):
-        return original(*args, **kwargs)
-    up, gate = module.proj(args[0]).chunk(2, dim=-1)
+def _gated(module: Any, operators: Operators, x: Tensor) -> Tensor:
+    up, gate = module.proj(x).chunk(2, dim=-1)
     return operators.gated(gate, up, "gelu")
 
 
@@ -130,13 +113,56 @@ def _gelu_layer(module: Any) -> Layer | None:
     if module.approximate != "tanh" or type(module.proj) is not nn.Linear or module.proj.bias is None:
         return None
     trial = KernelTrial("linear_gelu", (module.proj.in_features, module.proj.out_features))
-    return Layer("activation", (trial,), functools.partial(_gelu, module, Bypassed(module, "proj")))
+    return Layer("activation", (trial,), functools.partial(_gelu, module), 3, ("proj",))
 
 
-def _gelu(module: Any, parts: Bypassed, operators: Operators, original: Forward, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or not is_plain(args[0], 3) or not parts.are_plain():
+def _gelu(module: Any, operators: Operators, x: Tensor) -> Tensor:
+    return operators.linear_gelu(x, module.proj.weight, module.proj.bias)
+
+
+# Layers of a running model share what they compute alike from one tensor, until somebody writes to that.
+
+
+class _SharedValues(threading.local):
+    """The values of this thread's running model, by what they are computed from; None in no model."""
+
+    found: dict[Any, tuple[Any, int | None, Any]] | None = None
+
+
+_RUNNING = _SharedValues()
+
+
+def sharing_layer(module: Any) -> Layer:
+    """Return the layer of a model whose layers share values."""
+    return Layer(TIMESTEPS, (), functools.partial(_share, functools.partial(type(module).forward, module)))
+
+
+def _share(original: Callable[..., Any], operators: Operators, *args: Any, **kwargs: Any) -> Any:
+    before, _RUNNING.found = _RUNNING.found, {}
+    try:
         return original(*args, **kwargs)
-    return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
+    finally:
+        _RUNNING.found = before
+
+
+def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:
+    """Return what is computed from a tensor: once in a call of a model, each time outside of one.
+
+    Args:
+        layer: computes it; again if it is hooked and gets an inference tensor, which does not count a hook's writes.
+        source: the tensor.
+        key: what else the value depends on.
+        compute: computes it.
+    """
+    found = _RUNNING.found
+    if found is None:
+        return compute()
+    version = source._version if isinstance(source, Tensor) and not source.is_inference() else None
+    kept = found.get((id(source), key))
+    if kept is None or kept[1] != version or (version is None and hooked(layer)):
+        kept = source, version, compute()  # the tensor, too: no other can get its id meanwhile
+        found[id(source), key] = kept
+    return kept[2]
 
 
 def _timesteps_layer(module: Any) -> Layer | None:
@@ -145,12 +171,10 @@ def _timesteps_layer(module: Any) -> Layer | None:
     return Layer(TIMESTEPS, (), functools.partial(_timesteps, module))
 
 
-def _timesteps(
-    module: Any, operators: Operators, original: Forward, timestep: Any, class_labels: Any, hidden_dtype: Any = None
-) -> Any:
+def _timesteps(module: Any, operators: Operators, timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
     """Run it so that the layers of a model share what depends on the timestep alone."""
     if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
-        return original(timestep, class_labels, hidden_dtype=hidden_dtype)
+        raise AsWritten
     times, labels = _embed(module, timestep, class_labels, hidden_dtype)
     return times + labels
 
@@ -161,3 +185,77 @@ def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[A
     settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
     projected = shared(module, timestep, (dtype, *settings), lambda: project(timestep).to(dtype=dtype))
     return module.timestep_embedder(projected), module.class_embedder(class_labels)
+
+
+def _multihead_layer(module: Any) -> Layer | None:
+    return Layer(ATTENTION, (), functools.partial(_multihead, module)) if _is_simple(module) else None
+
+
+def _is_simple(module: Any) -> bool:
+    known = module.in_proj_weight is not None and module.bias_k is None and module.bias_v is None
+    return known and module.batch_first and not module.add_zero_attn
+
+
+def _multihead(module: Any, operators: Operators, *args: Any, **kwargs: Any) -> Any:
+    """Run it on one input without masks, for which torch does not always choose its fused attention."""
+    others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
+    plain = (
+        len(args) == 3
+        and kwargs.get("need_weights") is False
+        and all(each is None or each is False for each in others)
+        and all(each is args[0] for each in args)
+        and _is_simple(module)
+        and is_plain(args[0], 3)
+    )
+    if not plain:
+        raise AsWritten
+    shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
+    product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
+    found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
+    return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
+
+
+def _attention_layer(module: Any) -> Layer | None:
+    return Layer(ATTENTION, (), functools.partial(_attention, module)) if _is_known(module) else None
+
+
+def _is_known(module: Any) -> bool:
+    others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
+    if any(each is not None for each in others) or module.residual_connection:
+        return False
+    kind = type(module.processor)
+    return class_name(module.processor) == _PROCESSOR and is_written(kind, kind.__call__)
+
+
+def _attention(
+    module: Any,
+    operators: Operators,
+    hidden_states: Any,
+    encoder_hidden_states: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run what its processor does, without a division by one."""
+    known = _is_known(module) and module.rescale_output_factor == 1
+    if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+        raise AsWritten
+    states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
+    query, key, value = (
+        part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
+    )
+    found = F.scaled_dot_product_attention(query, key, value)
+    return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+
+
+ATTENTION_CLASSES = {
+    "diffusers.models.attention.BasicTransformerBlock": _block_layer,
+    "diffusers.models.activations.GEGLU": _gated_layer,
+    "diffusers.models.activations.GELU": _gelu_layer,
+    _CONDITION: _timesteps_layer,
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
+    "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
+    "torch.nn.modules.activation.MultiheadAttention": _multihead_layer,
+    "diffusers.models.attention_processor.Attention": _attention_layer,
+}

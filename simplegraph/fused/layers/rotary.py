@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.layers.texts import GlobalNames, known_name, undecorated, with_names
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators
 
@@ -33,22 +33,21 @@ def _layer(module: Any) -> Layer:
     trials = (KernelTrial("rotate", (elements,)),) if isinstance(elements, int) and elements % 2 == 0 else ()
     written: Any = undecorated(type(module).forward)
     names = GlobalNames(written, written.__globals__[_NAME])
-    return Layer("rotary", trials, functools.partial(_run, module, functools.cache(_with_rotate), names))
+    return Layer("rotary", trials, functools.partial(_run, module, written, functools.cache(_with_rotate), names))
 
 
 def _run(
     module: Any,
+    forward: Any,
     rotating: Callable[..., Any],
     names: GlobalNames,
     operators: Operators,
-    original: Forward,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    forward = undecorated(original.func)
-    renamed = forward is not original.func and "past_key_values" in kwargs  # by a caller from before transformers 5.24
+    renamed = forward is not type(module).forward and "past_key_values" in kwargs  # from before transformers 5.24
     if renamed or not names.are_still():
-        return original(*args, **kwargs)
+        raise AsWritten
     return rotating(forward, operators)(module, *args, **kwargs)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,22 +12,19 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.layers.attentions import ATTENTION, attention_layers
-from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, denoiser_layers
-from simplegraph.fused.layers.gates import activation_layers, gate_layers
-from simplegraph.fused.layers.groups import group_layers
-from simplegraph.fused.layers.images import IMAGE_BLOCK, image_layers
-from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.linears import LINEAR, linear_layers
-from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
-from simplegraph.fused.layers.residuals import residual_layers
+from simplegraph.fused.layers.classes import class_name, hooked, is_plain, runs_as_written
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES, TIMESTEPS
+from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
+from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.linears import LINEAR, activation_layers, gate_layers, linear_layers
+from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers
-from simplegraph.fused.layers.shared import TIMESTEPS
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
 GROUP_NORM, ONE_QUERY = "group_norm", "one_query"
 _SHOWN = 4  # names in a line
+_CLASSES: Mapping[str, Callable[[Any], Layer | None]] = {**ATTENTION_CLASSES, **IMAGE_CLASSES}
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         RMS_NORM: "RMS norm of seven or more operators run as one",
@@ -75,19 +73,32 @@ def find_layers(
         found, behind = residual_layers(model, sum_norms(model))
         norms |= behind
     found |= {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
-    found |= {module: layer for module, layer in denoiser_layers(model).items() if layer.kind not in skip}
+    left_out = {*skip, *(() if images else IMAGE_KINDS)}
+    found |= {module: layer for module, layer in _of_classes(model).items() if layer.kind not in left_out}
     finders: dict[str, Callable[[nn.Module], dict[nn.Module, Layer]]] = {
         GATED: gate_layers,
         ACTIVATION: activation_layers,
         ROTARY: rotary_layers,
-        ATTENTION: attention_layers,
-        **({GROUP_NORM: group_layers, IMAGE_BLOCK: image_layers} if images else {}),
+        GROUP_NORM: group_layers,
         **({LINEAR: linear_layers} if tokens else {}),
     }
     for kind, find in finders.items():
-        if kind not in skip:
+        if kind not in left_out:
             found |= find(model)
     return found
+
+
+def _of_classes(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map modules of a model to the layers that are made for their class; a subclass is another class."""
+    layers: dict[nn.Module, Layer] = {}
+    for module in model.modules():
+        make = _CLASSES.get(class_name(module))
+        if make is not None and runs_as_written(module):
+            # Another version of the library may have other parts.
+            with contextlib.suppress(AttributeError):
+                layer = make(module)
+                layers |= {} if layer is None else {module: layer}
+    return layers
 
 
 def operators_of(
@@ -99,15 +110,21 @@ def operators_of(
 
 def fused_forwards(layers: Mapping[nn.Module, Layer], operators: Operators) -> dict[nn.Module, Callable[..., Any]]:
     """Make forwards of fused operators for these layers; their classes' own serve what operators do not take."""
-    return {
-        module: functools.partial(layer.run, operators, functools.partial(_plain_forward(module), module))
-        for module, layer in layers.items()
-    }
+    return {module: _fused_forward(module, layer, operators) for module, layer in layers.items()}
 
 
-def _plain_forward(module: Any) -> Callable[..., Any]:
-    forward: Callable[..., Any] = type(module).forward
-    return forward
+def _fused_forward(module: Any, layer: Layer, operators: Operators) -> Callable[..., Any]:
+    forward, dims = type(module).forward, layer.dims
+    bypassed = [(get := operator.attrgetter(name), get(module)) for name in layer.bypassed]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        taken = dims is None or (len(args) == 1 and not kwargs and is_plain(args[0], dims))
+        if taken and all(get(module) is part and not hooked(part) for get, part in bypassed):
+            with contextlib.suppress(AsWritten):
+                return layer.run(operators, *args, **kwargs)
+        return forward(module, *args, **kwargs)
+
+    return run
 
 
 def listed(kind: str, names: Sequence[str]) -> str:

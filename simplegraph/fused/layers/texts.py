@@ -17,7 +17,7 @@ import tokenize
 import warnings
 from collections.abc import Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -28,13 +28,6 @@ Found = TypeVar("Found")
 _DECORATORS = ("transformers.modeling_layers", "transformers.utils.deprecation")
 _LEFT_OUT = ("ctx", "kind", "type_comment")  # fields of a syntax tree that say nothing that others do not
 _instructions = operator.attrgetter("co_name", "co_code", "co_consts", "co_names", "co_varnames")
-
-
-class _Text(NamedTuple):
-    """A function's arguments and statements without layout, and the names that it reads from its module."""
-
-    written: str
-    names: tuple[str, ...]
 
 
 def recognize(model: nn.Module, known: Mapping[str, Found]) -> dict[nn.Module, Found]:
@@ -71,8 +64,9 @@ def digest(function: Any, *callers: Any) -> str:
     text = _read(code, code.co_filename, modules)
     if text is None:
         return ""
-    meanings = [_meaning(name, function, callers) for name in text.names]
-    return hashlib.sha256("\n".join([text.written, *meanings]).encode()).hexdigest()[:16] if all(meanings) else ""
+    written, read = text
+    meanings = [_meaning(name, function, callers) for name in read]
+    return hashlib.sha256("\n".join([written, *meanings]).encode()).hexdigest()[:16] if all(meanings) else ""
 
 
 def _meaning(name: str, function: FunctionType, callers: tuple[Any, ...]) -> str:
@@ -92,8 +86,10 @@ def _meaning(name: str, function: FunctionType, callers: tuple[Any, ...]) -> str
 
 
 @functools.lru_cache(512)
-def _read(code: CodeType, file: str, modules: tuple[str, ...]) -> _Text | None:
-    """Read a function's text; None if it has no source, or if the source is not what runs.
+def _read(code: CodeType, file: str, modules: tuple[str, ...]) -> tuple[str, list[str]] | None:
+    """Read a function's arguments and statements without layout, and the names that it reads from its module.
+
+    None if it has no source, or if the source is not what runs.
 
     Args:
         code: of the function; equal codes can be from several files.
@@ -119,7 +115,7 @@ def _read(code: CodeType, file: str, modules: tuple[str, ...]) -> _Text | None:
     arguments = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
     loaded = {each.id for part in node.body for each in ast.walk(part) if isinstance(each, ast.Name)}
     names = loaded.difference(code.co_varnames, code.co_cellvars)
-    return _Text(f"{counts} {arguments} {_written(node.body)}", tuple(sorted(names)))
+    return f"{counts} {arguments} {_written(node.body)}", sorted(names)
 
 
 def _written(node: Any) -> str:

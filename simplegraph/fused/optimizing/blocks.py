@@ -13,48 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import is_depthwise, is_pointwise
-from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.written import hooked, plain_class
+from simplegraph.fused.layers.classes import (
+    class_name,
+    hooked,
+    is_depthwise,
+    is_pointwise,
+    is_sequential,
+    plain_class,
+    runs_own_forward,
+)
+from simplegraph.fused.layers.images import DEPTH, FINISHING
+from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.optimizing.folded import uses_of
-from simplegraph.fused.optimizing.table import EPILOGUE, full_name, is_sequential, runs_own_forward
+from simplegraph.fused.optimizing.table import EPILOGUE
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
-
-_DEPTH = "torchvision.ops.stochastic_depth.StochasticDepth"
-_ACTIVATIONS: Mapping[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
-
-
-class _NotKnown(Exception):
-    """A part of a block is not what its class makes; nothing has run yet."""
 
 
 def block_layer(block: nn.Module) -> Layer:
     """Return the layer that runs a block so."""
-    run = _sequence if is_sequential(block) else _BLOCKS[full_name(block)][0]
-    return Layer(EPILOGUE, (), functools.partial(_run, block, run))
-
-
-def _run(
-    block: nn.Module, run: Callable[..., Any], operators: Operators, original: Forward, *args: Any, **kwargs: Any
-) -> Any:
-    if kwargs or len(args) != 1 or not _is_image(args[0]) or torch.is_autocast_enabled(args[0].device.type):
-        return original(*args, **kwargs)
-    try:
-        return run(operators, block, args[0])
-    except _NotKnown:
-        return original(*args)
+    run: Callable[..., Any] = _sequence if is_sequential(block) else _BLOCKS[class_name(block)][0]
+    return Layer(EPILOGUE, (), functools.partial(run, block), 4)
 
 
 def _folds(block: nn.Module, *names: str) -> list[Any]:
-    """Return the folds of a block's convolutions.
-
-    Raises:
-        _NotKnown: one is not folded.
-    """
+    """Return the folds of a block's convolutions. Raises AsWritten if one is not folded."""
     uses = uses_of(block)
     found = [uses.get(id(block._modules.get(name))) for name in names]
     if any(fold is None or not _is_convolution(fold) for fold in found):
-        raise _NotKnown
+        raise AsWritten
     return found
 
 
@@ -71,7 +57,7 @@ def _convolve(operators: Operators, fold: Any, x: Tensor, kind: str, residual: T
     return operators.finish(out, weights.shift, residual, kind, weights.factor)
 
 
-def _sequence(operators: Operators, block: nn.Module, x: Any) -> Any:
+def _sequence(block: nn.Module, operators: Operators, x: Any) -> Any:
     uses, modules, at = uses_of(block), list(block._modules.values()), 0
     while at < len(modules):
         module, norm, after = (*modules[at : at + 3], None, None)[:3]
@@ -102,32 +88,24 @@ def _is_convolution(fold: Any) -> bool:
 
 def activation(module: nn.Module | None) -> str:
     """Return the name of an activation that a kernel computes; "" if it is another module, or a hooked one."""
-    return "" if hooked(module) else _ACTIVATIONS.get(type(module), "")
+    return "" if hooked(module) else FINISHING.get(type(module), "")
 
 
 def _relu(block: Any) -> str:
     if activation(block.relu) != "relu":
-        raise _NotKnown
+        raise AsWritten
     return "relu"
 
 
-def _shortcut(block: Any, x: Tensor) -> Tensor:
-    return x if block.downsample is None else block.downsample(x)
+def _residual(block: Any, operators: Operators, x: Tensor) -> Tensor:
+    *inner, last = _folds(block, *_BLOCKS[class_name(block)][2])
+    relu, out = _relu(block), x
+    for fold in inner:
+        out = _convolve(operators, fold, out, relu)
+    return _convolve(operators, last, out, relu, x if block.downsample is None else block.downsample(x))
 
 
-def _basic(operators: Operators, block: Any, x: Tensor) -> Tensor:
-    (first, second), relu = _folds(block, "conv1", "conv2"), _relu(block)
-    out = _convolve(operators, first, x, relu)
-    return _convolve(operators, second, out, relu, _shortcut(block, x))
-
-
-def _bottleneck(operators: Operators, block: Any, x: Tensor) -> Tensor:
-    (first, second, third), relu = _folds(block, "conv1", "conv2", "conv3"), _relu(block)
-    out = _convolve(operators, second, _convolve(operators, first, x, relu), relu)
-    return _convolve(operators, third, out, relu, _shortcut(block, x))
-
-
-def _resnet(operators: Operators, block: Any, x: Tensor) -> Tensor:
+def _resnet(block: Any, operators: Operators, x: Tensor) -> Tensor:
     (first,), relu = _folds(block, "conv1"), _relu(block)
     x = block.maxpool(_convolve(operators, first, x, relu))
     for stage in (block.layer1, block.layer2, block.layer3, block.layer4):
@@ -136,13 +114,18 @@ def _resnet(operators: Operators, block: Any, x: Tensor) -> Tensor:
     return found
 
 
-def _inverted(operators: Operators, block: Any, x: Tensor) -> Tensor:
+def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
     *inner, last = block.block
-    skipped = (block.block, last, block.stochastic_depth)
-    known = full_name(block.stochastic_depth) == _DEPTH and not block.stochastic_depth.training
-    known = known and is_sequential(block.block) and is_sequential(last) and len(last) == 2
-    if not known or hooked(*skipped):
-        raise _NotKnown
+    known = (
+        class_name(block.stochastic_depth) == DEPTH
+        and not block.stochastic_depth.training
+        and is_sequential(block.block)
+        and is_sequential(last)
+        and len(last) == 2
+        and not hooked(block.block, last, block.stochastic_depth)
+    )
+    if not known:
+        raise AsWritten
     (fold,) = _folds(last, "0")
     out = x
     for module in inner:
@@ -151,9 +134,9 @@ def _inverted(operators: Operators, block: Any, x: Tensor) -> Tensor:
 
 
 # How each known block runs, the activation of its sum, and the convolutions of its own.
-_BLOCKS: Mapping[str, tuple[Callable[[Operators, Any, Tensor], Tensor], str | None, Collection[str]]] = {
-    "torchvision.models.resnet.BasicBlock": (_basic, "relu", ("conv1", "conv2")),
-    "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu", ("conv1", "conv2", "conv3")),
+_BLOCKS: Mapping[str, tuple[Callable[[Any, Operators, Tensor], Tensor], str | None, Collection[str]]] = {
+    "torchvision.models.resnet.BasicBlock": (_residual, "relu", ("conv1", "conv2")),
+    "torchvision.models.resnet.Bottleneck": (_residual, "relu", ("conv1", "conv2", "conv3")),
     "torchvision.models.resnet.ResNet": (_resnet, None, ("conv1",)),
     "torchvision.models.efficientnet.MBConv": (_inverted, "", ()),
 }
@@ -166,14 +149,14 @@ def find_blocks(root: nn.Module, owners: Mapping[nn.Module, Collection[Any]]) ->
         root: the whole module.
         owners: the folds of each owner.
     """
-    known = [each for each in root.modules() if full_name(each) in _BLOCKS and runs_own_forward(each)]
+    known = [each for each in root.modules() if class_name(each) in _BLOCKS and runs_own_forward(each)]
     found = [each for each in known if _is_complete(each, [fold.layer for fold in owners.get(each, ())])]
     return [each for each in owners if is_sequential(each)] + found if owners else []
 
 
 def _is_complete(block: Any, folded: Collection[nn.Module]) -> bool:
     """True if a block has what its class makes; else it would refuse every call."""
-    names = _BLOCKS[full_name(block)][2]
+    names = _BLOCKS[class_name(block)][2]
     complete = all(block._modules.get(name) in folded for name in names)
     return complete and (not names or activation(block._modules.get("relu")) == "relu")
 
@@ -182,8 +165,8 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
     """List the trials of the kernels that these blocks run after convolutions."""
     if not blocks:
         return []
-    kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := _ACTIVATIONS.get(type(each))))])
-    known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
+    kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := FINISHING.get(type(each))))])
+    known = (_BLOCKS.get(class_name(each), (None, None)) for each in blocks)
     sums = dict.fromkeys(kind for _, kind, *_ in known if kind is not None)
     trials = [KernelTrial("finish", (kind, added, 1)) for added, some in enumerate((kinds, sums)) for kind in some]
     convolutions = (each for each in root.modules() if isinstance(each, nn.Conv2d))

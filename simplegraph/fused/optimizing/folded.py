@@ -16,9 +16,8 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
-from simplegraph.fused.layers.classes import is_depthwise
-from simplegraph.fused.layers.written import hooked, methods, plain_class
-from simplegraph.fused.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
+from simplegraph.fused.layers.classes import hooked, is_depthwise, methods, plain_class
+from simplegraph.fused.optimizing.table import FOLDABLE, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
@@ -98,7 +97,7 @@ class Fold:
 
     def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
         self.layer, self.norm, self.paths = layer, norm, paths
-        self.dims = KINDS[plain_class(layer)][1]
+        self.dims = FOLDABLE[plain_class(layer)][1]
         self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []
@@ -172,15 +171,6 @@ class Fold:
         """True if the weight that the layer runs on is stored in that format."""
         kept = not self.keeps_weight or self.layer.weight.is_contiguous(memory_format=torch.channels_last)
         return self.channels_last and kept
-
-    def weights_now(self) -> Weights | None:
-        """Return the weights to use in a forward; None if the norm cannot be folded any more.
-
-        Weights are still stale only in a capture, which then records the folding: each replay folds.
-        """
-        if self.weights is None or not self.is_stale():
-            return self.weights
-        return None if hindrance(self.layer, self.norm) else self.compute()
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
@@ -330,9 +320,8 @@ class Region(LeftOut):
             self.memory.refresh()
         found: dict[int, FoldUse] = {}
         for fold in serving:
-            weights = fold.weights_now()
-            if weights is not None:
-                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, weights)
+            if fold.weights is not None and not fold.is_stale():  # a capture does not fold, and runs both
+                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, fold.weights)
         return found
 
 

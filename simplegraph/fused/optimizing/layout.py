@@ -1,17 +1,43 @@
-"""Stores the weights of 2-d convolutions in channels_last, so that their kernels need not transpose images."""
+"""Lays weights otherwise in memory: those of 2-d convolutions in channels_last, those of projections together.
+
+So kernels of convolutions need not transpose images, and the projections of an attention that read the same input run
+as one product. Weights of projections keep their names, shapes and values, and come to lie one after the other in one
+memory: all of them are a weight, too, which is written whenever they are.
+"""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
+from simplegraph.fused.layers.classes import class_name, hooked, plain_class, runs_own_forward
+from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.linears import Together
+from simplegraph.fused.optimizing.table import PROJECTIONS, shared_modules
+from simplegraph.fused.torch_operators import Operators
 
 _MARK = "_simplegraph_was_contiguous"
+_PLACED = "_simplegraph_placed"  # the address and bytes of each memory that a projection's tensors were placed in
+_BERT = ("query", "key", "value")
+_DIFFUSERS = "diffusers.models.attention_processor."
+_PROCESSORS = frozenset({f"{_DIFFUSERS}AttnProcessor2_0", f"{_DIFFUSERS}AttnProcessor"})
+# Nothing writes to their input between the projections' calls.
+_KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "transformers.models.bert.modeling_bert.BertSelfAttention": _BERT,
+        "transformers.models.roberta.modeling_roberta.RobertaSelfAttention": _BERT,
+        "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaSelfAttention": _BERT,
+        "transformers.models.electra.modeling_electra.ElectraSelfAttention": _BERT,
+        f"{_DIFFUSERS}Attention": ("to_q", "to_k", "to_v"),
+    }
+)
 
 
 def store_channels_last(root: nn.Module, folded: Collection[nn.Module]) -> list[str]:
@@ -30,7 +56,7 @@ def store_channels_last(root: nn.Module, folded: Collection[nn.Module]) -> list[
     names, tied = [], tied_memories(root)
     for name, module in root.named_modules():
         weight: Any = module.weight if type(module) is nn.Conv2d and module not in folded else None
-        if _can_be_stored(weight) and weight.untyped_storage().data_ptr() not in tied:
+        if _can_be_stored(weight) and _memory(weight) not in tied:
             with outside_modes():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
             vars(module)[_MARK] = True
@@ -55,21 +81,126 @@ def has_own_memory(weight: Any) -> bool:
     return not shared and not weight.is_inference() and weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def tied_memories(root: nn.Module) -> set[int]:
-    """Return the addresses of memory that several parameters or buffers of a module lie in."""
-    tensors = (each for each in (*root.parameters(), *root.buffers()) if each.layout is torch.strided)
-    places = collections.Counter(_address(each) for each in tensors)
+def tied_memories(root: nn.Module) -> set[tuple[int, int]]:
+    """Return the memory, as `_memory` does, that several parameters or buffers of a module lie in."""
+    plain = (each for each in (*root.parameters(), *root.buffers()) if type(each) in (Tensor, nn.Parameter))
+    places = collections.Counter(_memory(each) for each in plain if each.layout is torch.strided)
     return {place for place, count in places.items() if count > 1}
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else 0
+def join(attention: nn.Module, names: Sequence[str]) -> dict[nn.Module, Layer]:
+    """Place the weights of an attention's projections together; return the layers that compute them as one product."""
+    projections: list[Any] = [attention._modules[name] for name in names]
+    _place_together(projections)
+    together = Together(projections)
+    return {
+        each: Layer(PROJECTIONS, (), functools.partial(_project, attention, each, together)) for each in projections
+    }
 
 
-def restore_contiguous(root: nn.Module) -> None:
-    """Store weights as they were before `store_channels_last`."""
+def _project(attention: nn.Module, projection: Any, together: Together, operators: Operators, input: Any) -> Any:
+    as_found = all(map(_is_linear, together.layers)) and {*together.layers} <= {*attention._modules.values()}
+    if attention.training or not as_found or not _has_known_processor(attention) or not isinstance(input, Tensor):
+        raise AsWritten
+    return together.compute(projection, input, _multiply)
+
+
+def _multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Compute linear layers as one product, or one by one if their weights no longer lie together."""
+    given = (x, *weights, *(each for each in biases if each is not None))
+    biased = biases[0] is not None
+    plain = (
+        type(x) is Tensor
+        and x.dtype is weights[0].dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        and all((each is not None) == biased for each in biases)
+    )
+    weight, bias = (_whole(weights), _whole(biases) if biased else None) if plain else (None, None)
+    if weight is None or (bias is None) == biased:
+        return [nn.functional.linear(x, *each) for each in zip(weights, biases, strict=True)]
+    return torch.split(nn.functional.linear(x, weight, bias), [len(each) for each in weights], dim=-1)
+
+
+def _whole(parts: Sequence[Any]) -> Tensor | None:
+    """Return tensors that lie one after the other as one; None if they do not."""
+    first, rows = parts[0], 0
+    for part in parts:
+        alike = type(part) is nn.Parameter and part.dtype is first.dtype and part.shape[1:] == first.shape[1:]
+        if not alike or not part.is_contiguous() or part.device != first.device:
+            return None
+        if part.data_ptr() != first.data_ptr() + rows * first.stride(0) * first.itemsize:
+            return None
+        rows += len(part)
+    if first.untyped_storage().nbytes() < (first.storage_offset() + rows * first.stride(0)) * first.itemsize:
+        return None
+    whole: Tensor = first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    return whole
+
+
+def _is_linear(module: Any) -> bool:
+    return plain_class(module) is nn.Linear and not hooked(module)
+
+
+def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Yield attentions of known classes, and the names of their projections that can be joined."""
+    shared, tied = shared_modules(root), tied_memories(root)
     for module in root.modules():
-        weight = getattr(module, "weight", None)
-        if vars(module).pop(_MARK, False) and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
-            with outside_modes():
+        names = _KNOWN.get(class_name(module), ())
+        if not names or not runs_own_forward(module) or not _has_known_processor(module):
+            continue
+        if getattr(module, "is_cross_attention", False):  # queries read another input
+            names = names[1:]
+        projections = [module._modules.get(name) for name in names]
+        if not _can_be_joined(projections) or any(id(each) in shared for each in projections):
+            continue
+        tensors = (tensor for each in projections for tensor in each.parameters())  # type: ignore[union-attr]
+        if not any(_memory(tensor) in tied for tensor in tensors):
+            yield module, names
+
+
+def _has_known_processor(module: Any) -> bool:
+    processor = getattr(module, "processor", None)
+    return processor is None or class_name(processor) in _PROCESSORS
+
+
+def _can_be_joined(projections: Sequence[Any]) -> bool:
+    if not all(map(_is_linear, projections)):
+        return False
+    first = projections[0]
+    kinds = {(each.in_features, each.bias is None, each.weight.dtype, each.weight.device) for each in projections}
+    tensors = [tensor for each in projections for tensor in each.parameters(recurse=False)]
+    return first.weight.is_floating_point() and len(kinds) == 1 and all(map(_is_whole, tensors))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return has_own_memory(tensor) and tensor.is_contiguous()
+
+
+def _place_together(projections: Sequence[Any]) -> None:
+    """Place the weights of projections, and their biases, one after the other."""
+    alike = list(zip(*(each.parameters(recurse=False) for each in projections), strict=True))
+    with outside_modes():
+        memories = [torch.cat([part.data for part in parts]) for parts in alike]
+        for memory, parts in zip(memories, alike, strict=True):
+            for part, rows in zip(parts, torch.split(memory, [len(part) for part in parts]), strict=True):
+                part.data = rows
+    for each in projections:
+        vars(each)[_PLACED] = tuple(map(_memory, memories))
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def restore_layout(root: nn.Module) -> None:
+    """Store weights as before `store_channels_last`; give those that were placed together memory of their own."""
+    with outside_modes():
+        for module in root.modules():
+            weight, memories = getattr(module, "weight", None), vars(module).pop(_PLACED, ())
+            if vars(module).pop(_MARK, False) and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
                 weight.data = weight.data.contiguous()
+            for part in module.parameters(recurse=False) if memories else ():
+                if type(part) is nn.Parameter and _memory(part) in memories:  # it is still there
+                    part.data = part.data.clone()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from simplegraph.fused.layers.table import (
     shortened,
 )
 from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
+from simplegraph.fused.optimizing.examples import Examples, ObservedRun, compare, numbers
 from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
-from simplegraph.fused.optimizing.joined import find_joined, join, place_apart
-from simplegraph.fused.optimizing.layout import restore_contiguous, store_channels_last
-from simplegraph.fused.optimizing.observed import ObservedRun
-from simplegraph.fused.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
+from simplegraph.fused.optimizing.layout import find_joined, join, restore_layout, store_channels_last
 from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.table import (
     BATCH_NORM,
@@ -35,9 +32,13 @@ from simplegraph.fused.optimizing.table import (
     EPILOGUE,
     PROJECTIONS,
     REWRITES,
+    Pair,
+    hindrance_in,
+    is_changed,
+    known_pairs,
     runs_any_format,
+    shared_modules,
 )
-from simplegraph.fused.optimizing.verify import Examples, compare, numbers
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.serve.runner import OPTIMIZED
 from simplegraph.serve.wrap import unwrap
@@ -47,38 +48,11 @@ __all__ = ["Optimization", "optimize"]
 _UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_inputs"
 
 
-class _Rewrites(LeftOut):
-    """Lists the rewrites of a module: kept among its attributes, for reports; copies and pickles of it have none."""
-
-    __slots__ = ("changed", "left_out", "memory", "operators", "verified")
-
-    def __init__(self, pairs: Sequence[Pair], channels_last: Sequence[str], memory: FoldedMemory) -> None:
-        self.changed = {BATCH_NORM: list(map(str, pairs)), CHANNELS_LAST: list(channels_last)}
-        self.left_out: dict[str, str] = {}
-        self.operators = ""
-        self.memory = memory
-        self.verified: tuple[float, float] | None = None
-
-    def lines(self) -> list[str]:
-        """List the rewrites, for a report."""
-        lines = [listed(name, names) for name, names in self.changed.items() if names]
-        lines += [f"fused operators by {self.operators}"] if self.operators else []
-        lines += [f"extra memory for folded weights {self.memory.nbytes / 2**20:.1f} MiB"] if self.memory else []
-        reasons: dict[str, list[str]] = collections.defaultdict(list)
-        for name, why in self.left_out.items():
-            reasons[why].append(name)
-        lines += [f"left out: {shortened(names)}: {why}" for why, names in reasons.items()]
-        if self.verified is not None:
-            lines.append(
-                "error against float64 on example inputs: {:.2e}, before {:.2e}".format(*reversed(self.verified))
-            )
-        return lines or ["nothing to rewrite"]
-
-
-class Optimization:
+class Optimization(LeftOut):
     """Handle of a module that `optimize` rewrote: lists what was done, and `remove` undoes it.
 
-    As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is.
+    As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is, and keeps it among
+    its attributes, for reports; copies and pickles of the module have none.
 
     Attributes:
         module: the module.
@@ -87,26 +61,46 @@ class Optimization:
         errors: relative errors against float64 on the example inputs, before and after; None without such inputs.
     """
 
-    def __init__(self, module: nn.Module, rewrites: _Rewrites) -> None:
-        self.module, self._rewrites = module, rewrites
-        self.changed, self.left_out, self.errors = rewrites.changed, rewrites.left_out, rewrites.verified
+    __slots__ = ("_memory", "_operators", "changed", "errors", "left_out", "module")
+
+    def __init__(
+        self, module: nn.Module, pairs: Sequence[Pair], channels_last: Sequence[str], memory: FoldedMemory
+    ) -> None:
+        self.module, self._memory, self._operators = module, memory, ""
+        self.changed = {BATCH_NORM: list(map(str, pairs)), CHANNELS_LAST: list(channels_last)}
+        self.left_out: dict[str, str] = {}
+        self.errors: tuple[float, float] | None = None
 
     @property
     def extra_bytes(self) -> int:
         """The memory that folded weights take, beside the module's own."""
-        return self._rewrites.memory.nbytes
+        return self._memory.nbytes
 
     def refresh(self) -> None:
         """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
-        self._rewrites.memory.refresh(everything=True)
+        self._memory.refresh(everything=True)
 
     def remove(self) -> None:
         """Make the module what it was, with the weights that it has now; a second call does nothing."""
-        if vars(self.module).get(OPTIMIZED) is self._rewrites:
+        if vars(self.module).get(OPTIMIZED) is self:
             _restore(self.module)
 
+    def lines(self) -> list[str]:
+        """List the rewrites, for a report."""
+        lines = [listed(name, names) for name, names in self.changed.items() if names]
+        lines += [f"fused operators by {self._operators}"] if self._operators else []
+        lines += [f"extra memory for folded weights {self.extra_bytes / 2**20:.1f} MiB"] if self._memory else []
+        reasons: dict[str, list[str]] = collections.defaultdict(list)
+        for name, why in self.left_out.items():
+            reasons[why].append(name)
+        lines += [f"left out: {shortened(names)}: {why}" for why, names in reasons.items()]
+        if self.errors is not None:
+            before, after = self.errors
+            lines.append(f"error against float64 on example inputs: {after:.2e}, before {before:.2e}")
+        return lines or ["nothing to rewrite"]
+
     def __str__(self) -> str:
-        return "\n  ".join([f"{type(self.module).__name__}, optimized for inference:", *self._rewrites.lines()])
+        return "\n  ".join([f"{type(self.module).__name__}, optimized for inference:", *self.lines()])
 
     __repr__ = __str__
 
@@ -160,15 +154,17 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     """
     _check(module, skip)
     with starting_triton(module):  # beside the search for what can be done
-        return _optimize(module, example_inputs, skip)
+        _restore_all(module)
+        try:
+            return _optimize(module, example_inputs, skip)
+        except BaseException:
+            _restore(module)
+            raise
 
 
 def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> Optimization:
-    _restore_all(module)
     if example_inputs is None:
-        pairs = known_pairs(module)
-        with _undone_by_errors(module):
-            return Optimization(module, _apply(module, pairs, skip, any_format=runs_any_format(module)))
+        return _apply(module, known_pairs(module), skip, any_format=runs_any_format(module))
     examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
     reference = examples.reference()
     before = numbers(observed.run(examples.run))
@@ -177,10 +173,9 @@ def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> 
         str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
     }
     pairs = _once([pair for pair in pairs if str(pair) not in refuted])
-    with _undone_by_errors(module):
-        found = _apply_compared(module, pairs, skip, examples, reference, before)
+    found = _apply_compared(module, pairs, skip, examples, reference, before)
     found.left_out |= refuted
-    return Optimization(module, found)
+    return found
 
 
 def _apply_compared(
@@ -190,7 +185,7 @@ def _apply_compared(
     examples: Examples,
     reference: Sequence[Tensor],
     before: Sequence[Tensor],
-) -> _Rewrites:
+) -> Optimization:
     """Rewrite the module, without channels_last if it does not run with that, and compare its answers.
 
     Args:
@@ -215,24 +210,15 @@ def _apply_compared(
         found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
         after = numbers(examples.run())
     try:
-        found.verified = compare(reference, before, after)
+        found.errors = compare(reference, before, after)
     except VerificationError:
         if not found.changed[CHANNELS_LAST]:
             raise
         # Convolutions have other kernels for images in channels_last: what is not theirs must not be the rewrites'.
         other = _run_in_channels_last(module, examples)
         found = _apply(module, pairs, skip, any_format=True)
-        found.verified = compare(reference, before, after, other)
+        found.errors = compare(reference, before, after, other)
     return found
-
-
-@contextlib.contextmanager
-def _undone_by_errors(module: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _restore(module)
-        raise
 
 
 def _run_in_channels_last(module: nn.Module, examples: Examples) -> list[Tensor]:
@@ -262,18 +248,11 @@ def _check(module: Any, skip: Collection[str]) -> None:
         )
 
 
-def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> _Rewrites:
+def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> Optimization:
     """Rewrite the module, and leave among its attributes what was done."""
-    left_out, shared = {}, shared_modules(module)
-    usable = []
-    for pair in () if BATCH_NORM in skip else pairs:
-        layer, norm = module.get_submodule(pair.layer), module.get_submodule(pair.norm)
-        why = "one of them has several places in the module" if {id(layer), id(norm)} & shared else ""
-        why = why or hindrance(layer, norm)
-        if why:
-            left_out[str(pair)] = why
-        else:
-            usable.append(pair)
+    shared = shared_modules(module)
+    hindrances = {} if BATCH_NORM in skip else {pair: hindrance_in(module, pair, shared) for pair in pairs}
+    usable = [pair for pair, why in hindrances.items() if not why]
     channels_last = any_format and CHANNELS_LAST not in skip
     layers = find_layers(module, skip, images=channels_last)
     folds = {pair: _fold(module, pair, channels_last) for pair in usable}
@@ -290,8 +269,8 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     stored = store_channels_last(module, copied) if channels_last else []
     stored += [pair.layer for pair, fold in folds.items() if fold.in_channels_last() and pair.layer not in stored]
     memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
-    found = _Rewrites(usable, stored, memory)
-    found.left_out |= left_out
+    found = Optimization(module, usable, stored, memory)
+    found.left_out |= {str(pair): why for pair, why in hindrances.items() if why}
     # Inside of the owners' forwards, which provide the folds of the modules that a block calls.
     install_fused(fused_forwards({each: block_layer(each) for each in blocks}, operators))
     install_folds(owners, memory)
@@ -302,7 +281,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
         found.changed.setdefault(PROJECTIONS, []).append(f"{names[attention]}.{'+'.join(parts)}")
     if blocks:
         found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
-        found.operators = operators.name
+        found._operators = operators.name
     if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
         found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
     vars(module)[OPTIMIZED] = found
@@ -317,13 +296,13 @@ def _operators(module: nn.Module, layers: dict[nn.Module, Layer], trials: Sequen
     return operators_of(layers, weight.device, weight.dtype, *trials)
 
 
-def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, found: _Rewrites) -> None:
+def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, found: Optimization) -> None:
     """Run recognized layers on fused operators."""
     if not operators.triton:  # a group norm would be what it is
         layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
     if layers:
         found.changed |= names_by_kind(module, layers)
-        found.operators = operators.name
+        found._operators = operators.name
         install_fused(fused_forwards(layers, operators))
 
 
@@ -341,8 +320,7 @@ def _once(pairs: Sequence[Pair]) -> list[Pair]:
 def _restore(module: nn.Module) -> None:
     vars(module).pop(OPTIMIZED, None)
     uninstall(module)
-    place_apart(module)
-    restore_contiguous(module)
+    restore_layout(module)
 
 
 def _restore_all(module: nn.Module) -> None:
