@@ -183,15 +183,13 @@ class StaticInput:
 
     def copied_part(self, padded: int, end: int) -> Tensor:
         """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
-        part = self.part(padded, 0, end)
-        return part if self._reference is not None else part.clone()
+        return self.part(padded, 0, end).clone() if self._reference is None else self._reference
 
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""
         if isinstance(self.arg.batch_dim, int) and padded > rows:
             source = torch.arange(padded - rows, device=self.arg.device) % rows
-            real = self.part(padded, 0, rows).index_select(self.arg.batch_dim, source)
-            self.part(padded, rows, padded).copy_(real)
+            self.part(padded, rows, padded).copy_(self.part(padded, 0, rows).index_select(self.arg.batch_dim, source))
 
 
 class InputSet:
@@ -200,6 +198,7 @@ class InputSet:
     Attributes:
         dirty: rows from here on hold their padding values (inputs with the batch first, only).
         handed_out: a caller holds views of the buffers, so what they contain is unknown.
+        own: where the buffers lie.
     """
 
     def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
@@ -211,7 +210,7 @@ class InputSet:
                 for arg, leaf in zip(args, leaves, strict=True)
                 if isinstance(arg, TensorArg)
             }
-        self._own = Spans(item.view(rows) for item in self.inputs.values() if item._reference is None)
+        self.own = Spans(item.view(rows) for item in self.inputs.values() if item._reference is None)
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
@@ -225,19 +224,15 @@ class InputSet:
             for arg in args
         ]
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
-        """Fill a size with a call's rows, over and over: real values, valid as indices.
-
-        The last comes first: what a capture computes of these values itself, beside its graph, is no proof's answer.
-        Rows that the caller wrote in place stay, since the call's own eager run reads them there.
-        """
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int, first: int = 0) -> None:
+        """Fill a size with a call's rows, over and over from one of them on: real values, valid as indices."""
         given = dict(tensors)
-        for (name, written), source in zip(given.items(), self.detached([*given.values()]), strict=True):
+        for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
             dim = static.arg.batch_dim
             if isinstance(dim, int):
-                rows = torch.arange(padded, device=source.device)
-                rows = (-1 - rows if source is written else rows) % batch
+                rows = torch.arange(first, first + padded, device=source.device) % batch
                 static.view(padded).copy_(source.index_select(dim, rows))
             elif dim is None:
                 static.view(padded).copy_(source)
@@ -252,7 +247,7 @@ class InputSet:
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Copy the sources that lie in these buffers: copying one in would overwrite another, still to come."""
-        return [source.clone() if self._own.hold(source.data_ptr()) else source for source in sources]
+        return [source.clone() if self.own.hold(source.data_ptr()) else source for source in sources]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -287,8 +282,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+    for stride, size in sorted(dim for dim in zip(tensor.stride(), tensor.shape, strict=True) if dim[1] > 1):
         if stride <= reach:
             return True
         reach += (size - 1) * stride
@@ -345,6 +339,10 @@ class Slot(NamedTuple):
     stride: tuple[int, ...] = ()
     reference: bool = False
     image: bool = False
+
+    def is_filled_by(self, leaf: Tensor) -> bool:
+        """True if a call's tensor is the static input itself, written in place."""
+        return leaf.data_ptr() == self.address and leaf.stride() == self.stride
 
 
 def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:

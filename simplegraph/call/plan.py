@@ -92,9 +92,8 @@ class Plan:
 
     def _prepare_outputs(self, call: Call) -> None:
         """Find the outputs that must be cloned for the caller."""
-        inputs, table = self.inputs, self.table
         self._returned(call)
-        whole = self._whole
+        whole, table = self._whole, self.table
         tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
@@ -102,7 +101,7 @@ class Plan:
             clone |= self._ours
         self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
-        passed = inputs.leaves(call.layout.args, self.padded)
+        passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
         self._shares = self._shared.any
         self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
@@ -216,6 +215,10 @@ class Plan:
             return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
             return CannotBind(Reason.ALIASED, "the forward writes to a static output that it is passed")
+        tensors = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
+        copied = (leaf.data_ptr() for leaf, slot in tensors if not slot.is_filled_by(leaf))
+        if self.inputs.handed_out and any(map(self.inputs.own.hold, copied)):
+            return CannotBind(Reason.ALIASED, "a static input in another one's place, which a replay fills")
         for index, spans in self._guards:
             if spans.hold(leaves[index].data_ptr()):
                 return CannotBind(Reason.ALIASED, f"{self.slots[index].arg.name} and memory of the module")
@@ -231,7 +234,7 @@ class Plan:
         """Give the caller's tensors what the forward wrote into its inputs."""
         for index in self.written_back:
             slot = self.slots[index]
-            if leaves[index].data_ptr() != slot.address:
+            if not slot.is_filled_by(leaves[index]):
                 leaves[index].copy_(slot.view)
         self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too
 
@@ -297,8 +300,7 @@ class Plan:
         ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
         for index in self._ours:
             output = self.outputs[index]
-            pairs = zip(output.shape, output.stride(), strict=True)
-            once = tuple(slice(0, size if stride else 1) for size, stride in pairs)
+            once = tuple(slice(0, size if output.stride(dim) else 1) for dim, size in enumerate(output.shape))
             output[once].copy_(leaves[index][once])  # not what `expand` repeats: elements share that memory
         return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
 

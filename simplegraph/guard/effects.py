@@ -45,13 +45,18 @@ class ModuleState(PythonState):
         self._function = module if isinstance(module, FunctionModule) else None
         self._values: list[CodePlace] = []
 
+    @property
+    def refuses(self) -> bool:  # type: ignore[override]
+        """True if the forward changes Python state at every run."""
+        return bool(self._counted.names)
+
     def remember(self) -> None:
         super().remember()
         self._values = self._function.values.now() if self._function else []
 
     def put_back(self) -> list[str]:
-        changes = self.snapshot.changes().items()
-        kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
+        changes = self.snapshot.changes()
+        kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
@@ -101,8 +106,7 @@ def _reader_of(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _pickled(value: Any) -> bytes | None:
-    small = max(sys.getsizeof(value), getattr(value, "nbytes", 0)) <= _MAX_BYTES
-    return pickle.dumps(value) if small else None
+    return pickle.dumps(value) if max(sys.getsizeof(value), getattr(value, "nbytes", 0)) <= _MAX_BYTES else None
 
 
 def _progress(made: types.GeneratorType[Any, Any, Any]) -> list[Any]:

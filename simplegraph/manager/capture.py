@@ -236,7 +236,7 @@ class GraphCapture:
             if isinstance(error, EscapeError):
                 self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
             again = on_all_ranks(self.table, "capturing", [job], self._capture_one(session, job))
-        if again:  # then nothing needs what the warmup changed
+        if again or self.state.refuses:  # then nothing needs what the warmup changed
             self.state.go_back_to(earlier, [*self._traced, *self.observers[runs:]])
         return again
 

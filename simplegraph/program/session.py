@@ -47,7 +47,12 @@ class PythonState:
 
     Args:
         roots: modules, functions and other objects that captures run.
+
+    Attributes:
+        refuses: True if what captures changed in there is no graph's to do.
     """
+
+    refuses = False
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
@@ -322,9 +327,8 @@ class CaptureSession:
             taken = max(0, free_before - self.device.free_memory())
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
-            state = state or PythonState()
             if self.pool.watched and not followed:
-                own = program.held if follows is None else [*program.held, *follows.held]
+                own, state = [*program.held, *(() if follows is None else follows.held)], state or PythonState()
                 refuse_escapes(self.device, self.pool, label, own=own, state=state, observed=observed)
             if wait:
                 program.wait()

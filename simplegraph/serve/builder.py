@@ -25,7 +25,7 @@ from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generato
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.generators import drew, random_states
-from simplegraph.device.memory import copy_limit, remember
+from simplegraph.device.memory import SavedMemory, copy_limit, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read
@@ -207,11 +207,10 @@ class GraphBuilder:
     # Captures.
 
     def capture(self, call: Call) -> None:
-        """Capture the call's size; the static inputs are loaded first, since Python may look at shapes of them."""
+        """Capture the call's size."""
         if computes_gradients(call.module):  # what eager steps used, the graph has again in its own pool
             self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
-        inputs.load(call.tensors, call.batch, call.padded)
         trace = call.binding.trace_at(call.padded) if call.padding and call.breaks else None
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
@@ -227,7 +226,6 @@ class GraphBuilder:
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
-        inputs.load(call.tensors, call.batch, call.padded)
         jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self.build(call, inputs, jobs, lazy=False)
@@ -237,15 +235,24 @@ class GraphBuilder:
         return summary
 
     def build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
-        """Capture, and take note of everything that the programs read; where that is not known, there are none."""
+        """Capture, and take note of everything that the programs read; where that is not known, there are none.
+
+        The static inputs are loaded first, since Python may look at shapes of them. What a caller wrote there in place
+        is put back: the call's own eager run reads it.
+        """
         self.reader.lessons += 1
+        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.own.hold(entry[1].data_ptr())])
+        copies = memory.copy()
         try:
+            inputs.load(call.tensors, call.batch, call.padded)
             summary = self._capture(call, inputs, jobs, lazy=lazy)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
         except BaseException:
             self.manager.table.forget(jobs)
             raise
+        finally:
+            memory.put(copies)
         return summary
 
     def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
@@ -272,6 +279,9 @@ class GraphBuilder:
             undo.callback(lambda: kept.extend(state.put_back()))
 
             def warmed_up() -> None:
+                if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
+                    # What a capture computes itself, beside its graph, shall not be a proof's answer.
+                    inputs.load(call.tensors, call.batch, call.padded, first=1)
                 if not lazy:
                     _check_settings(call)
                     self._observe_second_size(call, inputs, rehearse, state)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from simplegraph.base.nested import flatten
@@ -128,8 +127,6 @@ class PairBuilder(GraphBuilder):
         device, table = self.manager.device, self.manager.table
         device.release_cached_memory()  # what eager calls used, the graphs have again in their own pool
         inputs = InputSet(call.layout.args, call.batch, call.leaves)
-        with torch.no_grad():
-            inputs.load(call.tensors, call.batch, call.padded)
         state_key = self.manager.config.state_key
         leaves = Leaves(call.module)  # some may have been replaced since the first call
         invoke = functools.partial(invoke_watched, call, self.reader)

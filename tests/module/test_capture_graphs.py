@@ -45,6 +45,22 @@ def test_capture_graphs_does_not_touch_the_example(device):
     assert torch.equal(example, before)
 
 
+def test_state_after_capture_graphs_is_that_of_one_run_on_the_examples_in_their_order(device):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("slots", torch.zeros(8, WIDTH))
+
+        def forward(self, x):
+            self.slots[: len(x)] = x
+            return x * 2
+
+    model = sg.wrap(Keeps().to(device).eval(), capture_sizes=[2, 8], progress=False)
+    example = rows(8, device)
+    model.capture_graphs(example)
+    assert torch.equal(model.slots, example)
+
+
 @pytest.mark.parametrize("settings", [{}, {"mode": "PIECEWISE"}, {"on_capture_failure": "raise"}])
 def test_inputs_that_the_module_cannot_take_raise_its_own_error_and_leave_no_trace(device, caplog, settings):
     model = wrapped_mlp(device, **settings)

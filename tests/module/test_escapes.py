@@ -221,6 +221,27 @@ def test_a_second_try_leaves_no_padded_rows_though_its_call_raises(
         torch.testing.assert_close(tensor, value)
 
 
+def test_a_second_try_counts_no_call_where_the_forward_counts_its_calls(device: torch.device) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: dict[str, int] = {}
+            self.of_size: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.of_size:
+                self.of_size[len(x)] = torch.arange(4.0, device=x.device)
+            self.calls["all"] = self.calls.get("all", 0) + 1
+            return x + self.of_size[len(x)]
+
+    model = sg.wrap(Counts().eval(), capture_sizes=[16], progress=False)
+    for rows in (7, 2, 2, 2, 7):  # the third would be the first replay
+        model(torch.randn(rows, 4, device=device))
+    assert model.calls == {"all": 5}
+    assert set(model.of_size) == {7, 2}
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] == 3
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["itself", "a view"])
 @pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)

@@ -137,3 +137,78 @@ def test_a_static_input_that_comes_back_transposed_is_read_before_it_is_overwrit
     replays, expected = model.graph_stats.replays, static.t() * 2
     assert torch.equal(model(static.t()), expected)
     assert model.graph_stats.replays == replays + 1
+
+
+class Shares(nn.Module):
+    """Writes to its input, or returns a part of it, as told."""
+
+    def __init__(self, kind="reads", dim=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 1).squeeze(1 - dim))
+        self.kind = kind
+
+    def forward(self, a, b):
+        if self.kind == "writes":
+            a.add_(b)
+        h = a * self.weight - 2 * b
+        return (h, a.flatten()[:WIDTH], a) if self.kind == "returns" else h
+
+
+PLACES = [(0, 8), (0, 4), (2, 6), (0, 3), (1, 4), (5, 8)]
+
+
+@pytest.mark.parametrize("passed", ["ab", "ba", "aa", "ax", "xb"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_any_rows_of_static_inputs_are_read_right_by_the_call_that_captures(device, dim, passed):
+    model = sg.wrap(
+        Shares(dim=dim).to(device).eval(),
+        capture_sizes=[4, 8],
+        batch_dims={"a": dim, "b": dim},
+        pad_values={"b": "repeat-last"},
+        progress=False,
+    )
+    for count in (8, 3, 8, 3):
+        model(*(rows(count, device).movedim(0, dim).contiguous() for _ in range(2)))
+    static = model.static_inputs(8)
+    for start, end in PLACES:
+        model.weight = nn.Parameter(torch.randn_like(model.weight))  # so that sizes are captured again
+        for _ in range(3):
+            values = {name: torch.randn_like(view) for name, view in static.items()}
+            torch._foreach_copy_([*static.values()], [*values.values()])
+            other = torch.randn_like(static["a"])
+            mine, theirs = ({**held, "x": other} for held in (static, values))
+            args, expected = (
+                [held[name].narrow(dim, start, end - start) for name in passed] for held in (mine, theirs)
+            )
+            close(model(*args), sg.unwrap(model)(*expected))
+    assert model.graph_stats.replays
+
+
+@pytest.mark.parametrize("passed", ["ab", "ba", "aa", "ax", "xb"])
+@pytest.mark.parametrize("kind", ["writes", "returns"])
+def test_any_rows_of_static_inputs_are_written_and_returned_as_by_eager(device, kind, passed):
+    model = sg.wrap(Shares(kind).to(device).eval(), capture_sizes=[4, 8], batch_dims={"a": 0, "b": 0}, progress=False)
+    for count in (8, 3, 8, 3):
+        model(rows(count, device), rows(count, device))
+    static = model.static_inputs(8)
+    for start, end in PLACES:
+        for _ in range(2):
+            values = {name: torch.randn_like(view) for name, view in static.items()}
+            torch._foreach_copy_([*static.values()], [*values.values()])
+            args, expected = (
+                [{"x": other, **held}[name][start:end] for name in passed]
+                for held, other in zip((static, values), rows(8, device).expand(2, -1, -1).clone(), strict=True)
+            )
+            result, wanted = model(*args), sg.unwrap(model)(*expected)
+            close((result, *args), (wanted, *expected))
+    assert model.graph_stats.replays
+
+
+def test_a_static_input_passed_as_an_example_keeps_its_rows(device):
+    model = wrapped_mlp(device)
+    model.capture_graphs(rows(4, device))
+    static, x = model.static_inputs(4)["x"], rows(4, device)
+    static.copy_(x)
+    model.up.weight = nn.Parameter(torch.randn_like(model.up.weight))
+    model.capture_graphs(static)
+    assert torch.equal(static, x)
