@@ -102,7 +102,7 @@ class HostMode(OperatorMode, abc.ABC):
         ):
             return defined(func(*args, **kwargs))
         if self._emulated:
-            if is_list(args[0]):
+            if args[0].dim() and args[0].numel():  # more than a number, which an operator can take along by itself
                 self._copy(content(args[0]), args[0], args[0].clone)
             self.met_host = True
             return func(args[0])
@@ -233,11 +233,6 @@ def target_device(kwargs: dict[str, Any]) -> str:
     """Return the type of the device that an operator is told to put its result on, the CPU if none."""
     device = kwargs.get("device")
     return "cpu" if device is None else torch.device(device).type
-
-
-def is_list(tensor: Tensor) -> bool:
-    """True if Python data is more than a number, which an operator can take along by itself."""
-    return tensor.dim() > 0 and tensor.numel() > 0
 
 
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]

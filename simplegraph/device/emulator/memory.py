@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import EmulatorError
+from simplegraph.base.tensors import use_count
 
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
@@ -70,7 +71,7 @@ class Memory:
 
     def reusable(self) -> bool:
         """True if no tensor has this memory any more, so that what is captured next may get it."""
-        return _use_count(self.storage._cdata) == 1
+        return use_count(self.storage._cdata) == 1
 
     def save(self) -> None:
         """Remember what it holds before a captured write."""
@@ -126,9 +127,6 @@ def poison(memories: Iterable[Memory]) -> None:
     with torch.inference_mode():
         for memory in memories:
             memory.bytes.fill_(memory.poison)
-
-
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
