@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.base.break_operators import name_of
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import InputError
 from simplegraph.base.failures import BREAK
 from simplegraph.doctor.trial import TRIED, ModuleTrial
 from simplegraph.manager.jobs import MemoryEstimate
+from simplegraph.program.breaks.marks import name_of
 from simplegraph.serve.mixin import wrap
 
 

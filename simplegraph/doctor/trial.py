@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.break_operators import breaking_operators, inlining, recording_breaks
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import bypassed, outside_calls
 from simplegraph.base.errors import CaptureError, InputError
@@ -27,6 +26,7 @@ from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.jobs import CaptureSummary, MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
+from simplegraph.program.breaks.marks import breaking_operators, inlining, recording_breaks
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from simplegraph.base.break_operators import breaking_operators, recording_breaks
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
 from simplegraph.base.extras import entered
@@ -28,6 +27,7 @@ from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
+from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.host_modes import HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import breaking_operators, recording_breaks
 from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.extras import entered
 from simplegraph.base.nested import flatten
@@ -23,6 +22,7 @@ from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise,
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.observe import MemoryObserver
 
 

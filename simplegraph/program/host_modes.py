@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import ACTIVE
 from simplegraph.base.constants import (
     LARGEST_BYTES,
     LARGEST_TOTAL_BYTES,
@@ -47,6 +46,7 @@ from simplegraph.base.operators import (
     written_args,
 )
 from simplegraph.base.tensors import storage_key
+from simplegraph.program.breaks.marks import ACTIVE
 
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
@@ -138,7 +138,8 @@ class HostMode(OperatorMode, abc.ABC):
         first = args[0]
         if func is _TO_COPY:
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
-                key = content(first), *target(kwargs)
+                # With what decides how a copy looks: its dtype, device and memory format.
+                key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
                 # The forward may write to what it gets, and every replay begins with the constant.
                 return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
         elif func is _WHERE:
@@ -220,13 +221,6 @@ def _lifting_visible() -> Iterator[None]:
         yield
     finally:
         _set_lifting(before)
-
-
-def target(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides how a copy looks: its dtype, device and memory format."""
-    return tuple(
-        sorted(((name, value) for name, value in kwargs.items() if value is not None), key=lambda pair: pair[0])
-    )
 
 
 def target_device(kwargs: dict[str, Any]) -> str:

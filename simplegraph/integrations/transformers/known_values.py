@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import ACTIVE
 from simplegraph.base.operators import (
     OperatorMode,
     defined,
@@ -20,6 +19,7 @@ from simplegraph.base.operators import (
     written_args,
 )
 from simplegraph.base.tensors import storage_key
+from simplegraph.program.breaks.marks import ACTIVE
 
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape

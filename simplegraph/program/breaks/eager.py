@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.tensors import is_wrapper, parts, storage_key, use_count, wait_collectives
+from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Bridge, Result, classify_result, hand_on
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
+from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.host_modes import HostCapture, HostMode, HostWarmup
 from simplegraph.program.observe import MemoryObserver
 
