@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from simplegraph.base.nested import map_leaves
 from simplegraph.base.operators import wrapper_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-# Counts the tensors that share a storage, given by its key. Private to torch; -1 where it is absent.
-use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
 
 
 def storage_key(tensor: Tensor) -> int:

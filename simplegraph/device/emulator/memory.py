@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import EmulatorError
-from simplegraph.base.tensors import use_count
 
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,7 +71,7 @@ class Memory:
 
     def reusable(self) -> bool:
         """True if no tensor has this memory any more, so that what is captured next may get it."""
-        return use_count(self.storage._cdata) == 1
+        return _use_count(self.storage._cdata) == 1
 
     def save(self) -> None:
         """Remember what it holds before a captured write."""
@@ -245,7 +245,8 @@ class Arena:
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
         """
-        self._thread.refuse_in_capture("a graph was replayed in a capture, which is not permitted")
+        if self._thread.recording is not None:
+            self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
         self._used = self._streams.use(self._thread.stream, self._used)
         if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import TreeSpec, flatten
-from simplegraph.base.tensors import is_wrapper, parts, storage_key, use_count, wait_collectives
+from simplegraph.base.tensors import is_wrapper, parts, storage_key, wait_collectives
 from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Bridge, Result, classify_result, hand_on
 from simplegraph.program.observe import MemoryObserver
@@ -117,7 +117,10 @@ def _key(leaf: Any) -> int:
 
 def _owners(tensor: Tensor) -> int:
     """Count what refers to a tensor, and the tensors of its memory if torch tells."""
-    return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else use_count(storage_key(tensor)))
+    return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else _use_count(storage_key(tensor)))
+
+
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 def _geometry(leaf: Any) -> Any:
