@@ -16,8 +16,7 @@ from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.args import ConstantArg
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import Spans, overlaps_itself
-from simplegraph.device.generators import default_generator
-from simplegraph.device.memory import SavedMemory, copy_limit
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey, held_tensors

@@ -20,7 +20,7 @@ from simplegraph.base.tensors import has_address, parts, storage_key, wait_colle
 from simplegraph.call.args import batch_dim_of, known_arguments
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader
-from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
+from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.differences import cloned, first_difference

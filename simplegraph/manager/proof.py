@@ -15,8 +15,7 @@ from simplegraph.base.extras import entered
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.device.generators import default_generator, drew, put_random_states, random_states
-from simplegraph.device.memory import SavedMemory, copy_limit
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob

@@ -28,7 +28,7 @@ from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import has_address, is_wrapper, parts, wait_collectives
-from simplegraph.device.generators import HostRandom, random_states
+from simplegraph.device.memory import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakTrace
