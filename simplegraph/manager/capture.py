@@ -259,7 +259,7 @@ class GraphCapture:
                 raise capture_error(error, job.label) from error
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
-            program.constants = host.served
+            program.constants = list(host.served.values())
             try:
                 support = self.table.support  # a piecewise graph may not hold attention that cannot be in one
                 piecewise = job.mode is CudaGraphMode.PIECEWISE and not program.breaks

@@ -263,7 +263,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         name: names a CPU tensor for messages, such as by the attribute that holds it.
 
     Attributes:
-        served: the copies that the graph reads; whoever replays it must own them.
+        served: the copies that the graph reads, by id; whoever replays it must own them.
         reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
             they held.
     """
@@ -278,12 +278,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self._copies = copies
         self._name = name
         self._error: HostError | None = None
-        self._served: dict[int, Tensor] = {}
+        self.served: dict[int, Tensor] = {}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
-
-    @property
-    def served(self) -> list[Tensor]:
-        return list(self._served.values())
 
     @contextlib.contextmanager
     def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
@@ -355,7 +351,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 f"{what if made else self._named(source)} has another value than in the warmup before",
                 "Make it on the device, or pass its value as an argument; what Python computes is frozen in a graph.",
             )
-        self._served[id(copy)] = copy
+        self.served[id(copy)] = copy
         return copy
 
 

@@ -99,7 +99,7 @@ def test_what_is_made_of_python_data_is_served_from_device_copies(idiom: str) ->
     forward, copies = CONSTANTS[idiom]
     capture = captured(forward)
     assert len(capture.served) == copies
-    assert all(copy.device == META for copy in capture.served)
+    assert all(copy.device == META for copy in capture.served.values())
     assert not capture.reads
 
 
