@@ -12,7 +12,7 @@ from typing import Any
 
 from simplegraph.base.extras import eager_listeners
 from simplegraph.base.reasons import Reason
-from simplegraph.device.inventory import Inventory
+from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from simplegraph.device.cuda.inventory.nodes import NodeReader, ProcessMemory, Word
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
