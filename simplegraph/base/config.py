@@ -201,7 +201,6 @@ class CudaGraphConfig:
         Raises:
             ConfigError: a name is no field, or a value is invalid.
         """
-        check_settings(changes)
         return dataclasses.replace(self, **changes)
 
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:

@@ -16,7 +16,7 @@ While an audit is attached (doctor.attach):
 
 From the first use that needs them on, for the rest of the process:
 
-    break operators                    kernels on a spare dispatch key, so that they can break (base.break_operators)
+    break operators                    kernels on a spare dispatch key, so that they can break (program.breaks.marks)
     is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
 """

@@ -18,8 +18,7 @@ from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, invoke, is_copied
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
-from simplegraph.device.generators import default_generator
-from simplegraph.device.memory import SavedMemory, copy_limit
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey, held_tensors

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.break_operators import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import bypassed, outside_calls
 from simplegraph.base.errors import CaptureError, InputError
@@ -22,13 +21,14 @@ from simplegraph.base.tensors import has_address, parts, storage_key, wait_colle
 from simplegraph.call.inputs import batch_dim_of
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, known_arguments
-from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
+from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
+from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot
 from simplegraph.serve.wrap import wrap

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from simplegraph.base.tensors import has_address, parts
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.kernels import readable
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import ProgramTable

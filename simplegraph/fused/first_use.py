@@ -169,7 +169,7 @@ class Preload:
         """Run what captures run beside the model: kernels that fill and compare static inputs, and cuBLASLt's."""
         import torch
 
-        from simplegraph.base.break_operators import breaking_operators
+        from simplegraph.program.breaks.marks import breaking_operators
 
         breaking_operators()
         with torch.inference_mode(), torch.cuda.device(self._index):

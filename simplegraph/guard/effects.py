@@ -16,7 +16,7 @@ from torch import nn
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.device.generators import HostRandom, is_global_generator
+from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.session import PythonState, holds_graph_memory

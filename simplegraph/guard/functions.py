@@ -363,7 +363,7 @@ class ReachedValues:
 
     def put_back(self, before: list[CodePlace]) -> set[str]:
         """Let the plain values be as before a captured run; name those that it changed."""
-        changed = _changed_since(before)
+        changed = [place for place in before if (now := _item(place)) is not place.value and now != place.value]
         for place in changed:
             place.holder[place.key] = place.value
         return {place.name for place in changed}
@@ -476,11 +476,6 @@ def _decorated_mode(function: Any) -> Callable[[], Any] | None:
         return None
     make: Callable[[], Any] = function.__closure__[names.index("ctx_factory")].cell_contents
     return make if isinstance(getattr(make, "__self__", None), (torch.no_grad, torch.inference_mode)) else None
-
-
-def _changed_since(before: list[CodePlace]) -> list[CodePlace]:
-    """List the places of plain values that hold others than before."""
-    return [place for place in before if (now := _item(place)) is not place.value and now != place.value]
 
 
 def _item(place: CodePlace) -> Any:

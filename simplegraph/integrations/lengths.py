@@ -21,8 +21,7 @@ from simplegraph.call.call import invoke
 from simplegraph.call.memory import WriteSaver
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, prefixes
-from simplegraph.device.generators import default_generator, random_states
-from simplegraph.device.memory import SavedMemory, copy_limit, remember
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import any_requires_grad

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from simplegraph.base.break_operators import breaking_operators, recording_breaks
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
 from simplegraph.base.extras import entered
@@ -28,6 +27,7 @@ from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
 from simplegraph.manager.touched import inspect_graphs
+from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.host_modes import HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
@@ -259,7 +259,7 @@ class GraphCapture:
                 raise capture_error(error, job.label) from error
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
-            program.constants = host.served
+            program.constants = list(host.served.values())
             try:
                 support = self.table.support  # a piecewise graph may not hold attention that cannot be in one
                 piecewise = job.mode is CudaGraphMode.PIECEWISE and not program.breaks

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import breaking_operators, recording_breaks
 from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.extras import entered
 from simplegraph.base.nested import constant_key, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.device.generators import default_generator, drew, put_random_states, random_states
-from simplegraph.device.memory import SavedMemory, copy_limit
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
+from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.observe import MemoryObserver
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.extras import eager_listeners, report_pages
 from simplegraph.base.reasons import DOCUMENTATION, Reason
-from simplegraph.device.inventory import Inventory
+from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
 

@@ -20,8 +20,7 @@ from simplegraph.base.errors import CaptureError, HostError, InputError
 from simplegraph.base.failures import release_frames
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.device.inventory import KnownMemory
-from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
 from simplegraph.program.breaks.step import BreakTrace

@@ -21,9 +21,8 @@ from torch import Tensor
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.failures import BREAK
 from simplegraph.base.reasons import DOCUMENTATION
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.kernels import launched_by_torch, readable
-from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, CaptureJob, Key, ProgramTable, on_all_ranks
 

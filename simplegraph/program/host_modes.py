@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import ACTIVE
 from simplegraph.base.constants import (
     LARGEST_BYTES,
     LARGEST_TOTAL_BYTES,
@@ -47,6 +46,7 @@ from simplegraph.base.operators import (
     written_args,
 )
 from simplegraph.base.tensors import storage_key
+from simplegraph.program.breaks.marks import ACTIVE
 
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
@@ -102,7 +102,7 @@ class HostMode(OperatorMode, abc.ABC):
         ):
             return defined(func(*args, **kwargs))
         if self._emulated:
-            if is_list(args[0]):
+            if args[0].dim() and args[0].numel():  # more than a number, which an operator can take along by itself
                 self._copy(content(args[0]), args[0], args[0].clone)
             self.met_host = True
             return func(args[0])
@@ -138,7 +138,8 @@ class HostMode(OperatorMode, abc.ABC):
         first = args[0]
         if func is _TO_COPY:
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
-                key = content(first), *target(kwargs)
+                # With what decides how a copy looks: its dtype, device and memory format.
+                key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
                 # The forward may write to what it gets, and every replay begins with the constant.
                 return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
         elif func is _WHERE:
@@ -222,22 +223,10 @@ def _lifting_visible() -> Iterator[None]:
         _set_lifting(before)
 
 
-def target(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides how a copy looks: its dtype, device and memory format."""
-    return tuple(
-        sorted(((name, value) for name, value in kwargs.items() if value is not None), key=lambda pair: pair[0])
-    )
-
-
 def target_device(kwargs: dict[str, Any]) -> str:
     """Return the type of the device that an operator is told to put its result on, the CPU if none."""
     device = kwargs.get("device")
     return "cpu" if device is None else torch.device(device).type
-
-
-def is_list(tensor: Tensor) -> bool:
-    """True if Python data is more than a number, which an operator can take along by itself."""
-    return tensor.dim() > 0 and tensor.numel() > 0
 
 
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
@@ -274,7 +263,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         name: names a CPU tensor for messages, such as by the attribute that holds it.
 
     Attributes:
-        served: the copies that the graph reads; whoever replays it must own them.
+        served: the copies that the graph reads, by id; whoever replays it must own them.
         reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
             they held.
     """
@@ -289,12 +278,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self._copies = copies
         self._name = name
         self._error: HostError | None = None
-        self._served: dict[int, Tensor] = {}
+        self.served: dict[int, Tensor] = {}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
-
-    @property
-    def served(self) -> list[Tensor]:
-        return list(self._served.values())
 
     @contextlib.contextmanager
     def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
@@ -366,7 +351,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 f"{what if made else self._named(source)} has another value than in the warmup before",
                 "Make it on the device, or pass its value as an argument; what Python computes is frozen in a graph.",
             )
-        self._served[id(copy)] = copy
+        self.served[id(copy)] = copy
         return copy
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import name_of, recording_breaks
 from simplegraph.base.errors import BreakError, ReplayError
 from simplegraph.base.modes import Modes
 from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.device.generators import default_generator, drew, random_states
+from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Mark, Segment, order_draws
+from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, rebuilt_call
 
 

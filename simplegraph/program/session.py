@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import CaptureError, EscapeError, InputError, refuse_inside_capture
 from simplegraph.base.extras import wait_before_captures
 from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import has_address, is_wrapper, parts, wait_collectives
-from simplegraph.device.generators import HostRandom, random_states
+from simplegraph.device.memory import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
+from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakTrace
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program, SegmentRecorder

@@ -399,35 +399,33 @@ class Snapshot:
     def name_of(self, thing: Any) -> str:
         """Name the place that holds a thing."""
         holder, key = self._ways_up(thing)
-        return "" if holder is None else self._name(key, thing, holder)
+        return "" if holder is None else self._name(key, holder, thing)
 
-    def _name(self, key: Any, *from_holder: Any) -> str:
-        """Name what a holder, the last of these, holds by a key.
+    def _name(self, key: Any, holder: Any, thing: Any = ABSENT) -> str:
+        """Name what a holder holds by a key, which is this thing if it is known.
 
         It is dotted from the module, or after the first thing on the way of code to it that has a name.
         """
-        way = [*from_holder]
-        if (at := id(way[-1])) in self._places and self._places[at][2]:
-            keys = [key]
-            while (above := self._ways_up(way[-1]))[0] is not None:
-                way.append(above[0])
-                keys += [] if above[1] in _REGISTERED else [above[1]]
+        way = [(thing, None), (holder, key)]
+        while (above := self._ways_up(way[-1][0]))[0] is not None:
+            way.append(above)
+        if (at := id(holder)) in self._places and self._places[at][2]:
+            keys = [key, *(up for _, up in way[2:] if up not in _REGISTERED)]
             return ".".join(map(str, reversed(keys)))
         held = ""
-        while True:
-            thing, kind = way[-1], type(way[-1])
+        for at in range(1, len(way)):
+            (owner, key), kind = way[at], type(way[at][0])
             if kind is types.FunctionType:
-                return _name_in_function(thing, way, key)
-            if _is_globals(thing):
-                return f"the global {key} of {thing.get('__name__')}"
+                return _name_in_function(owner, [below for below, _ in way[:at]], key)
+            if _is_globals(owner):
+                return f"the global {key} of {owner.get('__name__')}"
             if issubclass(kind, type):
-                held = held or f"the attribute {key} of class {thing.__qualname__}"
+                held = held or f"the attribute {key} of class {owner.__qualname__}"
             elif kind_of(kind) is object and not is_library(kind.__module__):
                 held = held or f"the attribute {key} of a {kind.__qualname__}"
-            above, key = self._ways_up(thing)
-            if above is None or issubclass(kind, (type, nn.Module)):
-                return held or f"a {kind.__name__}"
-            way.append(above)
+            if issubclass(kind, (type, nn.Module)):
+                break
+        return held or f"a {kind.__name__}"
 
 
 def _is_closed(value: Any, breaks: bool) -> bool:
@@ -483,13 +481,13 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:
-    """Name a place that a function leads to; `way` ends with the function."""
-    below, closure = way[-2] if len(way) > 1 else way, function.__closure__ or ()
+    """Name a place that a function leads to; `way` leads up to the function from what is there."""
+    below, closure = way[-1], function.__closure__ or ()
     name = next((name for name, item in function.__globals__.items() if item is below), None)
     if name is not None:
         return f"the global {name} of {function.__globals__.get('__name__')}"
     if below is closure:
-        variable = function.__code__.co_freevars[next(at for at, cell in enumerate(closure) if cell is way[-3])]
+        variable = function.__code__.co_freevars[next(at for at, cell in enumerate(closure) if cell is way[-2])]
         return f"the variable {variable} in the closure of {function.__qualname__}"
     if below is function.__defaults__ or below is function.__kwdefaults__:
         return f"a default argument of {function.__qualname__}"

@@ -24,8 +24,7 @@ from simplegraph.call.inputs import HostArg, InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
-from simplegraph.device.generators import drew, random_states
-from simplegraph.device.memory import SavedMemory, copy_limit, remember
+from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
 from simplegraph.device.kernels import readable
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import wrappers

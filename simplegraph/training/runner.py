@@ -25,8 +25,7 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, invoke
 from simplegraph.call.memory import drawn_generators
 from simplegraph.call.plan import NOTHING
-from simplegraph.device.generators import put_random_states, random_states
-from simplegraph.device.memory import SavedMemory
+from simplegraph.device.memory import SavedMemory, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.proof import Effects, ReplayProof

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import simplegraph as sg
-from simplegraph.device.inventory import Inventory, MemoryKind
 from simplegraph.device.kernels import launched_by_torch
+from simplegraph.device.protocol import Inventory, MemoryKind
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

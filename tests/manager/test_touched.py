@@ -18,7 +18,7 @@ from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.emulator.recording import EmulatorSegment
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
 
 pytestmark = pytest.mark.usefixtures("no_grad")

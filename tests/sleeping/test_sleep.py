@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 

@@ -28,8 +28,7 @@ from simplegraph.device.emulator.memory import (
 )
 from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
 from simplegraph.device.emulator.rules import COMPILED
-from simplegraph.device.inventory import KnownMemory
-from simplegraph.device.protocol import GraphPool
+from simplegraph.device.protocol import GraphPool, KnownMemory
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 

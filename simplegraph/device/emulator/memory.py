@@ -19,6 +19,7 @@ from simplegraph.base.errors import EmulatorError
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,9 +127,6 @@ def poison(memories: Iterable[Memory]) -> None:
     with torch.inference_mode():
         for memory in memories:
             memory.bytes.fill_(memory.poison)
-
-
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
@@ -247,7 +245,8 @@ class Arena:
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
         """
-        self._thread.refuse_in_capture("a graph was replayed in a capture, which is not permitted")
+        if self._thread.recording is not None:
+            self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
         self._used = self._streams.use(self._thread.stream, self._used)
         if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)

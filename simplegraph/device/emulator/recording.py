@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, overrides
@@ -28,30 +28,6 @@ _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakR
 _RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
 # What a capture draws is thrown away, so it may start from an unlikely seed: any other is a reseeding.
 _CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
-
-
-class _RecordingMode(OperatorMode):
-    """Shows a recording every operator of its thread."""
-
-    def __init__(self, recording: EmulatedCapture) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator, taken apart where it is made of others."""
-        if facts_of(func).is_higher_order:
-            if func.name() == "cond":  # which runs no Python where a mode could see it choose
-                self._recording.fail(f"{rules.READ_BACK} (torch.cond)")
-            with self, _FunctionMode(self._recording):
-                return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        inputs = self._recording.check(func, args, kwargs)
-        if facts_of(func).is_composite:
-            return self.take_apart(func, args, kwargs)
-        if getattr(func, "_defined_in_python", False):
-            # Python does not run again at replay: record what the function does, not the call of it.
-            with self, _FunctionMode(self._recording):
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return self._recording.run(func, args, kwargs, inputs)
 
 
 class _FunctionMode(overrides.TorchFunctionMode):
@@ -128,7 +104,7 @@ def _modes_lifted() -> Iterator[None]:
             if not isinstance(mode, _FunctionMode):
                 _functions._push_mode(mode)
         for mode in reversed(operators):
-            if not isinstance(mode, _RecordingMode):
+            if not isinstance(mode, EmulatedCapture):
                 _operators._push_mode(mode)
 
 
@@ -137,8 +113,8 @@ def _identity(generator: Any) -> int:
     return int(generator._cdata)
 
 
-class EmulatedCapture:
-    """A capture under way: the calls so far, the memory they touched and what must be put back.
+class EmulatedCapture(OperatorMode):
+    """A capture under way, which sees every operator: the calls so far, the memory they touched, what to put back.
 
     Args:
         arena: the pool that is captured into.
@@ -156,6 +132,7 @@ class EmulatedCapture:
     """
 
     def __init__(self, arena: Arena, stream: int, generators: Sequence[torch.Generator], *, continues: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         arena.open(continues=continues)
         self.arena, self.stream, self._continues = arena, stream, continues
         self._reused = arena.of_group(reusable=True)
@@ -171,19 +148,18 @@ class EmulatedCapture:
         self._held: list[torch.UntypedStorage] = []
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
+        self._active = True
         with _modes_lifted():
-            self._mode = cast(Any, _RecordingMode(self))
-            self._mode.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
             _functions._push_mode(_FunctionMode(self))
 
     def stop(self) -> None:
         """See no more operators; harmless the second time."""
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            self.arena.capturing = False
+        if self._active:
+            self._active = self.arena.capturing = False
             with _modes_lifted():
-                _operators._push_mode(mode)
-                mode.__exit__(None, None, None)
+                _operators._push_mode(self)
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def fail(self, found: str) -> NoReturn:
         """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
@@ -212,7 +188,23 @@ class EmulatedCapture:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
         return inputs
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator, taken apart where it is made of others."""
+        if facts_of(func).is_higher_order:
+            if func.name() == "cond":  # which runs no Python where a mode could see it choose
+                self.fail(f"{rules.READ_BACK} (torch.cond)")
+            with self, _FunctionMode(self):
+                return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        inputs = self.check(func, args, kwargs)
+        if facts_of(func).is_composite:
+            return self.take_apart(func, args, kwargs)
+        if getattr(func, "_defined_in_python", False):
+            # Python does not run again at replay: record what the function does, not the call of it.
+            with self, _FunctionMode(self):
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return self._record(func, args, kwargs, inputs)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
         """Run an operator, and record it where it does work on a device."""
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)

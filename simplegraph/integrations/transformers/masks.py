@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from simplegraph.base import patches
-from simplegraph.base.break_operators import ACTIVE
 from simplegraph.base.extras import Notes
 from simplegraph.base.operators import (
     OperatorMode,
@@ -34,6 +33,7 @@ from simplegraph.base.operators import (
     written_args,
 )
 from simplegraph.base.tensors import storage_key
+from simplegraph.program.breaks.marks import ACTIVE
 
 # Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
 _ASKING = ("masking_utils", "modeling_attn_mask_utils", "models.zamba.modeling_zamba", "models.pixio.modeling_pixio")

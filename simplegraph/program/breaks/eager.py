@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.tensors import is_wrapper, parts, storage_key, wait_collectives
+from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Bridge, Result, classify_result, hand_on
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
@@ -117,11 +117,10 @@ def _key(leaf: Any) -> int:
 
 def _owners(tensor: Tensor) -> int:
     """Count what refers to a tensor, and the tensors of its memory if torch tells."""
-    views = 0 if _use_count is None or is_wrapper(tensor) else _use_count(tensor.untyped_storage()._cdata)
-    return sys.getrefcount(tensor) + views
+    return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else _use_count(storage_key(tensor)))
 
 
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 def _geometry(leaf: Any) -> Any:

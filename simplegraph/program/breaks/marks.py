@@ -1,23 +1,155 @@
-"""Mark eager breaks: calls that run between two segments of a captured forward instead of inside one.
+"""Eager breaks: calls that run between two segments of a captured forward instead of inside one.
 
 A break is marked once, on a function, on modules by name, or by an operator's tag. The mark does
-nothing by itself: only a piecewise capture of the thread, or the warmup before it, takes notice.
+nothing by itself: only the recorder of breaks that is active in the thread, of a piecewise capture or of the warmup
+before it, takes notice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from simplegraph.base.break_operators import name_of, recorder_of
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.patches import subclass
+
+
+class BreakRecorder(Protocol):
+    """Is called for every break that a thread meets.
+
+    Attributes:
+        operators: operators that break by themselves.
+    """
+
+    operators: frozenset[Any]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of a break, and return what the forward goes on with."""
+
+
+class _ThreadBreaks(threading.local):
+    recorder: BreakRecorder | None = None
+    inlined: frozenset[Any] = frozenset()
+
+
+ACTIVE = _ThreadBreaks()
+
+
+def recorder_of(function: Any) -> BreakRecorder | None:
+    """Return what is to be told of a call of this break; None if it is a plain call.
+
+    It is one in a backward that the forward runs: on a GPU that runs in a thread of its own, which ends no segment.
+    """
+    recorder = ACTIVE.recorder
+    if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
+        return None
+    return recorder
+
+
+@contextlib.contextmanager
+def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
+    """Tell `recorder` of every break of this thread in here; None makes breaks plain calls."""
+    before = ACTIVE.recorder
+    ACTIVE.recorder = recorder
+    try:
+        seen = recorder is not None and recorder.operators
+        with torch._C._IncludeDispatchKeyGuard(_KEY) if seen else contextlib.nullcontext():
+            yield
+    finally:
+        ACTIVE.recorder = before
+
+
+@contextlib.contextmanager
+def inlining(functions: Collection[Any]) -> Iterator[None]:
+    """Make these functions and operators plain calls in here, whatever marks they have."""
+    before, ACTIVE.inlined = ACTIVE.inlined, frozenset(functions)
+    try:
+        yield
+    finally:
+        ACTIVE.inlined = before
+
+
+# A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
+# times a capture. A dispatch key that only some operators have a kernel for, and that a thread includes only
+# while it captures, costs the others nothing.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
+_library: Any = torch.library  # typed loosely because torch leaves it untyped
+_libraries: list[Any] = []  # whose kernels end with them
+_intercepted: set[Any] = set()
+_lock = threading.Lock()
+
+
+def breaking_operators() -> frozenset[Any]:
+    """Return the operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``."""
+    found = _tagged(frozenset(torch._C._dispatch_get_all_op_names()))
+    with _lock:
+        for operator in found - _intercepted:
+            _intercept(operator)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _tagged(names: frozenset[str]) -> frozenset[Any]:
+    """Pick the operators with the tag; each name takes microseconds, so the last answer is kept."""
+    found: set[Any] = set()
+    for name in names:
+        packet, _, overload = name.partition(".")
+        operation = torch._C._get_operation_overload(packet, overload)
+        if operation is not None and _UNSAFE in operation[2]:
+            found.update(_overload(name))
+    return frozenset(found)
+
+
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+
+
+def _overload(name: str) -> list[Any]:
+    """Find the operator of a registered name, such as ``aten::sort.stable``; empty if Python cannot call it."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        return [getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")]
+    except (AttributeError, RuntimeError):
+        return []
+
+
+def _intercept(operator: Any) -> None:
+    if not _intercepted:
+        fallback = _library.Library("_", "IMPL")
+        fallback.fallback(_library.fallthrough_kernel, _KEY_NAME)
+        _libraries.append(fallback)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        recorder = recorder_of(operator)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            if recorder is None or operator not in recorder.operators:
+                return operator(*args, **kwargs)
+            return recorder.call(operator, args, kwargs)
+
+    namespace, _, _ = operator._schema.name.partition("::")
+    library = _library.Library(namespace, "IMPL")
+    library.impl(operator, kernel, _KEY_NAME)
+    _libraries.append(library)
+    _intercepted.add(operator)
+
+
+def name_of(function: Any) -> str:
+    """Name a break for reports and messages."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function)
+    return getattr(function, "__qualname__", None) or str(function)
+
 
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])
 
@@ -117,7 +249,7 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
 
 
 @functools.cache
-def _breaking_class(original: Any) -> type[nn.Module]:
+def _breaking_class(original: Any) -> Any:
     """A subclass whose call is a break, and that pickles by the original's name."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +261,8 @@ def _breaking_class(original: Any) -> type[nn.Module]:
 
     call.__qualname__ = original.__qualname__
     members = {"__call__": eager_break(call), "__reduce_ex__": reduce, "_simplegraph_unbroken": original}
-    breaking: type[nn.Module] = subclass(original, members)
-    return breaking
+    return subclass(original, members)
 
 
 def _rebuilt(original: Any) -> Any:
-    kind: Any = _breaking_class(original)
-    return object.__new__(kind)
+    return object.__new__(_breaking_class(original))

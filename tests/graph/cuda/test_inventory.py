@@ -11,9 +11,8 @@ import pytest
 from stand_in_driver import Driver, Kernel, Other, pointer
 
 from simplegraph.device.cuda.inventory.nodes import ProcessMemory, readable_ranges
-from simplegraph.device.cuda.inventory.places import Places
-from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
-from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind
+from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
+from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
 from simplegraph.doctor.touches import report_lines
 
 BASE = 0x7F00_4000_0000

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
+from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.host_modes import HostCapture, HostMode, HostWarmup
 from simplegraph.program.observe import MemoryObserver
 
@@ -99,7 +99,7 @@ def test_what_is_made_of_python_data_is_served_from_device_copies(idiom: str) ->
     forward, copies = CONSTANTS[idiom]
     capture = captured(forward)
     assert len(capture.served) == copies
-    assert all(copy.device == META for copy in capture.served)
+    assert all(copy.device == META for copy in capture.served.values())
     assert not capture.reads
 
 

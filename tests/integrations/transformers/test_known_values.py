@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.base.break_operators import recording_breaks
 from simplegraph.integrations.transformers.masks import KnownValues
+from simplegraph.program.breaks.marks import recording_breaks
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
