@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -346,13 +345,11 @@ class CallReader:
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
-        if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
-        if kind is not slice and _is_unhashable(value):
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
-        if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            hint = "; graph_generation serves generate()" if name.partition(".")[0] == "past_key_values" else ""
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}{hint}")
+        if not _compares_by_value(value):
+            hint = "tensors are copied, and numbers, texts and tuples compared"
+            if name.partition(".")[0] == "past_key_values":
+                hint = "graph_generation serves generate()"
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; {hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 
     def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
@@ -413,16 +410,12 @@ def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-def _is_unhashable(value: Any) -> bool:
-    """True for NumPy arrays, sets, bytearrays, and values that hold such."""
+def _compares_by_value(value: Any) -> bool:
+    """True if a value can be a key: defining equality and a hash promises that both stay."""
+    kind = type(value)
     try:
         hash(value)
-    except Exception:  # of the user's class
-        return True
-    return False
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_frozen(kind: Hashable) -> bool:
-    """True if a type compares by value: defining equality and a hash promises that both stay."""
-    return all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
+    except Exception:  # an array, a set, what holds such, or of the user's class
+        return kind is slice
+    frozen = all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
+    return frozen or isinstance(value, ATOMS) or inspect.isroutine(value)
