@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.errors import StaleGraphError
-from simplegraph.base.nested import flatten
+from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.call import Call
@@ -72,7 +72,6 @@ class Plan:
         self.state, self.table = state, table
         self.graph, self.program = graph, graph.program
         self.device, self.pool = table.device, table.pool
-        self.device_type = table.device.torch_device.type
         self.is_capturing, self._current_stream = table.device.is_capturing, table.device.current_stream
         self.inputs = inputs
         self._guards = guards
@@ -88,13 +87,11 @@ class Plan:
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._same = compared_pairs(args)
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
-        self._prepare_outputs(call)
+        self._prepare_outputs(call, self.program.outputs, self.program.spec)
 
-    def _prepare_outputs(self, call: Call) -> None:
-        """Find the outputs that must be cloned for the caller."""
-        inputs, table = self.inputs, self.table
-        self._returned(call)
-        whole = self._whole
+    def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
+        """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""
+        inputs, table, self._spec = self.inputs, self.table, spec
         tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
@@ -108,10 +105,6 @@ class Plan:
         self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._shares
-
-    def _returned(self, call: Call) -> None:
-        """Find the leaves that calls return, and how they nest."""
-        self._whole, self._spec = self.program.outputs, self.program.spec
 
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """Surround a proof, whose eager run must find things where replays do."""

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from simplegraph.base.nested import TreeSpec
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -28,18 +29,14 @@ class WithGradients(NamedTuple):
 class StepPlan(Plan):
     """Serves training steps; see `Plan`."""
 
-    def _returned(self, call: Call) -> None:
-        super()._returned(call)
+    def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         self.step: StepEffects = call.module.step
         self._used = sorted(self.step.used)
-        count = self._spec.children[0].num_leaves
-        self._left = self._whole[count:]
+        count = spec.children[0].num_leaves
+        self._left = whole[count:]
         self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
         self._known: Sequence[Any] = ()
-        self._spec, self._whole = self._spec.children[0], self._whole[:count]
-
-    def _prepare_outputs(self, call: Call) -> None:
-        super()._prepare_outputs(call)
+        super()._prepare_outputs(call, whole[:count], spec.children[0])
         self.compared = [*self.outputs, *self._left]
 
     def whole(self, result: Any) -> Any:
