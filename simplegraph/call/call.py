@@ -39,7 +39,6 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature, known_arguments
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
@@ -462,8 +461,10 @@ class Refusal:
         """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
         if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
             return
-        if self._grad and (any_requires_grad(leaves) or (self._parameter and _wants_grad(*self._parameter))):
-            return  # eager builds an autograd graph, as far as arguments and the first parameter tell
+        if self._grad:  # then eager may build an autograd graph, as far as arguments and the first parameter tell
+            wanting = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            if wanting or (self._parameter and _wants_grad(*self._parameter)):
+                return
         for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
             if isinstance(arg, ConstantArg):
                 if not arg.holds(leaf):
