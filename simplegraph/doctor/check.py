@@ -15,7 +15,7 @@ from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import InputError
 from simplegraph.base.failures import BREAK
 from simplegraph.doctor.trial import TRIED, ModuleTrial
-from simplegraph.manager.table import MemoryEstimate
+from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.serve.wrap import wrap
 
 

@@ -24,9 +24,9 @@ from simplegraph.call.signature import CallReader, known_arguments
 from simplegraph.device.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import HeldTensor, held_tensors
+from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.manager.table import MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot

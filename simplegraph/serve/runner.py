@@ -38,8 +38,7 @@ from simplegraph.guard.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
-from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
