@@ -182,16 +182,8 @@ class CallReader:
         return leaves, self.names(spec), spec
 
     def names(self, spec: TreeSpec) -> list[str]:
-        """Name the leaves of a call, no two alike: each tensor has a buffer of its own, found by its name."""
-        names = [name for argument, child in self._arguments(spec) for name in child.names(argument)]
-        if len(set(names)) < len(names):  # {1: x, "1": y}
-            seen: set[str] = set()
-            for index, name in enumerate(names):
-                while name in seen:
-                    name = f"{name}#{index}"
-                seen.add(name)
-                names[index] = name
-        return names
+        """Name the leaves of a call."""
+        return [name for argument, child in self._arguments(spec) for name in child.names(argument)]
 
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Name the arguments of a call, and tell how each nests."""
@@ -215,6 +207,9 @@ class CallReader:
         Raises:
             CannotBind: a graph cannot serve the call.
         """
+        if len(set(names)) < len(names):  # of {1: x, "1": y}, and each static input is found by its name
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"two arguments are called {twice}; rename one")
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
