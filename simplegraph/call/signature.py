@@ -321,9 +321,7 @@ class CallReader:
 
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
-        rules = self._pads
-        declared = next((prefix for prefix in prefixes(name) if prefix in rules), None)
-        pad: PadRule = "zero" if declared is None else rules[declared]
+        pad: PadRule | None = next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
         address = tensor.data_ptr() if batch_dim == "reference" else None
         return TensorArg(
             name,
@@ -334,7 +332,6 @@ class CallReader:
             memory_order(tensor),
             pad,
             address,
-            declared is not None,
             name in self._known.compared,
         )
 
