@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.nested import TreeSpec, flatten
@@ -27,9 +26,7 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.call.outputs import SharedOutputs
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.session import holds_graph_memory
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
@@ -54,7 +51,7 @@ class Plan:
         compared: what a proof compares with eager.
         addresses: of the static inputs, by name.
         guarded: some calls with such arguments must run eagerly; `refusal` says which.
-        debug: replays check addresses before, and what breaks keep after.
+        debug: replays check addresses before.
         differentiable: calls under grad mode have a history.
     """
 
@@ -77,7 +74,6 @@ class Plan:
         self._guards = guards
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
-        self._module: weakref.ref[nn.Module] = weakref.ref(call.module)
         self._static = table.config.outputs == "static"
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
@@ -245,8 +241,6 @@ class Plan:
         except BaseException:
             self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
             raise
-        if self.debug:
-            self._check_kept()
         if self.written_back:
             self.write_back(leaves)
         if self._single:
@@ -269,17 +263,6 @@ class Plan:
             raise StaleGraphError(
                 f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
                 "Something resized or replaced it; call reset_graphs() to capture again."
-            )
-
-    def _check_kept(self) -> None:
-        """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
-        module = self._module()
-        held = held_tensors(module) if self.program.breaks and module is not None else []
-        kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, self.device, self.pool)]
-        if kept:
-            raise StaleGraphError(
-                f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
-                "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
             )
 
     def handed_out(self, result: Any) -> Any:
