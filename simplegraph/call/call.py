@@ -133,9 +133,9 @@ class Binding:
             del self.traces[next(iter(self.traces))]
 
     def trace_at(self, rows: int) -> BreakTrace | None:
-        """Find what the breaks return at another batch size, from calls of two sizes."""
+        """Find what the breaks return at a batch size, from a call of it, or else from calls of two others."""
         pairs = itertools.combinations(self.traces.items(), 2)
-        return next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
+        return self.traces.get(rows) or next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
 
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
