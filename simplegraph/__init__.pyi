@@ -38,13 +38,13 @@ from simplegraph.integrations.graphed_parts import GraphedParts as GraphedParts
 from simplegraph.integrations.graphed_parts import PartsReport as PartsReport
 from simplegraph.integrations.parts import wrap_parts as wrap_parts
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
-from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
+from simplegraph.manager.manager import CudaGraphSettings as CudaGraphSettings
+from simplegraph.manager.manager import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.stats import CaptureSummary as CaptureSummary
 from simplegraph.manager.stats import GraphHolder as GraphHolder
 from simplegraph.manager.stats import on_eager as on_eager
 from simplegraph.manager.stats import wrappers as wrappers
 from simplegraph.manager.table import GraphHooks as GraphHooks
-from simplegraph.manager.table import MemoryEstimate as MemoryEstimate
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break
 from simplegraph.serve.runner import CudaGraphWrapper as CudaGraphWrapper

@@ -132,9 +132,9 @@ class Binding:
             del self.traces[next(iter(self.traces))]
 
     def trace_at(self, rows: int) -> BreakTrace | None:
-        """Find what the breaks return at another batch size, from calls of two sizes."""
+        """Find what the breaks return at a batch size, from a call of it, or else from calls of two others."""
         pairs = itertools.combinations(self.traces.items(), 2)
-        return next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
+        return self.traces.get(rows) or next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
 
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
@@ -312,7 +312,6 @@ class KnownCalls:
         config: how arguments are read, and how many signatures there may be.
 
     Attributes:
-        outdated: True if there are as many signatures as may be, and some belong to a state that is over.
         bindings: by the values of their signatures.
         layouts: the ways of passing arguments of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
@@ -322,7 +321,6 @@ class KnownCalls:
         self._config = config
         self.bindings: dict[Hashable, Binding] = {}
         self.layouts: list[CallLayout] = []
-        self.outdated = False
         self.state_key = config.state_key
         self._reader: CallReader | None = None
         # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
@@ -361,13 +359,16 @@ class KnownCalls:
             layout = CallLayout(spec, args, device.type, binding, module.training)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
-            full = self.is_full(layout)
-            self.outdated = full and any(module.is_over(each.signature.context) for each in self.bindings.values())
         return size, layout
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""
         return layout.binding not in self.bindings.values() and len(self.bindings) >= self._config.max_signatures
+
+    def is_outdated(self, module: Any) -> bool:
+        """True if some signatures belong to a state that is over."""
+        contexts = (each.signature.context for each in self.bindings.values())
+        return isinstance(module, FunctionModule) and any(map(module.is_over, contexts))
 
     def use(self, layout: CallLayout) -> None:
         """Keep a layout, and note that it is the latest."""
@@ -452,14 +453,17 @@ class Refusal:
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
         self._why = why.reason, why.detail, call.batch
         self._reader, self._lessons = reader, reader.lessons
-        self._read_with_grad = _grad_enabled()
-        self._parameter = _first_parameter(call.module) if self._read_with_grad else None
+        self._grad, self._parameter = _grad_enabled(), _first_parameter(call.module)
         self._expected = list(zip(call.layout.args, map(_form_of, call.leaves), strict=True))
 
     def bind(self, leaves: Sequence[Any]) -> None:
         """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
-        if self._reader.lessons != self._lessons or (_grad_enabled() and not self._wants_no_grad(leaves)):
+        if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
             return
+        if self._grad:  # then eager may build an autograd graph, as far as arguments and the first parameter tell
+            wanting = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            if wanting or (self._parameter and _wants_grad(*self._parameter)):
+                return
         for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
             if isinstance(arg, ConstantArg):
                 if not arg.holds(leaf):
@@ -467,12 +471,6 @@ class Refusal:
             elif _form_of(leaf) != form or arg.address not in (None, leaf.data_ptr()):
                 return
         raise CannotBind(*self._why)
-
-    def _wants_no_grad(self, leaves: Sequence[Any]) -> bool:
-        """True if eager builds no autograd graph, as far as arguments and the first parameter tell."""
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            return False
-        return self._read_with_grad and (self._parameter is None or not _wants_grad(*self._parameter))
 
 
 def _wants_grad(held: Mapping[str, Any], name: str) -> bool:

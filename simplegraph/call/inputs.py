@@ -33,7 +33,7 @@ class TensorArg:
         batch_dim: the batch dimension; None for none; "reference" for one taken by address.
         order: its dimensions from largest to smallest stride, for memory formats.
         address: only of a tensor taken by address.
-        pad: how padding rows are filled; pad_declared: True if that was declared.
+        pad: how padding rows are filled; None if that was not declared, for zeros.
         compared: True if the forward asks if it is the very tensor that another argument is.
     """
 
@@ -43,9 +43,8 @@ class TensorArg:
     shape: tuple[int, ...]
     batch_dim: BatchDim
     order: tuple[int, ...]
-    pad: PadRule = "zero"
+    pad: PadRule | None = None
     address: int | None = None
-    pad_declared: bool = False
     compared: bool = False
 
     def __str__(self) -> str:
@@ -142,7 +141,7 @@ class StaticInput:
     """
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
-        self.arg, self.pad = arg, arg.pad
+        self.arg, self.pad = arg, "zero" if arg.pad is None else arg.pad
         self.batched = isinstance(arg.batch_dim, int)
         self.rows_first = arg.batch_dim == 0 and arg.order[:1] in ((), (0,))
         self.pads_with_number = self.batched and self.pad not in ("keep", "repeat-last")

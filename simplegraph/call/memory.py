@@ -216,28 +216,23 @@ class _Arguments:
 
     def effect(self, result: Any) -> CannotBind | None:
         """Say what the forward did that a replay cannot; `result` is what it returned."""
-        leaves, spec = flatten(self._value)
+        (leaves, spec), names = flatten(self._value), self._names(self._spec)
         if spec != self._spec:
-            before = self._names(self._spec)
-            return _changed(sorted(set(before) ^ set(self._names(spec))) or before)
-        pairs = enumerate(zip(self._leaves, leaves, self._looks, strict=True))
-        changed = [at for at, (then, now, look) in pairs if then is not now or _look(now) != look]
-        held = containers(self._value)
-        if not changed and any(then is not now for then, now in zip(self._containers, held, strict=True)):
-            changed = list(range(len(leaves)))
+            changed = sorted(set(names) ^ set(self._names(spec))) or names
+        else:
+            known = zip(names, self._leaves, leaves, self._looks, strict=True)
+            changed = [name for name, then, now, look in known if then is not now or _look(now) != look]
+            held = zip(self._containers, containers(self._value), strict=True)
+            if not changed and any(then is not now for then, now in held):
+                changed = names
         if changed:
-            names = self._names(spec)
-            return _changed([names[at] for at in changed])
+            return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(changed[:5]))
         own = {id(container) for container in self._containers}
         found = next((container for container in containers(result) if id(container) in own), None)
         if found is not None:
             kind = type(found).__name__
             return CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward was passed; return a new one")
         return None
-
-
-def _changed(names: Sequence[str]) -> CannotBind:
-    return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(names[:5]))
 
 
 def _look(leaf: Any) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simplegraph.base.errors import StaleGraphError
-from simplegraph.base.nested import flatten
+from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.call import Call
@@ -27,9 +26,7 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.call.outputs import SharedOutputs
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.program.session import holds_graph_memory
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
@@ -54,7 +51,7 @@ class Plan:
         compared: what a proof compares with eager.
         addresses: of the static inputs, by name.
         guarded: some calls with such arguments must run eagerly; `refusal` says which.
-        debug: replays check addresses before, and what breaks keep after.
+        debug: replays check addresses before.
         differentiable: calls under grad mode have a history.
     """
 
@@ -72,13 +69,11 @@ class Plan:
         self.state, self.table = state, table
         self.graph, self.program = graph, graph.program
         self.device, self.pool = table.device, table.pool
-        self.device_type = table.device.torch_device.type
         self.is_capturing, self._current_stream = table.device.is_capturing, table.device.current_stream
         self.inputs = inputs
         self._guards = guards
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
-        self._module: weakref.ref[nn.Module] = weakref.ref(call.module)
         self._static = table.config.outputs == "static"
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
@@ -88,12 +83,11 @@ class Plan:
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._same = compared_pairs(args)
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
-        self._prepare_outputs(call)
+        self._prepare_outputs(call, self.program.outputs, self.program.spec)
 
-    def _prepare_outputs(self, call: Call) -> None:
-        """Find the outputs that must be cloned for the caller."""
-        self._returned(call)
-        whole, table = self._whole, self.table
+    def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
+        """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""
+        table, self._spec = self.table, spec
         tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
@@ -107,10 +101,6 @@ class Plan:
         self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._shares
-
-    def _returned(self, call: Call) -> None:
-        """Find the leaves that calls return, and how they nest."""
-        self._whole, self._spec = self.program.outputs, self.program.spec
 
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """Surround a proof, whose eager run must find things where replays do."""
@@ -255,8 +245,6 @@ class Plan:
         except BaseException:
             self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
             raise
-        if self.debug:
-            self._check_kept()
         if self.written_back:
             self.write_back(leaves)
         if self._single:
@@ -279,17 +267,6 @@ class Plan:
             raise StaleGraphError(
                 f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
                 "Something resized or replaced it; call reset_graphs() to capture again."
-            )
-
-    def _check_kept(self) -> None:
-        """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
-        module = self._module()
-        held = held_tensors(module) if self.program.breaks and module is not None else []
-        kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, self.device, self.pool)]
-        if kept:
-            raise StaleGraphError(
-                f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
-                "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
             )
 
     def handed_out(self, result: Any) -> Any:

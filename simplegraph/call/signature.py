@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -183,16 +182,8 @@ class CallReader:
         return leaves, self.names(spec), spec
 
     def names(self, spec: TreeSpec) -> list[str]:
-        """Name the leaves of a call, no two alike: each tensor has a buffer of its own, found by its name."""
-        names = [name for argument, child in self._arguments(spec) for name in child.names(argument)]
-        if len(set(names)) < len(names):  # {1: x, "1": y}
-            seen: set[str] = set()
-            for index, name in enumerate(names):
-                while name in seen:
-                    name = f"{name}#{index}"
-                seen.add(name)
-                names[index] = name
-        return names
+        """Name the leaves of a call."""
+        return [name for argument, child in self._arguments(spec) for name in child.names(argument)]
 
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Name the arguments of a call, and tell how each nests."""
@@ -216,6 +207,9 @@ class CallReader:
         Raises:
             CannotBind: a graph cannot serve the call.
         """
+        if len(set(names)) < len(names):  # of {1: x, "1": y}, and each static input is found by its name
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"two arguments are called {twice}; rename one")
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
@@ -327,9 +321,7 @@ class CallReader:
 
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
-        rules = self._pads
-        declared = next((prefix for prefix in prefixes(name) if prefix in rules), None)
-        pad: PadRule = "zero" if declared is None else rules[declared]
+        pad: PadRule | None = next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
         address = tensor.data_ptr() if batch_dim == "reference" else None
         return TensorArg(
             name,
@@ -340,21 +332,16 @@ class CallReader:
             memory_order(tensor),
             pad,
             address,
-            declared is not None,
             name in self._known.compared,
         )
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
-        if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
-        if kind is not slice and _is_unhashable(value):
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
-        if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            hint = (
-                "; graph_generation serves generate()" if name.partition(".")[0] in ("cache", "past_key_values") else ""
-            )
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}{hint}")
+        if not _compares_by_value(value):
+            hint = "tensors are copied, and numbers, texts and tuples compared"
+            if name.partition(".")[0] in ("cache", "past_key_values"):
+                hint = "graph_generation serves generate()"
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; {hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 
     def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
@@ -415,16 +402,12 @@ def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-def _is_unhashable(value: Any) -> bool:
-    """True for NumPy arrays, sets, bytearrays, and values that hold such."""
+def _compares_by_value(value: Any) -> bool:
+    """True if a value can be a key: defining equality and a hash promises that both stay."""
+    kind = type(value)
     try:
         hash(value)
-    except Exception:  # of the user's class
-        return True
-    return False
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_frozen(kind: Hashable) -> bool:
-    """True if a type compares by value: defining equality and a hash promises that both stay."""
-    return all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
+    except Exception:  # an array, a set, what holds such, or of the user's class
+        return kind is slice
+    frozen = all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
+    return frozen or isinstance(value, ATOMS) or inspect.isroutine(value)

@@ -233,8 +233,17 @@ class RankGroup(SingleRank):
         self.check_alive()
         self._check_backends(device.torch_device.type)
         answers = self._ask("a capture", [dict(settings), captures])
-        _refuse_differences([settings for settings, _ in answers])
-        _refuse_other_captures([captures for _, captures in answers])
+        for name in dict.fromkeys(name for each, _ in answers for name in each):
+            if found := _difference([each.get(name, "") for each, _ in answers]):
+                raise ConfigError(
+                    f"ranks differ in {name}: {found}. Graphs with collectives must be captured alike; give every rank "
+                    "the same settings."
+                )
+        if found := _difference([captures for _, captures in answers]):
+            raise RankError(
+                f"ranks are about to capture different graphs: {found}. Every rank must run batches of the same sizes "
+                "in the same order; data parallel ranks agree on a size with a ShapeConsensus."
+            )
         with self.seconds.timed("communicators"):
             self._connect(device.torch_device)
             device.synchronize()
@@ -267,27 +276,10 @@ class RankGroup(SingleRank):
                 )
 
 
-def _refuse_other_captures(captures: Sequence[str]) -> None:
-    if len(set(captures)) > 1:
-        other = next(rank for rank, found in enumerate(captures) if found != captures[0])
-        raise RankError(
-            f"ranks are about to capture different graphs: rank 0 {captures[0] or 'none'}; rank {other} "
-            f"{captures[other] or 'none'}. Every rank must run batches of the same sizes in the same order; data "
-            "parallel ranks agree on a size with a ShapeConsensus."
-        )
-
-
-def _refuse_differences(answers: Sequence[Mapping[str, str]]) -> None:
-    """Refuse settings that are not the same on all ranks, and name the first of them."""
-    names = dict.fromkeys(name for answer in answers for name in answer)
-    for name in names:
-        values = [answer.get(name) for answer in answers]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise ConfigError(
-                f"ranks differ in {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. "
-                "Graphs with collectives must be captured alike; give every rank the same settings."
-            )
+def _difference(values: Sequence[str]) -> str:
+    """Say which rank has another value than rank 0; empty if none has."""
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    return "" if other is None else f"rank 0 has {values[0] or 'none'}, rank {other} has {values[other] or 'none'}"
 
 
 class ShapeConsensus:

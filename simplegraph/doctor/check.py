@@ -23,10 +23,11 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, known_arguments
 from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
+from simplegraph.doctor.check import ModuleTrial
 from simplegraph.guard.survey import HeldTensor, held_tensors
+from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.manager.table import MemoryEstimate
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver

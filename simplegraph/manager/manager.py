@@ -11,14 +11,16 @@ hidden = manager.run(batch, run_model)          # replays; runs eagerly where no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import sys
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.base.errors import ConfigError, ReplayError, refuse_inside_capture
+from simplegraph.base.config import AttentionCGSupport, BatchDim, CudaGraphConfig, CudaGraphMode, PadRule
+from simplegraph.base.errors import ConfigError, InputError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
@@ -28,7 +30,6 @@ from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.proof import prove_batch
-from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.manager.table import (
     CapturedGraph,
@@ -36,12 +37,44 @@ from simplegraph.manager.table import (
     Forward,
     GraphHooks,
     Key,
-    MemoryEstimate,
     ProgramTable,
-    bind_forward,
 )
 from simplegraph.program.program import Program
 from simplegraph.program.session import PythonState
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack as Unpack
+else:
+    from typing_extensions import Unpack as Unpack
+
+ModeName = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+
+
+class CudaGraphSettings(TypedDict, total=False):
+    """Keyword arguments for the fields of `CudaGraphConfig`, which says what each one does."""
+
+    mode: CudaGraphMode | ModeName
+    capture_sizes: Sequence[int] | None
+    max_num_seqs: int | None
+    max_num_tokens: int | None
+    uniform_query_len: int
+    batch_dims: Mapping[str, BatchDim]
+    pad_values: Mapping[str, PadRule]
+    length_dims: Mapping[str, int]
+    lengths: Sequence[int] | None
+    padding: bool
+    exact_shapes: bool
+    outputs: Literal["clone", "static"]
+    capture: Literal["lazy", "upfront"]
+    on_capture_failure: Literal["eager", "raise"]
+    verify: int
+    max_signatures: int
+    on_too_many_signatures: Literal["eager", "flush"]
+    state_key: Callable[[Any], Hashable] | None
+    decode_capture_sizes: Sequence[int] | None
+    training: bool
+    debug: bool
+    progress: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -316,3 +349,57 @@ class CudaGraphManager(Sleeps):
             self.table.clear()
             self.kept_alive.clear()
             self.table.release_pool()
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory that capturing everything takes: the largest graph, and what each further one adds.
+
+    Attributes:
+        graphs: how many there are.
+        first_bytes: device memory of the largest graph and of what all share.
+        next_bytes: what a further one adds, on average.
+        emulated: True if the graphs were imitated: then it is the memory of their tensors, without what a driver needs.
+    """
+
+    graphs: int
+    first_bytes: int
+    next_bytes: int
+    emulated: bool = False
+
+    @classmethod
+    def measured(cls, device: GraphDevice, taken: Sequence[int], total: int) -> MemoryEstimate:
+        """Share out the memory that a capture took, while its graphs live.
+
+        Args:
+            device: where they were captured.
+            taken: bytes of each graph, the largest first.
+            total: bytes of all, with what libraries keep for a stream that they run on first.
+        """
+        free, further = device.free_memory(), sum(taken[1:])
+        device.release_cached_memory()  # what warmups took, which no graph needs
+        first = max(total - (device.free_memory() - free), sum(taken)) - further
+        return cls(len(taken), first, round(further / max(1, len(taken) - 1)), device.emulated)
+
+    @property
+    def bytes(self) -> int:
+        return self.first_bytes + max(0, self.graphs - 1) * self.next_bytes
+
+    def __str__(self) -> str:
+        emulated = " (emulated: tensors only)" if self.emulated else ""
+        return f"memory of {self.graphs} graphs: about {self.bytes / 2**20:.1f} MiB{emulated}"
+
+
+def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
+    """Bind an engine's forward to one descriptor, and refuse what a capture cannot hold."""
+
+    def run() -> Any:
+        outputs = forward(mode, descriptor)
+        if isinstance(outputs, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
+            raise InputError(
+                f"the forward returned a {type(outputs).__name__}, whose body would run after the capture; "
+                "return its values instead."
+            )
+        return outputs
+
+    return run

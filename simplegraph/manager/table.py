@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.base.constants import FrozenConstants
 from simplegraph.base.context import bypassed
-from simplegraph.base.errors import CaptureError, HostError, InputError
+from simplegraph.base.errors import CaptureError, HostError
 from simplegraph.base.failures import release_frames
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.sizes import BatchDescriptor
@@ -383,57 +382,3 @@ def on_all_ranks(
             message = f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
             found[job.label] = CaptureError(message, cause=cause)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryEstimate:
-    """The memory that capturing everything takes: the largest graph, and what each further one adds.
-
-    Attributes:
-        graphs: how many there are.
-        first_bytes: device memory of the largest graph and of what all share.
-        next_bytes: what a further one adds, on average.
-        emulated: True if the graphs were imitated: then it is the memory of their tensors, without what a driver needs.
-    """
-
-    graphs: int
-    first_bytes: int
-    next_bytes: int
-    emulated: bool = False
-
-    @classmethod
-    def measured(cls, device: GraphDevice, taken: Sequence[int], total: int) -> MemoryEstimate:
-        """Share out the memory that a capture took, while its graphs live.
-
-        Args:
-            device: where they were captured.
-            taken: bytes of each graph, the largest first.
-            total: bytes of all, with what libraries keep for a stream that they run on first.
-        """
-        free, further = device.free_memory(), sum(taken[1:])
-        device.release_cached_memory()  # what warmups took, which no graph needs
-        first = max(total - (device.free_memory() - free), sum(taken)) - further
-        return cls(len(taken), first, round(further / max(1, len(taken) - 1)), device.emulated)
-
-    @property
-    def bytes(self) -> int:
-        return self.first_bytes + max(0, self.graphs - 1) * self.next_bytes
-
-    def __str__(self) -> str:
-        emulated = " (emulated: tensors only)" if self.emulated else ""
-        return f"memory of {self.graphs} graphs: about {self.bytes / 2**20:.1f} MiB{emulated}"
-
-
-def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
-    """Bind an engine's forward to one descriptor, and refuse what a capture cannot hold."""
-
-    def run() -> Any:
-        outputs = forward(mode, descriptor)
-        if isinstance(outputs, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
-            raise InputError(
-                f"the forward returned a {type(outputs).__name__}, whose body would run after the capture; "
-                "return its values instead."
-            )
-        return outputs
-
-    return run

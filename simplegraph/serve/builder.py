@@ -96,8 +96,6 @@ class GraphBuilder:
         self.unsettled = [*self.unsettled, changed] if changed else []
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
-            if not call.padding:
-                self.manager.table.add_trace(call.key, trace)
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
@@ -129,12 +127,10 @@ class GraphBuilder:
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
         binding, table = call.binding, self.manager.table
-        untraced = call.key not in table.traces
-        if call.padding:  # what breaks return there follows from two other sizes
-            untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
+        untraced = call.breaks and call.batch not in binding.traces and binding.trace_at(call.padded) is None
         unknown = not call.padding and table.constants.needs_warmup(call.key)
-        unknown = unknown or bool(binding.counted[call.padded].advanced)  # by its only run, or by every one
-        return (call.breaks and untraced) or unknown or not binding.warm[call.padded]
+        advanced = bool(binding.counted[call.padded].advanced)  # by its only run, or by every one
+        return untraced or unknown or advanced or not binding.warm[call.padded]
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by the stream that they run on: that of captures."""
@@ -210,8 +206,8 @@ class GraphBuilder:
         if computes_gradients(call.module):  # what eager steps used, the graph has again in its own pool
             self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
-        trace = call.binding.trace_at(call.padded) if call.padding and call.breaks else None
-        if trace is not None and self.manager.table.trace(call.key) is None:
+        trace = call.binding.trace_at(call.padded) if call.breaks else None
+        if trace is not None:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
         failed = self.build(call, inputs, jobs, lazy=True).failed

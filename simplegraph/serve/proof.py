@@ -132,7 +132,7 @@ class _CallProof:
                 alike = self._plan.laid_alike(self._call.leaves)
                 return found if alike or found is None else proof.difference(first, proof.expected, rounded=True)
             # What was declared as padding may be written somewhere: then only real rows count.
-            declared = any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
+            declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
             found = proof.beyond_noise(first, other, again, memory=memory)
@@ -205,7 +205,7 @@ class _CallProof:
         names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
         self._load(proof)
         for static in plan.inputs.inputs.values() if repeat_rows else ():
-            if not static.arg.pad_declared:
+            if static.arg.pad is None:
                 static.repeat(plan.rows, plan.padded)
         proof.repeats = repeat_rows
         statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]

@@ -38,8 +38,7 @@ from simplegraph.guard.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
-from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
@@ -348,7 +347,7 @@ class GraphRunner:
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
         if known.is_full(layout):
-            self._make_room(builder, size)
+            self._make_room(builder, module, size)
         known.use(layout)
         return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
 
@@ -358,10 +357,10 @@ class GraphRunner:
             raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
         return None
 
-    def _make_room(self, builder: GraphBuilder, size: int) -> None:
+    def _make_room(self, builder: GraphBuilder, module: Any, size: int) -> None:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
-        if self.config.on_too_many_signatures == "eager" and not self._known.outdated:
+        if self.config.on_too_many_signatures == "eager" and not self._known.is_outdated(module):
             raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)

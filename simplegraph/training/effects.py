@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.modes import autocast_cache
-from simplegraph.base.nested import ATOMS, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
@@ -277,18 +277,14 @@ class WithGradients(NamedTuple):
 class StepPlan(Plan):
     """Serves training steps; see `Plan`."""
 
-    def _returned(self, call: Call) -> None:
-        super()._returned(call)
+    def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         self.step: StepEffects = call.module.step
         self._used = sorted(self.step.used)
-        count = self._spec.children[0].num_leaves
-        self._left = self._whole[count:]
+        count = spec.children[0].num_leaves
+        self._left = whole[count:]
         self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
         self._known: Sequence[Any] = ()
-        self._spec, self._whole = self._spec.children[0], self._whole[:count]
-
-    def _prepare_outputs(self, call: Call) -> None:
-        super()._prepare_outputs(call)
+        super()._prepare_outputs(call, whole[:count], spec.children[0])
         self.compared = [*self.outputs, *self._left]
 
     def whole(self, result: Any) -> Any:

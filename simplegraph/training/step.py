@@ -15,7 +15,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
 from simplegraph.fused.watched_steps import tell_written
 from simplegraph.guard.functions import GraphedFunction, P, R, check_function
-from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.manager.manager import CudaGraphSettings, Unpack
 from simplegraph.serve.wrap import wrap
 from simplegraph.training.effects import StepModule
 from simplegraph.training.optimizers import StepOptimizers

@@ -110,7 +110,7 @@ def call_with_other_sizes(rank: int, size: int) -> tuple[str, str, float]:
 def test_ranks_that_capture_for_batches_of_other_sizes_are_all_told() -> None:
     for name, text, seconds in values(run_ranks(call_with_other_sizes, 2)):
         assert name == "RankError"
-        assert "rank 0 batch size 2; rank 1 batch size 4" in text
+        assert "rank 0 has batch size 2, rank 1 has batch size 4" in text
         assert seconds < WAIT
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import simplegraph as sg
-from simplegraph.manager.settings import CudaGraphSettings
+from simplegraph.manager.manager import CudaGraphSettings
 
 pytest.importorskip("mypy")
 

@@ -22,7 +22,7 @@ from simplegraph.attention.metadata.reading import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.manager.settings import Unpack
+from simplegraph.manager.manager import Unpack
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
 HOW_TO_INSTALL = (

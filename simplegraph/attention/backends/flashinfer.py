@@ -24,7 +24,7 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, ReplayError, install_command
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.manager.settings import Unpack
+from simplegraph.manager.manager import Unpack
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30

@@ -26,7 +26,7 @@ from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.fused.choice import triton_runs
-from simplegraph.manager.settings import Unpack
+from simplegraph.manager.manager import Unpack
 
 _MAX_ROWS = 64  # query tokens times the query heads that share a key head
 _MAX_SPLITS = 32

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph import StaleGraphError
 from tests.graph.breaks.models import Model, piecewise
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -62,36 +61,6 @@ def test_a_break_that_computes_gradients_keeps_no_graph_of_earlier_calls(device:
         targets = [accept.__self__.target for step in program.breaks for accept in step.accepts]
     assert targets
     assert all(target.grad_fn is None for target in targets)
-
-
-class Keeping(nn.Module):
-    """Keeps what it is passed, always or later on."""
-
-    def __init__(self, *, at_once: bool) -> None:
-        super().__init__()
-        self.at_once = at_once
-        self.last: Any = None
-
-    @sg.eager_break
-    def keep(self, x: Tensor) -> None:
-        if self.at_once:
-            self.last = x
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x * 2
-        self.keep(hidden)
-        return hidden + 1
-
-
-def test_a_break_that_keeps_a_captured_tensor_is_found_in_debug(device: torch.device) -> None:
-    module = Keeping(at_once=False)
-    model = piecewise(module, device, debug=True, capture_sizes=[4])
-    x = torch.randn(4, 4, device=device)
-    for _ in range(4):
-        model(x)
-    module.at_once = True
-    with pytest.raises(StaleGraphError, match=r"last.*Store a clone"):
-        model(x)
 
 
 def _put_into_a_dict(put: Any, x: torch.Tensor) -> torch.Tensor:
