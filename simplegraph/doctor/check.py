@@ -23,7 +23,6 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, known_arguments
 from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
-from simplegraph.doctor.check import ModuleTrial
 from simplegraph.guard.survey import HeldTensor, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import cloned, first_difference
