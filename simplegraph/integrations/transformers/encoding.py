@@ -134,7 +134,7 @@ class GraphedEncoder(GraphedModel):
         return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
 
     def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        inputs, flags, (rows, length) = read_call(given)
+        inputs, flags, (rows, length) = _read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"
             raise CannotBind(
@@ -148,7 +148,7 @@ class GraphedEncoder(GraphedModel):
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape != (rows, length):  # not one of tokens
             mask = None
-        full = pad_inputs(inputs, rows, length, padded, self._pad_token)
+        full = _pad_inputs(inputs, rows, length, padded, self._pad_token)
         unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
         if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
             del full["attention_mask"]
@@ -247,7 +247,7 @@ def _check_encoder(model: Any) -> None:
 # The inputs and outputs of one call.
 
 
-def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+def _read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
     """Return the tensors of a call, its other arguments, and its rows and length in tokens.
 
     Raises:
@@ -274,7 +274,7 @@ def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     return inputs, flags, (rows, length)
 
 
-def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
+def _pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
     """Pad inputs (rows, length, ...) on the right, and add a mask of the real tokens if none is given.
 
     Args:
