@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 
 
+class Upcoming(NamedTuple):
+    """The next steps, with the row of each step contiguous.
+
+    Attributes:
+        positions: (steps, R) int64.
+        slots: (steps, R) int64, page * page_size + offset; -1 past a request's limit, and for padding.
+        seq_lens: (steps, R) int32, tokens in the cache, that step's token included; at most the limit.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+
+
 def upcoming(
     positions: Tensor, limits: Tensor, block_table: Tensor, page_size: int, steps: int, max_model_len: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Upcoming:
     """Compute positions, slots and lengths of the next steps, which have one token for each request.
 
     A request has pages up to its limit only. The keys and values of tokens past it are not written, and their results
@@ -23,11 +39,6 @@ def upcoming(
         page_size: tokens in a page.
         steps: number of steps.
         max_model_len: positions are clipped below this.
-
-    Returns:
-        Positions, (steps, R) int64; slots, (steps, R) int64, page * page_size + offset, -1 past a request's limit and
-        for padding; and lengths, (steps, R) int32, tokens in the cache, that step's included, at most the limit. The
-        row of each step is contiguous.
     """
     ahead = torch.arange(1, steps + 1, device=positions.device)
     after = positions + ahead[:, None]
@@ -35,7 +46,7 @@ def upcoming(
     page = block_table.gather(1, column.T).T.long()
     slots = torch.where(after < limits, page * page_size + after % page_size, -1)
     seq_lens = torch.minimum(after + 1, limits).int()
-    return after.clamp(max=max_model_len - 1), slots, seq_lens
+    return Upcoming(after.clamp(max=max_model_len - 1), slots, seq_lens)
 
 
 def advance_step(live: CommonMetadata, grown: Tensor, query_len: int, page_size: int) -> Tensor:

@@ -27,17 +27,17 @@ def test_every_token_goes_to_its_own_place_or_nowhere(
     view = metadata.set([1] * len(requests), limits, table, num_tokens=rows, num_reqs=rows)
     # Where each one's last token is: some before its limit, by what was refused and what is still to be drafted.
     last = [max(0, limit - behind) for limit, behind in requests] + [MAX_LEN - 1] * padding
-    positions, slots, seq_lens = upcoming(torch.tensor(last), view.seq_lens, view.block_table, PAGE, steps, MAX_LEN)
+    found = upcoming(torch.tensor(last), view.seq_lens, view.block_table, PAGE, steps, MAX_LEN)
     for step in range(steps):
         for row, start in enumerate(last):
             position, limit = start + 1 + step, limits[row] if row < len(limits) else 0
-            assert positions[step, row] == min(position, MAX_LEN - 1)
-            assert seq_lens[step, row] == min(position + 1, limit)
+            assert found.positions[step, row] == min(position, MAX_LEN - 1)
+            assert found.seq_lens[step, row] == min(position + 1, limit)
             slot = -1 if position >= limit else table[row][position // PAGE] * PAGE + position % PAGE
-            assert slots[step, row] == slot
-    assert slots.dtype is torch.int64
-    assert seq_lens.dtype is torch.int32
-    assert all(part[0].is_contiguous() for part in (positions, slots, seq_lens))
+            assert found.slots[step, row] == slot
+    assert found.slots.dtype is torch.int64
+    assert found.seq_lens.dtype is torch.int32
+    assert all(part[0].is_contiguous() for part in found)
 
 
 def test_steps_that_follow_another_have_its_pages_and_their_own_query_starts() -> None:
