@@ -263,7 +263,7 @@ class Audit:
         return {
             "torch": torch.__version__,
             "process": f"{multiprocessing.process.current_process().name} ({self._process})",
-            "device": _device_name(self._source.device),
+            "device": torch.cuda.get_device_name() if self._source.device == "cuda" else "emulated",
             "every": self.every,
             "checks": self.checks,
             "survey_seconds": self.survey_seconds,
@@ -300,9 +300,10 @@ class Audit:
             begun, fresh = self._begun.pop(threading.get_ident(), (now, None))
             new = AuditedGraph(len(self.graphs) + 1, _capturing_line(), reading, now - begun, fresh=fresh)
             self.graphs.append(new)
-            self.graph_dropped(id(graph))  # an object that is captured into again
-            self._by_id[id(graph)] = new
-            new.reference = weakref.ref(graph, functools.partial(self._gone, id(graph)))
+            key = id(graph)
+            self.graph_dropped(key)  # an object that is captured into again
+            self._by_id[key] = new
+            new.reference = weakref.ref(graph, lambda _: self.graph_dropped(key))
             if not self._watching:
                 self._watching = True
                 self._source.watch_replays(True)
@@ -311,9 +312,6 @@ class Audit:
         graph = self._by_id.pop(key, None)
         if graph is not None:
             graph.dropped = True
-
-    def _gone(self, key: int, reference: object) -> None:
-        self.graph_dropped(key)
 
     def replay_begins(self, key: Any) -> None:
         graph = self._by_id.get(id(key))
@@ -451,7 +449,3 @@ def _capturing_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "emulated"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,9 @@ def _timeline(nodes: Sequence[Sequence[int]], names: Sequence[str], shown: Seque
         kernels = [(shown[name], names[shape]) for _, (name, shape, _) in run]
         title = text(module or "before any module")
         strip.append(f'<i style="flex:{len(kernels)}" title="{title}"></i>')
-        lines.append(f"<li><b>{title}</b>: {', '.join(map(_launches, *_merged(kernels)))}</li>")
+        launches = (_launches(kernel, len(list(same))) for kernel, same in itertools.groupby(kernels))
+        lines.append(f"<li><b>{title}</b>: {', '.join(launches)}</li>")
     return f'<div class="strip">{"".join(strip)}</div><ol>{"".join(lines)}</ol>'
-
-
-def _merged(kernels: Iterable[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[int]]:
-    runs = [(kernel, len(list(run))) for kernel, run in itertools.groupby(kernels)]
-    return [kernel for kernel, _ in runs], [count for _, count in runs]
 
 
 def _launches(kernel: tuple[str, str], count: int) -> str:

@@ -76,7 +76,7 @@ def _tiles(stats: GraphStats) -> str:
         "graphs": f"{len(stats.graphs):,}",
         "replays": f"{stats.replays:,}",
         "eager calls": f"{eager:,}",
-        f"of the {stats.unit} in replays are padding": _percent(stats.padded_tokens, rows),
+        f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
         "device memory": mib(stats.graph_bytes),
         "capturing": f"{stats.capture_seconds:.2f} s",
     }
@@ -203,10 +203,6 @@ def text(value: object) -> str:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{_ratio(part, whole):.1%}"
 
 
 def mib(count: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda.allocator import segments
@@ -142,9 +141,6 @@ class CudaRegion(MemoryRegion):
         for block in self.blocks:
             if block.address not in left:  # else torch unmaps it later
                 _release(block.address)
-
-    def host_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def copy_out(self, host: int, span: Span) -> None:
         self._queue("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), ctypes.c_uint64(span.address), span.size)

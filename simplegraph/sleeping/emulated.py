@@ -78,9 +78,6 @@ class EmulatedRegion(MemoryRegion):
         self._held = [*self.storages()]
         super().give_back()
 
-    def host_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
     def copy_out(self, host: int, span: Span) -> None:
         ctypes.memmove(host, *span)
 

@@ -71,9 +71,9 @@ class MemoryRegion(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Give unused memory back for good. Call once the device is idle: pages go whatever is queued."""
 
-    @abc.abstractmethod
     def host_buffer(self, size: int) -> Tensor:
         """Make a host buffer of so many bytes for copies."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=not self.device.emulated)
 
     @abc.abstractmethod
     def copy_out(self, host: int, span: Span) -> None:

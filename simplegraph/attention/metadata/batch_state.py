@@ -49,15 +49,8 @@ class BatchState:
     _growth: tuple[int, _Int64s, _Int64s] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
-    def max_seq_len(self) -> int:
-        """The longest of `seq_lens`."""
-        return int(self.seq_lens.max(initial=0))
-
-    @property
     def query_lens(self) -> set[int]:
         """The distinct numbers of tokens that requests have in this step; a single one in uniform decode."""
-        if self.num_reqs * self.max_query_len == self.num_tokens:
-            return {self.max_query_len}
         return {int(length) for length in np.unique(np.diff(self.query_start_loc))}
 
     def has_query_len(self, query_len: int) -> bool:

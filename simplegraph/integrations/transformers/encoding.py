@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class GraphedEncoder(GraphedModel):
         self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
         self._signature = inspect.signature(type(model).forward)
         self._rules: dict[Hashable, LengthRule] = {}
+        self._refused: set[tuple[Hashable, int]] = (
+            set()
+        )  # kinds and lengths, which are served whole when they come again
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
         self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
         super().__init__(model, step, {"forward": self._forward})
@@ -131,7 +134,7 @@ class GraphedEncoder(GraphedModel):
         return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
 
     def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        inputs, flags, (rows, length) = read_call(given)
+        inputs, flags, (rows, length) = _read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"
             raise CannotBind(
@@ -140,13 +143,12 @@ class GraphedEncoder(GraphedModel):
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
         values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
-        rule = self._rules.get((tuple(inputs), False, values))
-        whole = rule is not None and rule.leaves_whole(length)
+        whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape != (rows, length):  # not one of tokens
             mask = None
-        full = pad_inputs(inputs, rows, length, padded, self._pad_token)
+        full = _pad_inputs(inputs, rows, length, padded, self._pad_token)
         unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
         if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
             del full["attention_mask"]
@@ -157,12 +159,16 @@ class GraphedEncoder(GraphedModel):
         if rule is None:
             outputs = forward(**given)
             visible = None if mask is None else mask.bool()
-            rule = LengthRule.between(outputs, self._step(**full, **flags), length, padded, visible)
+            rule = _length_rule(outputs, self._step(**full, **flags), length, padded, visible)
             self._rules[key] = rule
             self._keeps_masks |= unmasked and rule.refusal is not None
             return outputs
-        rule.check(length)
-        return rule.cut(self._step(**full, **flags), length)
+        if rule.refusal is not None:
+            if rule.refusal.reason is Reason.LENGTH_PADDING:
+                self._refused.add((key, length))
+            raise rule.refusal.again()
+        leaves, spec = flatten(self._step(**full, **flags))
+        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, length)))
 
 
 def graph_encoder(
@@ -241,7 +247,7 @@ def _check_encoder(model: Any) -> None:
 # The inputs and outputs of one call.
 
 
-def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+def _read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
     """Return the tensors of a call, its other arguments, and its rows and length in tokens.
 
     Raises:
@@ -268,7 +274,7 @@ def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     return inputs, flags, (rows, length)
 
 
-def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
+def _pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
     """Pad inputs (rows, length, ...) on the right, and add a mask of the real tokens if none is given.
 
     Args:
@@ -291,68 +297,44 @@ def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, p
     }
 
 
-class LengthRule:
-    """Cuts a model's padded outputs to a length, in the dimensions that grow with it.
+class LengthRule(NamedTuple):
+    """How to cut a model's padded outputs to a length, as the outputs of one call tell.
 
-    Args:
+    Attributes:
         grown: the dimensions that grow with the length, by output.
         refusal: what else padding changes, if anything: such calls cannot be padded.
     """
 
-    def __init__(self, grown: list[tuple[int, int]], refusal: CannotBind | None = None) -> None:
-        self._grown, self.refusal = grown, refusal
-        self._refused: set[int] = set()  # lengths
+    grown: Sequence[tuple[int, int]] = ()
+    refusal: CannotBind | None = None
 
-    @classmethod
-    def between(
-        cls, outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None = None
-    ) -> LengthRule:
-        """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
 
-        Args:
-            outputs: as it is.
-            padded_outputs: padded, or without its mask.
-            length: of the first, in tokens.
-            padded: of the others.
-            visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
-        """
-        run, padded_run = flatten(outputs), flatten(padded_outputs)
-        changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
-        refusal = unlike_outputs(run, padded_run, changed)
-        if refusal is not None:
-            return cls([], refusal)
-        (leaves, _), (padded_leaves, _) = run, padded_run
-        pairs = zip(leaves, padded_leaves, strict=True)
-        grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
-        found = None
-        for index, dim in grown:
-            leaf, other = leaves[index], padded_leaves[index]
-            if (leaf.shape[dim], other.shape[dim]) != (length, padded):
-                found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
-        if found is None:
-            cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
-            found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
-        return cls(grown, None if found is None else CannotBind(Reason.LENGTH_PADDING, f"{changed}, {found}"))
+def _length_rule(outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None) -> LengthRule:
+    """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
 
-    def leaves_whole(self, length: int) -> bool:
-        """True if a call of this length was refused because padding changes its outputs: it is served as it is."""
-        refusal = self.refusal
-        return refusal is not None and refusal.reason is Reason.LENGTH_PADDING and length in self._refused
-
-    def check(self, length: int) -> None:
-        """Refuse a call of this length if padding would change its outputs.
-
-        Raises:
-            CannotBind: padding changes them.
-        """
-        if self.refusal is not None:
-            self._refused.add(length)
-            raise self.refusal.again()
-
-    def cut(self, outputs: Any, length: int) -> Any:
-        """Cut the outputs to the real tokens."""
-        leaves, spec = flatten(outputs)
-        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(self._grown, length)))
+    Args:
+        outputs: as it is.
+        padded_outputs: padded, or without its mask.
+        length: of the first, in tokens.
+        padded: of the others.
+        visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
+    """
+    run, padded_run = flatten(outputs), flatten(padded_outputs)
+    changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
+    refusal = unlike_outputs(run, padded_run, changed)
+    if refusal is not None:
+        return LengthRule(refusal=refusal)
+    (leaves, _), (padded_leaves, _) = run, padded_run
+    pairs = zip(leaves, padded_leaves, strict=True)
+    grown, found = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
+    for index, dim in grown:
+        leaf, other = leaves[index], padded_leaves[index]
+        if (leaf.shape[dim], other.shape[dim]) != (length, padded):
+            found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
+    if found is None:
+        cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
+        found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
+    return LengthRule(grown, None if found is None else CannotBind(Reason.LENGTH_PADDING, f"{changed}, {found}"))
 
 
 def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:

@@ -78,8 +78,9 @@ class KnownLength(TorchFunctionMode):
         """Return the result of an operator on a followed tensor and a number; None if it does not follow."""
         name = func.__name__.removeprefix("__").removesuffix("__")
         if name in _COMPARISONS:
-            answers = {_COMPARISONS[name](known.sign * bound + known.offset, number) for bound in self._bounds}
-            inside = name in ("eq", "ne") and not self._is_outside(known, number)
+            low, high = sorted(known.sign * bound + known.offset for bound in self._bounds)
+            answers = {_COMPARISONS[name](value, number) for value in (low, high)}
+            inside = name in ("eq", "ne") and low <= number <= high
             return None if len(answers) > 1 or inside else answers.pop()
         if name not in _SUMS:
             return None
@@ -96,10 +97,6 @@ class KnownLength(TorchFunctionMode):
         dtype, device = kwargs.get("dtype") or torch.int64, kwargs.get("device")
         steps = torch.arange(known.offset - start.offset, dtype=dtype, device=device or start.tensor.device)
         return steps + start.tensor.to(dtype)
-
-    def _is_outside(self, known: _Linear, number: int) -> bool:
-        values = sorted(known.sign * bound + known.offset for bound in self._bounds)
-        return not values[0] <= number <= values[1]
 
 
 # Classes whose forward takes an additive `attention_mask` (rows, 1, tokens, positions), but is passed None.

@@ -38,6 +38,8 @@ class ServedGeneration:
 
     Attributes:
         words: size of the vocabulary; 0 before the prefill.
+        over: True once the generation goes on without graphs: as they cannot serve it, or its last step, or launch, ran
+            eagerly and the next one would as well.
     """
 
     def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool, beams: bool) -> None:
@@ -52,7 +54,7 @@ class ServedGeneration:
         self._base = 0  # tokens in the store at that step
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
-        self._over, self.words = False, 0
+        self.over, self.words = False, 0
         self._unserved = 0  # calls after the prefill that are no steps of one token
         self._beams = beams
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
@@ -67,7 +69,7 @@ class ServedGeneration:
             if threading.get_ident() == self._thread:
                 self._others.append(type(kwargs.get(self._decoder.cache_name)).__name__)
             return forward(*args, **kwargs)
-        if not self._over and self._output is not None:
+        if not self.over and self._output is not None:
             try:
                 if not args and self._is_step(kwargs):
                     return self._step(forward, kwargs)
@@ -96,15 +98,13 @@ class ServedGeneration:
 
     def reorder(self, original: Callable[[Tensor], None], order: Tensor) -> None:
         """Let each row go on from the row that `order` (rows,) names, from its next step on."""
-        if not self._length:
-            original(order)
-        elif self._order is self._same_order:
-            self._order = order.to(self._order.dtype)
-        else:
+        if self._length:
             self._order = self._order.index_select(0, order)
+        else:
+            original(order)
 
     def _give_up(self, reason: Reason, detail: str) -> None:
-        self._over = True
+        self.over = True
         self._decoder.stats.ran_eagerly(reason, detail)
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
@@ -148,11 +148,6 @@ class ServedGeneration:
     # Steps that the model's own loop does not take.
 
     @property
-    def stays_eager(self) -> bool:
-        """True if the last step, or launch, ran eagerly and the next one would as well."""
-        return self._over
-
-    @property
     def has_states(self) -> bool:
         """True if the cache has states, which steps overwrite."""
         return self._store is not None and self._store.layout.has_states
@@ -167,7 +162,7 @@ class ServedGeneration:
             CannotBind: they never can: the model's arguments change in another way than is known, or there is no room.
         """
         last, known = self._inputs, self._decoder.advances
-        if not self._length or self._over or last is None:
+        if not self._length or self.over or last is None:
             return False
         self._decoder.check_room(self._length + steps)
         if last.names not in known and self._earlier is not None:
@@ -208,7 +203,7 @@ class ServedGeneration:
         return outputs
 
     def _move_to(self, length: int) -> None:
-        self._length, self._over = length, self._decoder.stays_eager
+        self._length, self.over = length, self._decoder.stays_eager
         self._order = self._same_order
         self._shown = self._store.show_length(self._own, self._rows, length)
 
@@ -217,7 +212,7 @@ class ServedGeneration:
         served = bool(self._length)
         if self._kept:
             self._restore()
-        if self._unserved and not served and not self._over:
+        if self._unserved and not served and not self.over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:
             said = f"{len(self._others)} calls of a generation had another cache, a {self._others[0]}"

@@ -266,7 +266,7 @@ class LaunchedGeneration:
         generators = [default_generator(ids.device)] if self._samples else []
         before = random_states(generators)
         found = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
-        if self._served.stays_eager:
+        if self._served.over:
             self._steps = 1  # the report has the reason
         # The next replay overwrites the results.
         tokens, unfinished = found.tokens.clone(), found.unfinished.clone()

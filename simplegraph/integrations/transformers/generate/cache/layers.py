@@ -35,13 +35,15 @@ class LayerLayout:
         parts: the tensors' places in the layer -> (shape of one row, dtype, device): keys and values first, if it is
             used, whose shape is (heads, None, elements), and whose dtypes differ under autocast; then its states.
         window: tokens that the layer's attention reaches back; None if that is unlimited.
-        attributes: all others of a layer that can have states.
+        settings: all other attributes of a layer that can have states, as text, which is safe to compare.
+        attributes: those attributes, without the tensors.
     """
 
     kind: type
     parts: tuple[tuple[Part, tuple[tuple[int | None, ...], torch.dtype, torch.device]], ...]
     window: int | None = None
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: str = ""
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, layer: Any) -> LayerLayout:
@@ -67,7 +69,7 @@ class LayerLayout:
         rest = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
         # Containers are those of this generation's layer.
         copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | rest).items()}
-        return cls(type(layer), tuple(parts), window, copies)
+        return cls(type(layer), tuple(parts), window, repr(sorted(plain.items())), copies)
 
     @property
     def has_keys(self) -> bool:
