@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain, is_written
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, class_name, hooked, is_plain, is_written
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"

@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import (
+from simplegraph.fused.layers.denoisers import shared
+from simplegraph.fused.layers.layer import (
+    AsWritten,
+    Layer,
+    arguments_of,
     class_name,
     hooked,
     is_plain,
     is_pointwise,
     runs_as_written,
 )
-from simplegraph.fused.layers.denoisers import shared
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
 from simplegraph.fused.torch_operators import Adapted, Grouped, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"

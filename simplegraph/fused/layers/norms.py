@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import runs_as_written
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 

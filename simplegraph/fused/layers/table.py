@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain, runs_as_written
 from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES, TIMESTEPS
 from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
-from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, is_plain, runs_as_written
 from simplegraph.fused.layers.linears import LINEAR, activation_layers, gate_layers, linear_layers
 from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers

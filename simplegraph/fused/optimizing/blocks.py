@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import (
+from simplegraph.fused.layers.images import DEPTH, FINISHING
+from simplegraph.fused.layers.layer import (
+    AsWritten,
+    Layer,
     class_name,
     hooked,
     is_depthwise,
@@ -22,8 +25,6 @@ from simplegraph.fused.layers.classes import (
     plain_class,
     runs_own_forward,
 )
-from simplegraph.fused.layers.images import DEPTH, FINISHING
-from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.optimizing.folded import uses_of
 from simplegraph.fused.optimizing.table import EPILOGUE
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators

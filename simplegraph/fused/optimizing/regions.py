@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.patches import subclass
-from simplegraph.fused.layers.classes import methods
+from simplegraph.fused.layers.layer import methods
 from simplegraph.fused.optimizing.folded import REGION, Fold, FoldedMemory, FoldUse, LeftOut, Region, observed
 
 _MEMORY, _FUSED = "_simplegraph_folded", "_simplegraph_fused"
