@@ -23,6 +23,7 @@ from simplegraph.fused.layers.layer import plain_class
 from simplegraph.fused.optimizing.table import FOLDABLE, NORMS, Pair
 
 _MOST = 1.5  # times the error of the module as it was
+_NOWHERE = -1  # the storage key of a tensor that nobody else holds
 _FLOOR = 2  # steps of the outputs' dtype: with a few outputs, smaller errors differ by chance
 
 
@@ -173,10 +174,11 @@ class ObservedRun:
         finally:
             for hook in hooks:
                 hook.remove()
-        alone = sys.getrefcount(_Kept(torch.empty(0)).tensor)
-        for layer, tensor in self._uses.made.values():
-            if sys.getrefcount(_Kept(tensor).tensor) > alone + 2:  # the pair in `made`, and `tensor`
-                self._uses.used.add(layer)  # somebody kept it: it is a result, or lies in an attribute
+        self._uses.made[_NOWHERE] = self._root, torch.empty(0)
+        counts = [(layer, sys.getrefcount(tensor)) for layer, tensor in self._uses.made.values()]
+        _, alone = counts[-1]
+        # Somebody kept the others: they are results, or lie in attributes.
+        self._uses.used |= {layer for layer, count in counts if count > alone}
         self._uses.made.clear()
         return result
 
@@ -217,15 +219,6 @@ class ObservedRun:
             if layer is not None and self._confirms(layer, norm):
                 found.append(Pair(_common(names[layer], names[norm]), names[layer], names[norm]))
         return found
-
-
-class _Kept:
-    """Holds a tensor, so that references are counted alike for all."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def _common(first: str, second: str) -> str:

@@ -27,7 +27,10 @@ _version = operator.attrgetter("_version")
 
 
 class LeftOut:
-    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain."""
+    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain.
+
+    With slots in place of a dict, so that no guard looks for tensors in it.
+    """
 
     __slots__ = ()
 
@@ -59,8 +62,6 @@ class Weights(NamedTuple):
 class _Source:
     """Remembers a tensor, its memory and its version."""
 
-    __slots__ = ("_alias", "_dtype", "_version", "tensor")
-
     def __init__(self, tensor: Tensor) -> None:
         # The alias keeps the memory: no other can come to lie at its address meanwhile.
         self.tensor, self._alias = tensor, tensor.detach()
@@ -89,11 +90,6 @@ class Fold:
     Attributes:
         keeps_weight: True if the layer runs on its own weight, and no other is computed.
     """
-
-    __slots__ = (
-        *("_before", "_eps", "channels_last", "dims"),
-        *("keeps_weight", "layer", "norm", "paths", "weights"),
-    )
 
     def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
         self.layer, self.norm, self.paths = layer, norm, paths
@@ -147,7 +143,7 @@ class Fold:
             mean = mean if layer.bias is None else mean - layer.bias.to(wide)
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             dtype = layer.weight.dtype
-            factor, shift = (each.to(_wider(dtype)) for each in (scale, bias))
+            factor, shift = (each.to(torch.promote_types(dtype, torch.float32)) for each in (scale, bias))
             if self.keeps_weight:
                 return Weights(None, None, factor, shift, self.dims)
             weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
@@ -173,16 +169,8 @@ class Fold:
         return self.channels_last and kept
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
@@ -199,8 +187,6 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
     it, so the check for moved weights reads it before every replay: a weight that was written in place is folded again,
     into the same memory, which graphs then read.
     """
-
-    __slots__ = ("__weakref__", "_folds", "_lock", "_seen", "_sources")
 
     def __init__(self, folds: Sequence[Fold]) -> None:
         super().__init__()
@@ -255,7 +241,7 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
         for device in {weights.factor.device for weights in computed.values()}:
             found = {fold: weights for fold, weights in computed.items() if weights.factor.device == device}
             tensors = [tensor for weights in found.values() for tensor in weights.tensors()]
-            sizes = list(map(_aligned, tensors))
+            sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]  # rounded up
             memory = self[str(device)] = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
             pairs = zip(torch.split(memory, sizes), tensors, strict=True)
             placed = [part[: new.nbytes].view(new.dtype).as_strided(new.shape, new.stride()) for part, new in pairs]
@@ -286,8 +272,6 @@ class FoldUse:
     Attributes:
         applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
     """
-
-    __slots__ = ("applied", "layer", "weights")
 
     def __init__(self, layer: nn.Module, weights: Weights) -> None:
         self.layer, self.weights, self.applied = layer, weights, False
