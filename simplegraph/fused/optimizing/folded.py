@@ -17,7 +17,7 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
 from simplegraph.fused.layers.layer import hooked, is_depthwise, methods, plain_class
-from simplegraph.fused.optimizing.table import FOLDABLE, hindrance, is_changed, sources, watched
+from simplegraph.fused.optimizing.table import FOLDABLE, Pair, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
@@ -82,18 +82,22 @@ class Fold:
     """A layer and the norm after it, as one layer.
 
     Args:
-        layer: a convolution or linear layer.
-        norm: the batch norm.
-        paths: the names that lead from the owner to the layer, and to the norm.
+        root: the module.
+        pair: the names of both in it.
         channels_last: True stores the folded weight of a 2-d convolution in that format.
 
     Attributes:
+        layer: a convolution or linear layer; norm: the batch norm.
+        paths: the names that lead from the owner to the layer, and to the norm.
         keeps_weight: True if the layer runs on its own weight, and no other is computed.
     """
 
-    def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
-        self.layer, self.norm, self.paths = layer, norm, paths
-        self.dims = FOLDABLE[plain_class(layer)][1]
+    def __init__(self, root: nn.Module, pair: Pair, channels_last: bool) -> None:
+        self.layer: Any = root.get_submodule(pair.layer)
+        self.norm: Any = root.get_submodule(pair.norm)
+        start = len(pair.owner) + 1 if pair.owner else 0
+        self.paths = pair.layer[start:].split("."), pair.norm[start:].split(".")
+        self.dims = FOLDABLE[plain_class(self.layer)][1]
         self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []
