@@ -221,9 +221,8 @@ class StepModule(FunctionModule):
     def resolve(self) -> None:
         super().resolve()
         step, values = self.step, [place.value for place in self.values.places]
-        step.optimizers.find_schedulers(values)
         step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
-        step.optimizers.check_scaler(step.scaler)
+        step.optimizers.check(values, step.scaler)
         own = [*step.optimizers.parameters, *self.parameters(), *step.found]
         step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
         step.hooks()

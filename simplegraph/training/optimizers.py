@@ -20,7 +20,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.reach import Attributes, CodePlace
-from simplegraph.program.held import ABSENT
+from simplegraph.program.held import ABSENT, is_same
 from simplegraph.training.gradients import noted_calls
 
 logger = logging.getLogger("simplegraph")
@@ -77,20 +77,20 @@ class StepOptimizers:
         """The parameters of all groups."""
         return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
 
-    def find_schedulers(self, values: Iterable[Any]) -> None:
-        """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
+    def check(self, values: Iterable[Any], scaler: Any) -> None:
+        """Refuse graphs of steps that reach a scheduler, or whose scaler reads on the host if an optimizer is to skip.
+
+        Args:
+            values: what the step reaches; a scheduler belongs outside of it.
+            scaler: the gradient scaler that it calls, if any.
+        """
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
         if found is not None:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
-
-    def check_scaler(self, scaler: Any) -> None:
-        """Refuse graphs if a gradient scaler reads on the host whether an optimizer is to skip a step."""
-        reading = (each for each in self.all if not getattr(each, "_step_supports_amp_scaling", False))
-        found = next(reading, None) if scaler is not None and scaler.is_enabled() else None
-        if found is not None:
-            self.refusal = self.scheduled = (
-                f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
-            )
+        for each in self.all if scaler is not None and scaler.is_enabled() else ():
+            if not getattr(each, "_step_supports_amp_scaling", False):
+                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; pass fused=True"
+                self.refusal = self.scheduled = cause
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -266,7 +266,7 @@ class OptimizersPython:
         """Name what has changed; a replay would not change it."""
         names = []
         for name, held, before in self._dicts:
-            keys = [key for key in {**before, **held} if not _same(before.get(key, ABSENT), held.get(key, ABSENT))]
+            keys = [key for key in {**before, **held} if not is_same(before.get(key, ABSENT), held.get(key, ABSENT))]
             counting = [key for key in keys if key not in _OWN and _SCALER_STATES not in name]
             names += [f"{name}.{'a parameter' if isinstance(key, Tensor) else key}" for key in counting]
         if _stages(self._scaler) != self._stages:
@@ -293,7 +293,3 @@ def _stages(scaler: Any) -> dict[int, Any]:
     """Return how far each optimizer's step has come, but for those that are ready for one."""
     stages = {key: state["stage"] for key, state in getattr(scaler, _SCALER_STATES, {}).items()}
     return {key: stage for key, stage in stages.items() if getattr(stage, "name", "") != "READY"}
-
-
-def _same(before: Any, now: Any) -> bool:
-    return before is now or (not isinstance(now, Tensor) and type(before) is type(now) and bool(before == now))

@@ -38,12 +38,11 @@ class Examples:
 
     def __init__(self, module: nn.Module, plain: nn.Module, inputs: Any) -> None:
         self._module, self._plain = module, plain
-        self._args: tuple[Any, ...] = ()
-        self._kwargs: dict[str, Any] = {}
+        self._given: tuple[tuple[Any, ...], dict[str, Any]]
         if isinstance(inputs, Mapping):
-            self._kwargs = dict(inputs)
+            self._given = (), dict(inputs)
         else:
-            self._args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            self._given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
     def run(self) -> Any:
         """Run the module."""
@@ -68,7 +67,7 @@ class Examples:
 
     def _run(self, module: Any, copied: Callable[[Tensor], Tensor]) -> Any:
         """Run a module on copies of the inputs, which a forward may write to."""
-        leaves, spec = flatten((self._args, self._kwargs))
+        leaves, spec = flatten(self._given)
         args, kwargs = spec.unflatten([copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         devices = {tensor.device for tensor in module.parameters() if tensor.device.type == "cuda"}
         with eager(), torch.no_grad(), torch.random.fork_rng(list(devices)):

@@ -39,24 +39,22 @@ class LeftOut:
 
 
 class Weights(NamedTuple):
-    """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded.
+    """The weights of a folded layer.
 
     Attributes:
         weight: of the layer and the norm, in the layer's dtype; bias: as `weight`. None if the layer has its own.
         factor: (outputs,), multiplies what the layer's own weight gives, without a bias; shift: as `factor`, is added
             then. In float32, or the layer's dtype if that is wider.
-        dims: of the input.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     factor: Tensor
     shift: Tensor
-    dims: int
 
     def tensors(self) -> list[Tensor]:
         """List the tensors that there are."""
-        return [each for each in self[:4] if each is not None]
+        return [each for each in self if each is not None]
 
 
 class _Source:
@@ -106,13 +104,12 @@ class Fold:
     def serves(self, owner: nn.Module) -> bool:
         """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
         layer, norm = self.layer, self.norm
-        if layer.training or norm.training or hooked(layer, norm):
-            return False
-        if not is_changed(norm):  # it would run what is folded into the layer once more
-            return False
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)):
-            return False
-        return all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
+        return (
+            not (layer.training or norm.training or hooked(layer, norm))
+            and is_changed(norm)  # else it would run what is folded into the layer once more
+            and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)))
+            and all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
+        )
 
     def is_stale(self) -> bool:
         """True if a tensor that is folded was written, moved or replaced since, or the norm's `eps`."""
@@ -149,9 +146,9 @@ class Fold:
             dtype = layer.weight.dtype
             factor, shift = (each.to(torch.promote_types(dtype, torch.float32)) for each in (scale, bias))
             if self.keeps_weight:
-                return Weights(None, None, factor, shift, self.dims)
+                return Weights(None, None, factor, shift)
             weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
-            return Weights(self._stored(weight), bias.to(dtype), factor, shift, self.dims)
+            return Weights(self._stored(weight), bias.to(dtype), factor, shift)
 
     def _stored(self, weight: Tensor) -> Tensor:
         """Return a weight with its elements in the order in which the layer's kernel reads them."""
@@ -208,11 +205,6 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
             self.refresh()
         return super().__getitem__(key)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes."""
-        return sum(tensor.nbytes for tensor in self.values())
-
     def note_written(self, keys: set[int]) -> None:
         """Take note of a step, which need not raise versions; what is folded of its memory is stale from now on."""
         if any(storage_key(tensor) in keys for tensor in self._sources):
@@ -253,7 +245,7 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
             rest = iter(placed)
             for fold, weights in found.items():
                 own: dict[str, Any] = {
-                    name: next(rest) for name in Weights._fields[:4] if getattr(weights, name) is not None
+                    name: next(rest) for name in Weights._fields if getattr(weights, name) is not None
                 }
                 fold.weights = weights._replace(**own)
 
@@ -277,8 +269,8 @@ class FoldUse:
         applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
     """
 
-    def __init__(self, layer: nn.Module, weights: Weights) -> None:
-        self.layer, self.weights, self.applied = layer, weights, False
+    def __init__(self, fold: Fold, weights: Weights) -> None:
+        self.layer, self.dims, self.weights, self.applied = fold.layer, fold.dims, weights, False
 
 
 class Region(LeftOut):
@@ -309,7 +301,7 @@ class Region(LeftOut):
         found: dict[int, FoldUse] = {}
         for fold in serving:
             if fold.weights is not None and not fold.is_stale():  # a capture does not fold, and runs both
-                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, fold.weights)
+                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold, fold.weights)
         return found
 
 

@@ -73,7 +73,7 @@ class Optimization(LeftOut):
     @property
     def extra_bytes(self) -> int:
         """The memory that folded weights take, beside the module's own."""
-        return self._memory.nbytes
+        return sum(tensor.nbytes for tensor in self._memory.values())
 
     def refresh(self) -> None:
         """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
