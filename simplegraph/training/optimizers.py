@@ -248,34 +248,32 @@ _SCALER_STATES = "_per_optimizer_states"
 _OWN = frozenset({_SCALER_STATES, "_opt_called"})  # changed by every step, and of no consequence
 
 
-class OptimizersPython:
-    """Remembers the dicts of optimizers and of a gradient scaler.
+@contextlib.contextmanager
+def kept_python(optimizers: Sequence[optim.Optimizer], scaler: Any) -> Iterator[Callable[[], list[str]]]:
+    """Let the dicts of optimizers and of a gradient scaler hold afterwards what they held before.
 
-    Args:
-        optimizers, scaler: them.
+    Yields:
+        A function that names what has changed; a replay would not change it.
     """
+    roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
+    roots |= {} if scaler is None else {"scaler": vars(scaler)}
+    found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
+    dicts, stages = [(name, held, dict(held)) for name, held in found], _stages(scaler)
 
-    def __init__(self, optimizers: Sequence[optim.Optimizer], scaler: Any) -> None:
-        roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
-        roots |= {} if scaler is None else {"scaler": vars(scaler)}
-        found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
-        self._dicts = [(name, held, dict(held)) for name, held in found]
-        self._scaler, self._stages = scaler, _stages(scaler)
-
-    def changed(self) -> list[str]:
-        """Name what has changed; a replay would not change it."""
+    def changed() -> list[str]:
         names = []
-        for name, held, before in self._dicts:
+        for name, held, before in dicts:
             keys = [key for key in {**before, **held} if not is_same(before.get(key, ABSENT), held.get(key, ABSENT))]
             counting = [key for key in keys if key not in _OWN and _SCALER_STATES not in name]
             names += [f"{name}.{'a parameter' if isinstance(key, Tensor) else key}" for key in counting]
-        if _stages(self._scaler) != self._stages:
+        if _stages(scaler) != stages:
             names.append("scaler, whose update() is not called in the step,")
         return names
 
-    def put_back(self) -> None:
-        """Let everything hold what it held."""
-        for _, held, before in self._dicts:
+    try:
+        yield changed
+    finally:
+        for _, held, before in dicts:
             held.clear()
             held.update(before)
 
