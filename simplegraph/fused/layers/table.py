@@ -119,8 +119,10 @@ def _fused_forward(module: Any, layer: Layer, operators: Operators) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Any:
         taken = dims is None or (len(args) == 1 and not kwargs and is_plain(args[0], dims))
         if taken and all(get(module) is part and not hooked(part) for get, part in bypassed):
-            with contextlib.suppress(AsWritten):
+            try:
                 return layer.run(operators, *args, **kwargs)
+            except AsWritten:
+                pass  # the error is over before its forward runs, and is no cause of what that raises
         return forward(module, *args, **kwargs)
 
     return run
