@@ -29,7 +29,7 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import restore
 from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
-from simplegraph.training.optimizers import OptimizersPython, StepOptimizers
+from simplegraph.training.optimizers import StepOptimizers, kept_python
 
 _GLOBAL_HOOKS = (
     *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
@@ -67,17 +67,13 @@ class StepEffects:
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
         self.held: dict[str, Any] = {}
+        self.used: set[int] = set()
         self.proven = False
         self._passed: dict[int, list[int]] = {}
         self._trained = False
         self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
-
-    @property
-    def used(self) -> set[int]:
-        serving = self._serving()
-        return self._used.setdefault(serving, set()) if serving else set()
 
     def hooks(self) -> list[Any]:
         """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
@@ -97,7 +93,7 @@ class StepEffects:
 
     def serve(self, binding: Any) -> None:
         """Note which calls are served next."""
-        self._serving = weakref.ref(binding)
+        self._serving, self.used = weakref.ref(binding), self._used.setdefault(binding, set())
 
     def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
         """Note which gradients an eager run read of those that it found; return the keys of their memory."""
@@ -144,22 +140,19 @@ class StepEffects:
         """Surround a captured run: nothing that it changes in Python stays."""
         self._passed = {}
         used = sorted(self.used)
-        python = OptimizersPython(self.optimizers.all, self.scaler)
-        before = self.gradients.begin_capture(used)
-        try:
-            with self.optimizers.mirrored(refresh=False), self.optimizers.watched():
-                yield
-            changed = python.changed()
-            cause = self.optimizers.refusal
-            if changed and not cause:
-                named = ", ".join(changed[:5])
-                cause = f"{named} would change only while the step runs in Python, and a replay runs none"
-            if cause:
-                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
-            self.left = self.gradients.end_capture(before, used)
-        finally:
-            python.put_back()
-            self.gradients.put(before)
+        with kept_python(self.optimizers.all, self.scaler) as changed:
+            before = self.gradients.begin_capture(used)
+            try:
+                with self.optimizers.mirrored(refresh=False), self.optimizers.watched():
+                    yield
+                named, cause = ", ".join(changed()[:5]), self.optimizers.refusal
+                if named and not cause:
+                    cause = f"{named} would change only while the step runs in Python, and a replay runs none"
+                if cause:
+                    raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
+                self.left = self.gradients.end_capture(before, used)
+            finally:
+                self.gradients.put(before)
 
 
 class StepModule(FunctionModule):
@@ -220,9 +213,8 @@ class StepModule(FunctionModule):
     def resolve(self) -> None:
         super().resolve()
         step, values = self.step, [place.value for place in self.values.places]
-        step.optimizers.find_schedulers(values)
         step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
-        step.optimizers.check_scaler(step.scaler)
+        step.optimizers.check(values, step.scaler)
         own = [*step.optimizers.parameters, *self.parameters(), *step.found]
         step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
         step.hooks()

@@ -20,7 +20,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.functions import Attributes, CodePlace
-from simplegraph.program.snapshot import ABSENT
+from simplegraph.program.snapshot import ABSENT, is_same
 from simplegraph.training.gradients import noted_calls
 
 logger = logging.getLogger("simplegraph")
@@ -77,20 +77,20 @@ class StepOptimizers:
         """The parameters of all groups."""
         return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
 
-    def find_schedulers(self, values: Iterable[Any]) -> None:
-        """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
+    def check(self, values: Iterable[Any], scaler: Any) -> None:
+        """Refuse graphs of steps that reach a scheduler, or whose scaler reads on the host if an optimizer is to skip.
+
+        Args:
+            values: what the step reaches; a scheduler belongs outside of it.
+            scaler: the gradient scaler that it calls, if any.
+        """
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
         if found is not None:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
-
-    def check_scaler(self, scaler: Any) -> None:
-        """Refuse graphs if a gradient scaler reads on the host whether an optimizer is to skip a step."""
-        reading = (each for each in self.all if not getattr(each, "_step_supports_amp_scaling", False))
-        found = next(reading, None) if scaler is not None and scaler.is_enabled() else None
-        if found is not None:
-            self.refusal = self.scheduled = (
-                f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
-            )
+        for each in self.all if scaler is not None and scaler.is_enabled() else ():
+            if not getattr(each, "_step_supports_amp_scaling", False):
+                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; pass fused=True"
+                self.refusal = self.scheduled = cause
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -248,34 +248,32 @@ _SCALER_STATES = "_per_optimizer_states"
 _OWN = frozenset({_SCALER_STATES, "_opt_called"})  # changed by every step, and of no consequence
 
 
-class OptimizersPython:
-    """Remembers the dicts of optimizers and of a gradient scaler.
+@contextlib.contextmanager
+def kept_python(optimizers: Sequence[optim.Optimizer], scaler: Any) -> Iterator[Callable[[], list[str]]]:
+    """Let the dicts of optimizers and of a gradient scaler hold afterwards what they held before.
 
-    Args:
-        optimizers, scaler: them.
+    Yields:
+        A function that names what has changed; a replay would not change it.
     """
+    roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
+    roots |= {} if scaler is None else {"scaler": vars(scaler)}
+    found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
+    dicts, stages = [(name, held, dict(held)) for name, held in found], _stages(scaler)
 
-    def __init__(self, optimizers: Sequence[optim.Optimizer], scaler: Any) -> None:
-        roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
-        roots |= {} if scaler is None else {"scaler": vars(scaler)}
-        found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
-        self._dicts = [(name, held, dict(held)) for name, held in found]
-        self._scaler, self._stages = scaler, _stages(scaler)
-
-    def changed(self) -> list[str]:
-        """Name what has changed; a replay would not change it."""
+    def changed() -> list[str]:
         names = []
-        for name, held, before in self._dicts:
-            keys = [key for key in {**before, **held} if not _same(before.get(key, ABSENT), held.get(key, ABSENT))]
+        for name, held, before in dicts:
+            keys = [key for key in {**before, **held} if not is_same(before.get(key, ABSENT), held.get(key, ABSENT))]
             counting = [key for key in keys if key not in _OWN and _SCALER_STATES not in name]
             names += [f"{name}.{'a parameter' if isinstance(key, Tensor) else key}" for key in counting]
-        if _stages(self._scaler) != self._stages:
+        if _stages(scaler) != stages:
             names.append("scaler, whose update() is not called in the step,")
         return names
 
-    def put_back(self) -> None:
-        """Let everything hold what it held."""
-        for _, held, before in self._dicts:
+    try:
+        yield changed
+    finally:
+        for _, held, before in dicts:
             held.clear()
             held.update(before)
 
@@ -293,7 +291,3 @@ def _stages(scaler: Any) -> dict[int, Any]:
     """Return how far each optimizer's step has come, but for those that are ready for one."""
     stages = {key: state["stage"] for key, state in getattr(scaler, _SCALER_STATES, {}).items()}
     return {key: stage for key, stage in stages.items() if getattr(stage, "name", "") != "READY"}
-
-
-def _same(before: Any, now: Any) -> bool:
-    return before is now or (not isinstance(now, Tensor) and type(before) is type(now) and bool(before == now))

@@ -55,21 +55,6 @@ class LastForward:
         self._replay = weakref.ref(replay)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Backward:
-    """A captured backward.
-
-    Attributes:
-        graph: what is replayed.
-        outputs: the numbers of the outputs that it takes gradients of.
-        places: for each gradient that it makes, the number of its leaf.
-    """
-
-    graph: CapturedGraph
-    outputs: frozenset[int]
-    places: Sequence[int]
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GradientPath:
     """The path of gradients through a backward: its graph, what that is given, and what eager makes, too.
@@ -132,16 +117,15 @@ class PairPlan(Plan):
         read: Set[int],
         last: LastForward,
     ) -> None:
-        forward, *backwards = (table.graphs[job.key] for job in jobs)
+        forward, *self.backwards = (table.graphs[job.key] for job in jobs)
         super().__init__(call, table, forward, inputs, state, guards)
         self.jobs, self.last, self.proven = jobs, last, False
         self.gradients, self.retains, self.notes = recording.gradients, recording.retains, recording.notes
         tape, arguments = recording.tape, recording.arguments
         self._reaches = tape.reaches
-        parts = zip(backwards, recording.backwards, strict=True)
-        self.backwards = [Backward(graph, *made) for graph, made in parts]
+        self._made = recording.backwards
         for other in self.backwards[1:]:
-            other.graph.leave_unverified("for gradients of other outputs than the calls before")
+            other.leave_unverified("for gradients of other outputs than the calls before")
         self.constant = frozenset(range(len(tape.reaches))) - tape.wanting
         self._nested = tape
         self._is_tensor = tape.spec == LEAF and tape.written == {0: 0}
@@ -160,7 +144,7 @@ class PairPlan(Plan):
     @property
     def unproven(self) -> bool:
         """True if the next call is to be compared with eager."""
-        graphs = self.graph, self.backwards[0].graph
+        graphs = self.graph, self.backwards[0]
         return any(graph.unproven(graph.descriptor.num_tokens) for graph in graphs)
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
@@ -204,14 +188,15 @@ class PairPlan(Plan):
 
     def _new_path(self, present: tuple[bool, ...]) -> GradientPath:
         given = frozenset(number for number, there in enumerate(present) if there)
-        backward = next((each for each in self.backwards if each.outputs >= given), self.backwards[-1])
-        buffers = [(number, buffer) for number in backward.outputs if (buffer := self.gradients[number]) is not None]
+        captured = list(zip(self.backwards, self._made, strict=True))
+        graph, (outputs, leaves) = next((each for each in captured if each[1][0] >= given), captured[-1])
+        buffers = [(number, buffer) for number in outputs if (buffer := self.gradients[number]) is not None]
         reached = frozenset().union(*(self._reaches[number] for number in given))
         order = list(self.leaves)
-        pairs = zip(backward.places, backward.graph.program.outputs, strict=True)
+        pairs = zip(leaves, graph.program.outputs, strict=True)
         made = [(order.index(leaf), output) for leaf, output in pairs if leaf in reached]
         return GradientPath(
-            backward.graph,
+            graph,
             given,
             loaded=[(number, buffer) for number, buffer in buffers if number in given],
             zeroed=[buffer for number, buffer in buffers if number not in given],

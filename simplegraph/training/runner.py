@@ -318,5 +318,5 @@ class PairProof(PairReplay):
             raise VerificationError(f"{cause}.\n  {_REMEDY}")
 
     def _leave_unverified(self, why: str) -> None:
-        for graph in (self.plan.graph, *(backward.graph for backward in self.plan.backwards)):
+        for graph in (self.plan.graph, *self.plan.backwards):
             graph.leave_unverified(why)

@@ -80,6 +80,34 @@ def test_replays_of_a_training_step_are_folded_at_the_next_call(device):
     assert (answer(module, x) - first).abs().max() > 0.1
 
 
+def test_a_training_step_that_asks_the_folded_module_gets_the_answer_of_the_new_weights(device):
+    """The capture finds weights that the step just wrote, folds nothing, and runs convolution and norm."""
+    module, x = stack().to(device), torch.randn(SHAPE, device=device)
+    original = copy.deepcopy(module)
+    sg.optimize(module)
+    answer(module, x)
+
+    def trained(each):
+        optimizer = optim.SGD(list(each.parameters()), lr=0.5)
+
+        def step(x):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return answer(each, x)
+
+        return step, optimizer
+
+    plain, _ = trained(original)
+    step, optimizer = trained(module)
+    graphed = sg.train_step(step, optimizers=optimizer, progress=False)
+    answers = [(graphed(x), plain(x)) for _ in range(6)]
+    for found, expected in answers:
+        close(found, expected)
+    assert graphed.graph_stats.replays >= 2
+    assert (answers[-1][0] - answers[0][0]).abs().max() > 0.1
+
+
 def test_a_norm_alone_in_training_mode_is_not_folded(device):
     module, x = stack().to(device), torch.randn(SHAPE, device=device)
     original = copy.deepcopy(module)

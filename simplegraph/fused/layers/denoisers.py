@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain, is_written
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, class_name, hooked, is_plain, is_written
 from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"
@@ -39,11 +38,15 @@ def _block_layer(module: Any) -> Layer | None:
         run = functools.partial(_block, module, _run_plain, signature)
         return Layer("residual", tuple(trials), run, bypassed=bypassed)
     zero = module.norm1
-    if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
-        return None
-    if class_name(zero.emb) != _CONDITION or class_name(zero.emb.time_proj) != _TIMESTEPS:
-        return None
-    if [type(each) for each in (zero.norm, module.norm3, zero.silu)] != [nn.LayerNorm, nn.LayerNorm, nn.SiLU]:
+    known = (
+        module.norm_type == "ada_norm_zero"
+        and module.attn2 is None
+        and class_name(zero) == _ZERO
+        and class_name(zero.emb) == _CONDITION
+        and class_name(zero.emb.time_proj) == _TIMESTEPS
+        and [type(each) for each in (zero.norm, module.norm3, zero.silu)] == [nn.LayerNorm, nn.LayerNorm, nn.SiLU]
+    )
+    if not known:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
     trials.append(KernelTrial("finish", ("silu", 1)))
@@ -222,10 +225,13 @@ def _attention_layer(module: Any) -> Layer | None:
 
 def _is_known(module: Any) -> bool:
     others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
-    if any(each is not None for each in others) or module.residual_connection:
-        return False
     kind = type(module.processor)
-    return class_name(module.processor) == _PROCESSOR and is_written(kind, kind.__call__)
+    return (
+        all(each is None for each in others)
+        and not module.residual_connection
+        and class_name(module.processor) == _PROCESSOR
+        and is_written(kind, kind.__call__)
+    )
 
 
 def _attention(

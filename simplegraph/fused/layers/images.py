@@ -11,19 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import (
+from simplegraph.fused.layers.denoisers import shared
+from simplegraph.fused.layers.layer import (
+    AsWritten,
+    Layer,
+    arguments_of,
     class_name,
     hooked,
     is_plain,
     is_pointwise,
     runs_as_written,
 )
-from simplegraph.fused.layers.denoisers import shared
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
 from simplegraph.fused.torch_operators import Adapted, Grouped, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"
 DEPTH, _PERMUTE = "torchvision.ops.stochastic_depth.StochasticDepth", "torchvision.ops.misc.Permute"
+_PERCEPTRON = ("normalization.LayerNorm", "linear.Linear", "activation.GELU", "linear.Linear")
+_CONVNEXT = ["torch.nn.modules.conv.Conv2d", _PERMUTE, *(f"torch.nn.modules.{name}" for name in _PERCEPTRON), _PERMUTE]
 FINISHING: Mapping[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}  # activations after a convolution
 # Arguments of a transformer of images: those that must be absent, and those that its blocks get.
 _MASKS = ("attention_mask", "encoder_attention_mask", "return_dict")
@@ -31,18 +35,16 @@ _PASSED = ("encoder_hidden_states", "timestep", "cross_attention_kwargs", "class
 
 
 def _convnext_layer(module: Any) -> Layer | None:
-    parts = list(module.block)
-    if type(module.block) is not nn.Sequential or len(parts) != 7 or class_name(module.stochastic_depth) != DEPTH:
+    known = (
+        class_name(module.stochastic_depth) == DEPTH
+        and type(module.block) is nn.Sequential
+        and list(map(class_name, module.block)) == _CONVNEXT
+        and [module.block[at].dims for at in (1, 6)] == [[0, 2, 3, 1], [0, 3, 1, 2]]
+        and all(each is not None for each in (module.block[0].bias, module.block[2].weight, module.block[2].bias))
+    )
+    if not known:
         return None
-    convolution, first, norm, wide, active, narrow, last = parts
-    if {class_name(first), class_name(last)} != {_PERMUTE} or [first.dims, last.dims] != [[0, 2, 3, 1], [0, 3, 1, 2]]:
-        return None
-    kinds = [type(each) for each in (convolution, norm, wide, active, narrow)]
-    if kinds != [nn.Conv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear] or convolution.bias is None:
-        return None
-    if norm.weight is None or norm.bias is None:
-        return None
-    trial = KernelTrial("adapt", (len(norm.weight), "weight", "bias", "row"))
+    trial = KernelTrial("adapt", (len(module.block[2].weight), "weight", "bias", "row"))
     bypassed = ("block", *(f"block.{at}" for at in (0, 1, 2, 6)), "stochastic_depth")
     return Layer(IMAGE_BLOCK, (trial,), functools.partial(_convnext, module), 4, bypassed)
 
@@ -62,9 +64,8 @@ def _convnext(module: Any, operators: Operators, x: Tensor) -> Tensor:
 def _excitation_layer(module: Any) -> Layer | None:
     narrow, wide, kind = module.fc1, module.fc2, FINISHING.get(type(module.activation))
     pool, last = module.avgpool, module.scale_activation
-    if type(pool) is not nn.AdaptiveAvgPool2d or pool.output_size not in (1, (1, 1)) or type(last) is not nn.Sigmoid:
-        return None
-    if kind is None or not all(map(_is_linear, (narrow, wide))):
+    known = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and type(last) is nn.Sigmoid
+    if not known or kind is None or not all(map(_is_linear, (narrow, wide))):
         return None
     trial = KernelTrial("excite", (narrow.in_channels, narrow.out_channels, kind))
     bypassed = ("fc1", "fc2", "activation", "scale_activation")
@@ -86,9 +87,14 @@ def _excitation(module: Any, kind: str, operators: Operators, x: Tensor) -> Tens
 def _residual_layer(module: Any) -> Layer | None:
     norms = (module.norm1, module.norm2)
     kinds = [type(each) for each in (*norms, module.conv1, module.conv2, module.nonlinearity)]
-    if kinds != [nn.GroupNorm, nn.GroupNorm, nn.Conv2d, nn.Conv2d, nn.SiLU] or not all(norm.affine for norm in norms):
-        return None
-    if module.time_embedding_norm != "default" or module.upsample is not None or module.downsample is not None:
+    known = (
+        kinds == [nn.GroupNorm, nn.GroupNorm, nn.Conv2d, nn.Conv2d, nn.SiLU]
+        and all(norm.affine for norm in norms)
+        and module.time_embedding_norm == "default"
+        and module.upsample is None
+        and module.downsample is None
+    )
+    if not known:
         return None
     trials = [KernelTrial("activated_group_norm", (norm.num_channels, norm.num_groups)) for norm in norms]
     trials.append(KernelTrial("finish", ("", 1)))

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import hooked
-from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer, hooked
 from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.torch_operators import ACTIVATIONS, KernelTrial, Operators

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import runs_as_written
-from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of
+from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
@@ -77,9 +76,8 @@ def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
 
 def _is_whole(module: nn.Module, norm: Norm) -> bool:
     """True if the part of its text that is a method is known, too, and no instance's own."""
-    if norm.offset and known_name(getattr(type(module), "_norm", None)) != "GemmaRMSNorm._norm":
-        return False
-    return "_norm" not in vars(module)
+    known = not norm.offset or known_name(getattr(type(module), "_norm", None)) == "GemmaRMSNorm._norm"
+    return known and "_norm" not in vars(module)
 
 
 def _has_one_dimension(module: Any) -> bool:
@@ -129,20 +127,25 @@ def _fits(x: Any, weight: Any) -> bool:
     Autocast, or a weight of another dtype, would change the dtype; the original computes in float32 even for float64.
     A tensor subclass, such as DTensor, may not support the kernel.
     """
-    if type(x) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
-        return False
-    alike = (x.dtype, x.device) == (weight.dtype, weight.device) and x.shape[-1:] == weight.shape
-    return alike and x.dtype is not torch.float64 and not torch.is_autocast_enabled(x.device.type)
+    return (
+        type(x) is Tensor
+        and type(weight) in (Tensor, nn.Parameter)
+        and (x.dtype, x.device) == (weight.dtype, weight.device)
+        and x.shape[-1:] == weight.shape
+        and x.dtype is not torch.float64
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def _fits_sum(residual: Any, x: Any, module: Any) -> bool:
     """True if the sum is of equal tensors without gradients, and its norm can be computed now."""
-    if not _fits(x, module.weight) or type(residual) is not Tensor:
-        return False
-    if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
-        return False
     tensors = (residual, x, module.weight, getattr(module, "bias", None))
-    return not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors if each is not None)
+    return (
+        _fits(x, module.weight)
+        and type(residual) is Tensor
+        and (residual.shape, residual.dtype, residual.device) == (x.shape, x.dtype, x.device)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors if each is not None))
+    )
 
 
 AddFor = Callable[[Tensor, Tensor, Any], Tensor]  # residual, branch, the sum's norm: None for the following layer's

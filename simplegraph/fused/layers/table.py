@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain, runs_as_written
 from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTION_CLASSES, TIMESTEPS
 from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
-from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, is_plain, runs_as_written
 from simplegraph.fused.layers.linears import LINEAR, activation_layers, gate_layers, linear_layers
 from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers
@@ -120,8 +119,10 @@ def _fused_forward(module: Any, layer: Layer, operators: Operators) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Any:
         taken = dims is None or (len(args) == 1 and not kwargs and is_plain(args[0], dims))
         if taken and all(get(module) is part and not hooked(part) for get, part in bypassed):
-            with contextlib.suppress(AsWritten):
+            try:
                 return layer.run(operators, *args, **kwargs)
+            except AsWritten:
+                pass  # the error is over before its forward runs, and is no cause of what that raises
         return forward(module, *args, **kwargs)
 
     return run

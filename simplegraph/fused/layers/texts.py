@@ -152,8 +152,6 @@ class GlobalNames:
         *functions: of Python.
     """
 
-    __slots__ = ("_known",)
-
     def __init__(self, *functions: FunctionType) -> None:
         read = [(each.__globals__, name) for each in functions for name in each.__code__.co_names]
         self._known = [(names, name, names[name]) for names, name in read if name in names]

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import (
+from simplegraph.fused.layers.images import DEPTH, FINISHING
+from simplegraph.fused.layers.layer import (
+    AsWritten,
+    Layer,
     class_name,
     hooked,
     is_depthwise,
@@ -22,8 +25,6 @@ from simplegraph.fused.layers.classes import (
     plain_class,
     runs_own_forward,
 )
-from simplegraph.fused.layers.images import DEPTH, FINISHING
-from simplegraph.fused.layers.layer import AsWritten, Layer
 from simplegraph.fused.optimizing.folded import uses_of
 from simplegraph.fused.optimizing.table import EPILOGUE
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
@@ -62,7 +63,8 @@ def _sequence(block: nn.Module, operators: Operators, x: Any) -> Any:
     while at < len(modules):
         module, norm, after = (*modules[at : at + 3], None, None)[:3]
         fold = uses.get(id(module))
-        if fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold) and _is_image(x):
+        known = fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold)
+        if known and type(x) is Tensor and x.dim() == 4:
             kind = activation(after)
             x = _convolve(operators, fold, x, kind)
             at += 3 if kind else 2
@@ -76,10 +78,6 @@ def keeps_weight(fold: Any, block: nn.Module) -> bool:
     """True if a block always runs a folded layer on its own weight; a call that it refuses runs layer and norm."""
     known = _is_convolution(fold) and not is_pointwise(fold.layer) and not is_depthwise(fold.layer)
     return known and (fold.layer, fold.norm) in itertools.pairwise(block._modules.values())
-
-
-def _is_image(x: Any) -> bool:
-    return type(x) is Tensor and x.dim() == 4
 
 
 def _is_convolution(fold: Any) -> bool:

@@ -19,10 +19,11 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import OperatorMode
 from simplegraph.base.tensors import storage_key
-from simplegraph.fused.layers.classes import plain_class
+from simplegraph.fused.layers.layer import plain_class
 from simplegraph.fused.optimizing.table import FOLDABLE, NORMS, Pair
 
 _MOST = 1.5  # times the error of the module as it was
+_NOWHERE = -1  # the storage key of a tensor that nobody else holds
 _FLOOR = 2  # steps of the outputs' dtype: with a few outputs, smaller errors differ by chance
 
 
@@ -37,12 +38,11 @@ class Examples:
 
     def __init__(self, module: nn.Module, plain: nn.Module, inputs: Any) -> None:
         self._module, self._plain = module, plain
-        self._args: tuple[Any, ...] = ()
-        self._kwargs: dict[str, Any] = {}
+        self._given: tuple[tuple[Any, ...], dict[str, Any]]
         if isinstance(inputs, Mapping):
-            self._kwargs = dict(inputs)
+            self._given = (), dict(inputs)
         else:
-            self._args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            self._given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
     def run(self) -> Any:
         """Run the module."""
@@ -67,7 +67,7 @@ class Examples:
 
     def _run(self, module: Any, copied: Callable[[Tensor], Tensor]) -> Any:
         """Run a module on copies of the inputs, which a forward may write to."""
-        leaves, spec = flatten((self._args, self._kwargs))
+        leaves, spec = flatten(self._given)
         args, kwargs = spec.unflatten([copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         devices = {tensor.device for tensor in module.parameters() if tensor.device.type == "cuda"}
         with eager(), torch.no_grad(), torch.random.fork_rng(list(devices)):
@@ -173,10 +173,11 @@ class ObservedRun:
         finally:
             for hook in hooks:
                 hook.remove()
-        alone = sys.getrefcount(_Kept(torch.empty(0)).tensor)
-        for layer, tensor in self._uses.made.values():
-            if sys.getrefcount(_Kept(tensor).tensor) > alone + 2:  # the pair in `made`, and `tensor`
-                self._uses.used.add(layer)  # somebody kept it: it is a result, or lies in an attribute
+        self._uses.made[_NOWHERE] = self._root, torch.empty(0)
+        counts = [(layer, sys.getrefcount(tensor)) for layer, tensor in self._uses.made.values()]
+        _, alone = counts[-1]
+        # Somebody kept the others: they are results, or lie in attributes.
+        self._uses.used |= {layer for layer, count in counts if count > alone}
         self._uses.made.clear()
         return result
 
@@ -217,15 +218,6 @@ class ObservedRun:
             if layer is not None and self._confirms(layer, norm):
                 found.append(Pair(_common(names[layer], names[norm]), names[layer], names[norm]))
         return found
-
-
-class _Kept:
-    """Holds a tensor, so that references are counted alike for all."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def _common(first: str, second: str) -> str:

@@ -16,8 +16,8 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
-from simplegraph.fused.layers.classes import hooked, is_depthwise, methods, plain_class
-from simplegraph.fused.optimizing.table import FOLDABLE, hindrance, is_changed, sources, watched
+from simplegraph.fused.layers.layer import hooked, is_depthwise, methods, plain_class
+from simplegraph.fused.optimizing.table import FOLDABLE, Pair, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
@@ -27,7 +27,10 @@ _version = operator.attrgetter("_version")
 
 
 class LeftOut:
-    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain."""
+    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain.
+
+    With slots in place of a dict, so that no guard looks for tensors in it.
+    """
 
     __slots__ = ()
 
@@ -36,30 +39,26 @@ class LeftOut:
 
 
 class Weights(NamedTuple):
-    """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded.
+    """The weights of a folded layer.
 
     Attributes:
         weight: of the layer and the norm, in the layer's dtype; bias: as `weight`. None if the layer has its own.
         factor: (outputs,), multiplies what the layer's own weight gives, without a bias; shift: as `factor`, is added
             then. In float32, or the layer's dtype if that is wider.
-        dims: of the input.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     factor: Tensor
     shift: Tensor
-    dims: int
 
     def tensors(self) -> list[Tensor]:
         """List the tensors that there are."""
-        return [each for each in self[:4] if each is not None]
+        return [each for each in self if each is not None]
 
 
 class _Source:
     """Remembers a tensor, its memory and its version."""
-
-    __slots__ = ("_alias", "_dtype", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # The alias keeps the memory: no other can come to lie at its address meanwhile.
@@ -81,23 +80,22 @@ class Fold:
     """A layer and the norm after it, as one layer.
 
     Args:
-        layer: a convolution or linear layer.
-        norm: the batch norm.
-        paths: the names that lead from the owner to the layer, and to the norm.
+        root: the module.
+        pair: the names of both in it.
         channels_last: True stores the folded weight of a 2-d convolution in that format.
 
     Attributes:
+        layer: a convolution or linear layer; norm: the batch norm.
+        paths: the names that lead from the owner to the layer, and to the norm.
         keeps_weight: True if the layer runs on its own weight, and no other is computed.
     """
 
-    __slots__ = (
-        *("_before", "_eps", "channels_last", "dims"),
-        *("keeps_weight", "layer", "norm", "paths", "weights"),
-    )
-
-    def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
-        self.layer, self.norm, self.paths = layer, norm, paths
-        self.dims = FOLDABLE[plain_class(layer)][1]
+    def __init__(self, root: nn.Module, pair: Pair, channels_last: bool) -> None:
+        self.layer: Any = root.get_submodule(pair.layer)
+        self.norm: Any = root.get_submodule(pair.norm)
+        start = len(pair.owner) + 1 if pair.owner else 0
+        self.paths = pair.layer[start:].split("."), pair.norm[start:].split(".")
+        self.dims = FOLDABLE[plain_class(self.layer)][1]
         self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []
@@ -106,13 +104,12 @@ class Fold:
     def serves(self, owner: nn.Module) -> bool:
         """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
         layer, norm = self.layer, self.norm
-        if layer.training or norm.training or hooked(layer, norm):
-            return False
-        if not is_changed(norm):  # it would run what is folded into the layer once more
-            return False
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)):
-            return False
-        return all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
+        return (
+            not (layer.training or norm.training or hooked(layer, norm))
+            and is_changed(norm)  # else it would run what is folded into the layer once more
+            and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)))
+            and all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
+        )
 
     def is_stale(self) -> bool:
         """True if a tensor that is folded was written, moved or replaced since, or the norm's `eps`."""
@@ -147,11 +144,11 @@ class Fold:
             mean = mean if layer.bias is None else mean - layer.bias.to(wide)
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             dtype = layer.weight.dtype
-            factor, shift = (each.to(_wider(dtype)) for each in (scale, bias))
+            factor, shift = (each.to(torch.promote_types(dtype, torch.float32)) for each in (scale, bias))
             if self.keeps_weight:
-                return Weights(None, None, factor, shift, self.dims)
+                return Weights(None, None, factor, shift)
             weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
-            return Weights(self._stored(weight), bias.to(dtype), factor, shift, self.dims)
+            return Weights(self._stored(weight), bias.to(dtype), factor, shift)
 
     def _stored(self, weight: Tensor) -> Tensor:
         """Return a weight with its elements in the order in which the layer's kernel reads them."""
@@ -173,16 +170,8 @@ class Fold:
         return self.channels_last and kept
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
@@ -200,8 +189,6 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
     into the same memory, which graphs then read.
     """
 
-    __slots__ = ("__weakref__", "_folds", "_lock", "_seen", "_sources")
-
     def __init__(self, folds: Sequence[Fold]) -> None:
         super().__init__()
         self._folds, self._lock = list(folds), threading.RLock()
@@ -217,11 +204,6 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
         except RuntimeError:  # an inference tensor has no version
             self.refresh()
         return super().__getitem__(key)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes."""
-        return sum(tensor.nbytes for tensor in self.values())
 
     def note_written(self, keys: set[int]) -> None:
         """Take note of a step, which need not raise versions; what is folded of its memory is stale from now on."""
@@ -255,7 +237,7 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
         for device in {weights.factor.device for weights in computed.values()}:
             found = {fold: weights for fold, weights in computed.items() if weights.factor.device == device}
             tensors = [tensor for weights in found.values() for tensor in weights.tensors()]
-            sizes = list(map(_aligned, tensors))
+            sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]  # rounded up
             memory = self[str(device)] = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
             pairs = zip(torch.split(memory, sizes), tensors, strict=True)
             placed = [part[: new.nbytes].view(new.dtype).as_strided(new.shape, new.stride()) for part, new in pairs]
@@ -263,7 +245,7 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
             rest = iter(placed)
             for fold, weights in found.items():
                 own: dict[str, Any] = {
-                    name: next(rest) for name in Weights._fields[:4] if getattr(weights, name) is not None
+                    name: next(rest) for name in Weights._fields if getattr(weights, name) is not None
                 }
                 fold.weights = weights._replace(**own)
 
@@ -287,10 +269,8 @@ class FoldUse:
         applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
     """
 
-    __slots__ = ("applied", "layer", "weights")
-
-    def __init__(self, layer: nn.Module, weights: Weights) -> None:
-        self.layer, self.weights, self.applied = layer, weights, False
+    def __init__(self, fold: Fold, weights: Weights) -> None:
+        self.layer, self.dims, self.weights, self.applied = fold.layer, fold.dims, weights, False
 
 
 class Region(LeftOut):
@@ -321,7 +301,7 @@ class Region(LeftOut):
         found: dict[int, FoldUse] = {}
         for fold in serving:
             if fold.weights is not None and not fold.is_stale():  # a capture does not fold, and runs both
-                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold.layer, fold.weights)
+                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold, fold.weights)
         return found
 
 

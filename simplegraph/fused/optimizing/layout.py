@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.fused.layers.classes import class_name, hooked, plain_class, runs_own_forward
-from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, plain_class, runs_own_forward
 from simplegraph.fused.layers.linears import Together
 from simplegraph.fused.optimizing.table import PROJECTIONS, shared_modules
 from simplegraph.fused.torch_operators import Operators
@@ -75,10 +74,14 @@ def _can_be_stored(weight: Any) -> bool:
 
 def has_own_memory(weight: Any) -> bool:
     """True for a plain parameter alone in its memory, which no process shares: whoever does keeps the old."""
-    if type(weight) is not nn.Parameter or weight.layout is not torch.strided or weight.is_meta:
-        return False
-    shared = weight.device.type == "cpu" and weight.untyped_storage().is_shared()
-    return not shared and not weight.is_inference() and weight.untyped_storage().nbytes() == weight.nbytes
+    return (
+        type(weight) is nn.Parameter
+        and weight.layout is torch.strided
+        and not weight.is_meta
+        and not weight.is_inference()
+        and weight.untyped_storage().nbytes() == weight.nbytes
+        and not (weight.device.type == "cpu" and weight.untyped_storage().is_shared())
+    )
 
 
 def tied_memories(root: nn.Module) -> set[tuple[int, int]]:

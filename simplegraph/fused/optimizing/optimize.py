@@ -74,7 +74,7 @@ class Optimization(LeftOut):
     @property
     def extra_bytes(self) -> int:
         """The memory that folded weights take, beside the module's own."""
-        return self._memory.nbytes
+        return sum(tensor.nbytes for tensor in self._memory.values())
 
     def refresh(self) -> None:
         """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
@@ -255,7 +255,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     usable = [pair for pair, why in hindrances.items() if not why]
     channels_last = any_format and CHANNELS_LAST not in skip
     layers = find_layers(module, skip, images=channels_last)
-    folds = {pair: _fold(module, pair, channels_last) for pair in usable}
+    folds = {pair: Fold(module, pair, channels_last) for pair in usable}
     owners: dict[nn.Module, list[Fold]] = collections.defaultdict(list)
     for pair, fold in folds.items():
         owners[module.get_submodule(pair.owner)].append(fold)
@@ -304,12 +304,6 @@ def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operator
         found.changed |= names_by_kind(module, layers)
         found._operators = operators.name
         install_fused(fused_forwards(layers, operators))
-
-
-def _fold(module: nn.Module, pair: Pair, channels_last: bool) -> Fold:
-    layer, norm = map(module.get_submodule, (pair.layer, pair.norm))
-    start = len(pair.owner) + 1 if pair.owner else 0
-    return Fold(layer, norm, (pair.layer[start:].split("."), pair.norm[start:].split(".")), channels_last)
 
 
 def _once(pairs: Sequence[Pair]) -> list[Pair]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.patches import subclass
-from simplegraph.fused.layers.classes import methods
+from simplegraph.fused.layers.layer import methods
 from simplegraph.fused.optimizing.folded import REGION, Fold, FoldedMemory, FoldUse, LeftOut, Region, observed
 
 _MEMORY, _FUSED = "_simplegraph_folded", "_simplegraph_fused"
@@ -50,7 +50,7 @@ def _run_layer(original: Callable[..., Any], self: Any, input: Tensor) -> Any:
         return original(input)
     weight, bias = use.weights[:2]
     # With another number of dimensions the norm takes another one for the channels.
-    use.applied = weight is not None and input.dim() == use.weights.dims
+    use.applied = weight is not None and input.dim() == use.dims
     if weight is None or not use.applied:
         return original(input)
     if isinstance(self, nn.Linear):
@@ -80,9 +80,14 @@ def _wants_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 def _run_fused(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     fused: _FusedForward | None = vars(self).get(_FUSED)
-    if fused is None or self.training or observed() or _wants_gradients(self, args, kwargs):
-        return original(*args, **kwargs)
-    if self is not fused.module or methods(self) != fused.methods:  # a replica, or somebody replaced one
+    if (
+        fused is None
+        or self.training
+        or observed()
+        or _wants_gradients(self, args, kwargs)
+        or self is not fused.module  # but a replica
+        or methods(self) != fused.methods  # somebody replaced one
+    ):
         return original(*args, **kwargs)
     return fused.run(*args, **kwargs)
 
