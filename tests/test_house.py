@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_190,
+    "base": 1_090,
     "batch": 300,
     "device": 1_780,
-    "program": 1_660,
+    "program": 1_680,
     "distributed": 220,
     "manager": 1_270,
     "guard": 940,

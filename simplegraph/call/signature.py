@@ -243,8 +243,8 @@ class CallReader:
             tensor, name = leaves[index], names[index]
             if type(tensor) not in PLAIN_TENSORS:
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__}")
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:  # torch dies of its bytes
+                kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}, {tensor.dtype}"
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} {kind}")
             first = leaves[tensors[0]].device
             if tensor.device != first:

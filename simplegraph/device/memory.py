@@ -63,8 +63,9 @@ class HostRandom:
 
 def is_global_generator(value: Any) -> bool:
     """True for the generators that `HostRandom` remembers."""
-    numpy = sys.modules.get("numpy.random.mtrand")
-    return value is random._inst or value is getattr(numpy, "_rand", HostRandom)
+    numpy: Any = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    own = random._inst, numpy, getattr(numpy, "_bit_generator", None)
+    return value is not None and any(value is generator for generator in own)
 
 
 def _numpy_state() -> bytes | None:

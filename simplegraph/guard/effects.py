@@ -66,24 +66,22 @@ class ModuleState(PythonState):
 
 
 class PythonEffects:
-    """Remembers what a run may change: a module, random generators, and what code advances, if `code` asks for that.
+    """Remembers what a run may change: a module, numbers that code names, random generators, and what code advances.
 
-    No capture could put that back: positions of generators, iterators and files, bytes and arrays of the host, where a
-    function that was looked into names them, or an object or a class holds them.
+    The last no capture could put back: positions of generators, iterators and files, bytes and arrays of the host,
+    where a function that was looked into names them, or an object or a class holds them.
     """
 
-    def __init__(self, module: Any, *, code: bool = True) -> None:
-        roots = module, *(type(module).__mro__ if code else ())
-        self._snapshot = Snapshot(*roots, tensors=False, code=_NEAR if code else 0, breaks=False)
-        self._random = HostRandom()
-        things = self._snapshot.things if code else ()
+    def __init__(self, module: Any) -> None:
+        self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=_NEAR, breaks=False)
+        self._random, things = HostRandom(), self._snapshot.things
         readers = {kind: _reader_of(kind) for kind in {*map(type, things)}}
         found = ((thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing))
         self._positions = [(thing, read, at) for thing, read in found if (at := _position(thing, read)) is not None]
 
     def changed(self) -> set[str]:
         """Name what was changed."""
-        return self._snapshot.changes().keys() | self._random.drawn() | self.advanced()
+        return self._snapshot.changes(code=True).keys() | self._random.drawn() | self.advanced()
 
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
@@ -118,6 +116,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "random.Random": _pickled,
     "numpy.random._generator.Generator": _pickled,
     "numpy.random.mtrand.RandomState": _pickled,
+    "numpy.random.bit_generator.BitGenerator": _pickled,
+    "numpy.random.bit_generator.SeedSequence": _pickled,
     "numpy.ndarray": _pickled,
     "array.array": _pickled,
     "builtins.bytearray": _pickled,
@@ -125,6 +125,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "builtins.generator": _progress,
     "_io._IOBase": operator.methodcaller("tell"),
     "_queue.SimpleQueue": operator.methodcaller("qsize"),
+    "threading.Event": operator.methodcaller("is_set"),
+    "threading.Semaphore": operator.attrgetter("_value"),
+    "_hashlib.HASH": operator.methodcaller("digest"),
 }
 
 
@@ -160,8 +163,7 @@ class CountedState:
         yield
         before, self.advanced = self.advanced, run.advanced()
         self._always = before & self.advanced
-        if self._changed is None:
-            self._changed = run.changed()
+        self._changed = run.changed() if self._changed is None else self._changed
 
     @contextlib.contextmanager
     def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
@@ -174,7 +176,7 @@ class CountedState:
         if not self._changed or self.names is not None:
             yield
             return
-        run, key = PythonEffects(module, code=bool(self.advanced)), state_key and state_key(module)
+        run, key = PythonEffects(module), state_key and state_key(module)
         complete = False
         try:
             yield

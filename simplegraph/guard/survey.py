@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.tensors import has_address, is_wrapper, parts, storage_key
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.snapshot import is_library, layer_settings, own_dict
+from simplegraph.program.snapshot import held_by, is_library, items_of, layer_settings, own_dict
 
 Link = tuple[Any, Any, Any]
 
@@ -379,8 +379,8 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 def device_of_state(module: nn.Module) -> torch.device:
     """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
-    devices = [parameter.device for parameter in module.parameters()]  # before looking any further
-    devices = devices or [held.tensor.device for held in held_tensors(module)]
+    parameters = [parameter.device for parameter in module.parameters()]  # before looking any further
+    devices = parameters or [held.tensor.device for held in held_tensors(module)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
@@ -390,12 +390,20 @@ def _dotted(prefix: str, key: str) -> str:
 
 def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Open a container, or an object's attributes: it, and what it holds by index or key; None if it is neither."""
-    if isinstance(value, (list, tuple, collections.deque)):
-        return value, list(enumerate(value))
-    if not isinstance(value, dict):
+    if not isinstance(value, (list, tuple, dict, collections.deque)):
         value = None if _is_closed(value) else own_dict(value)
+    elif not _is_sized(value):
+        value = None
     # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
-    return value, list(dict(value).items()) if isinstance(value, dict) else []
+    return value, list(items_of(dict(value) if type(value) is dict else held_by(value)))
+
+
+def _is_sized(value: Any) -> bool:
+    """True if a container tells its length; that of a class may refuse to, as e3nn's of representations does."""
+    try:
+        return len(value) >= 0
+    except Exception:
+        return False
 
 
 def _is_closed(value: Any) -> bool:
@@ -428,6 +436,5 @@ def holders_of(module: nn.Module) -> list[dict[str, Any]]:
 
 def _settings(module: nn.Module) -> list[str]:
     """Name the settings of torch's own layers, such as `Dropout.p`, that parameters do not tell."""
-    attributes = vars(module)
-    names = layer_settings(type(module))
-    return [name for name in names if name in attributes and type(attributes[name]) in SETTINGS]
+    held, names = vars(module), layer_settings(type(module))
+    return [name for name in names if name in held and type(held[name]) in SETTINGS]

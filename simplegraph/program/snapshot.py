@@ -285,8 +285,11 @@ class Snapshot:
                             self._places[id(item)] = item, {}, own
                     elif kind_of(type(item)) not in (None, None if own else Tensor):
                         (near if own else far).append((item, at, away))
-                things = _beyond(value, before) if code else ()
-                far.extend((thing, at, away) for thing in things if kind_of(type(thing)) not in (None, Tensor))
+                far.extend(
+                    (thing, at, away)
+                    for thing in (_beyond(value, before) if code else ())
+                    if kind_of(type(thing)) not in (None, Tensor)
+                )
         kept = [value for value, _, own in self._places.values() if own and issubclass(type(value), nn.Module)]
         self._modules = [(module, type(module)) for module in kept]
         found = [thing for thing in self.things if kind_of(type(thing)) is Tensor] if tensors else []
@@ -298,19 +301,33 @@ class Snapshot:
         """Everything that was looked into."""
         return [thing for thing, _ in self._ways.values()]
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self, *, code: bool = False) -> dict[str, Any]:
         """Return what every place without code on the way holds that held something else, and tensors that were moved.
 
         By name. A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal
         numbers, texts and tuples of them are the same.
+
+        Args:
+            code: add numbers and texts, and lists of them, of places with code on the way; globals that it names.
         """
         found: dict[str, Any] = {}
-        for holder, before in self._touched():
-            now = held_by(holder)
+        named = {
+            name
+            for thing in self.things
+            if code and type(thing) is types.FunctionType
+            for name in _names_in(thing.__code__)
+        }
+        for holder, before in self._touched(code=code):
+            now, own = held_by(holder), self._places[id(holder)][2]
             if isinstance(now, dict):
                 keys = [key for key in now | before if not is_same(now.get(key, ABSENT), before.get(key, ABSENT))]
+                keys = [
+                    key
+                    for key in keys
+                    if own or (isinstance(now.get(key), ATOMS) and (key in named or not _is_globals(now)))
+                ]
                 found |= {self._name(key, holder): now.get(key) for key in keys}
-            elif not is_same(now, before):
+            elif not is_same(now, before) and (own or all(isinstance(item, ATOMS) for item in now)):
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
@@ -318,18 +335,19 @@ class Snapshot:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
-            names: of places, as `changes` gives them, that shall hold again whatever they held.
+            names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
+                way stay.
         """
         for module, kind in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
-        for holder, before in self._touched():
-            above, key = self._ways_up(holder)
+        for holder, before in self._touched(code=bool(names)):
+            (above, key), own = self._ways_up(holder), self._places[id(holder)][2]
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in _REGISTERED
             )
             listed = bool(names) and isinstance(before, tuple) and self.name_of(holder) in names
-            if of_module or listed or _tensors_differ(holder, before):
+            if listed or (own and (of_module or _tensors_differ(holder, before))):
                 restore(holder, before)
             elif names and isinstance(before, dict):
                 keys = before.keys() | held_by(holder).keys()
@@ -476,8 +494,7 @@ def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
 
 def _names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes that code has, and the functions in it."""
-    inner = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*(_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:
@@ -497,5 +514,4 @@ def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any
 def _tensors_differ(container: Any, before: Any) -> bool:
     """True if a container gained or lost something that holds tensors."""
     now, then = ({id(item): item for _, item in items_of(held)} for held in (held_by(container), before))
-    changed = [(now | then)[key] for key in now.keys() ^ then.keys()]
-    return next(tensors_in(changed), None) is not None
+    return next(tensors_in([(now | then)[key] for key in now.keys() ^ then.keys()]), None) is not None

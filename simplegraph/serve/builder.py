@@ -193,8 +193,9 @@ class GraphBuilder:
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
-        guards = self.seen.guards(call)
-        plan = make_plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
+        plan = make_plan(
+            call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, self.seen.guards(call)
+        )
         if not plan.unproven:
             call.layout.plans[call.plan_key] = plan
         return plan
@@ -221,8 +222,7 @@ class GraphBuilder:
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
-        jobs = self._jobs(call, inputs, self.manager.descriptors())
-        jobs = [job for job in jobs if job.key not in table.graphs]
+        jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in table.graphs]
         summary = self.build(call, inputs, jobs, lazy=False)
         binding.called = True
         self.reader.learn(call.batch, call.leaves, call.spec)
@@ -287,10 +287,8 @@ class GraphBuilder:
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             outputs = ((at, leaf) for at, leaf in enumerate(graph.program.outputs) if isinstance(leaf, Tensor))
             binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
-        unseen = any(observer.unseen for observer in capture.observers)
-        unknown = call.never_compared() if unseen else []
-        refused = kept or unknown or (counted.names and len(summary.failed) < len(jobs))
-        if not refused:
+        unknown = call.never_compared() if any(observer.unseen for observer in capture.observers) else []
+        if not (kept or unknown or (counted.names and len(summary.failed) < len(jobs))):
             return summary
         why = (kept_by(kept), KEPT_REMEDY) if kept else counted.refusal
         if unknown and not kept:

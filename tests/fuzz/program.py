@@ -32,6 +32,7 @@ import io
 import itertools
 import random
 import sys
+import threading
 
 sys.path[:0] = [".", "tests/support"]
 
@@ -85,6 +86,7 @@ NO_COPIES = {
     "view of an input escapes",
     "read from a global",
     *("own random", "quiet random", "iterator", "count", "file"),
+    *("closure's number", "function's number", "thread's number", "event"),
 }
 # Proofs find these for sure by eager runs of half of the rows and of the padded ones, but breaks run once a call.
 UNPROVEN_BESIDE_BREAKS = {"sorted rows", "expert's load", "odd count"}

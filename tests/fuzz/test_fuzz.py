@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from simplegraph.program.snapshot import Snapshot
 from tests.fuzz.grammar import CHANGES, PENDING, PIECES, Piece
 from tests.fuzz.program import Program, report, shrunk
 
@@ -43,7 +44,9 @@ def reseeded(generators: Sequence[torch.Generator]) -> Iterator[None]:
     yield
 
 
+changes = Snapshot.changes
 CALLED = tuple(("call", 4, "no_grad", "x") for _ in range(5))
+IN_PLACE = tuple(("call", rows, "no_grad", "first rows in place") for rows in (4, 8, 8, 8, 3))
 # Constructs, and a mistake of the library that only they show: pieces, settings, events, where, and what stands there.
 MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str, Any]] = {
     **{
@@ -74,6 +77,22 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str,
         for trouble in PIECES
         if trouble.startswith("refuses")
     },
+    **{
+        f"not looked for: {piece}": (
+            *((piece,), {}, CALLED),
+            *("simplegraph.program.snapshot.Snapshot.changes", lambda held, *, code=False: changes(held)),
+        )
+        for piece in PIECES
+        if piece.endswith("'s number") and piece != "object's number"
+    },
+    "a capture's rows stay in place": (
+        *(
+            ("linear",),
+            {"capture_sizes": [4, 8]},
+            (*CALLED, *IN_PLACE, ("change", "weight data"), *IN_PLACE, *IN_PLACE),
+        ),
+        *("simplegraph.device.memory.SavedMemory.put", lambda memory, copies: None),
+    ),
     "a raising call is replayed": (
         *(("linear",), {}, (*CALLED, ("call", 4, "no_grad", "raises at the end"), *CALLED[:1])),
         *("simplegraph.call.inputs.ConstantArg.holds", lambda arg, leaf: True),

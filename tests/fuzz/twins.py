@@ -101,13 +101,21 @@ def train(module: Any) -> None:
         parameter.requires_grad_(grads)
 
 
-def in_place(module: Any, x: Tensor) -> Tensor:
-    """The static input of this many rows with these values, where there is one; else another tensor of them."""
+_STATIC: weakref.WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def in_place(module: Any, x: Tensor, *, largest: bool = False) -> Tensor:
+    """The static input of this many rows, or so many of the largest, with these values; else a tensor of them.
+
+    It is held, and used on when the graphs are gone.
+    """
     if isinstance(module, sg.CudaGraphWrapper):
+        held, size = _STATIC.setdefault(module, {}), None if largest else len(x)
         with contextlib.suppress(sg.ReplayError, sg.CaptureSizeError, KeyError):
-            static: Tensor = module.static_inputs(len(x))["x"]
-            if static.stride() == x.stride() and static.dtype is x.dtype:
-                return static.copy_(x)
+            held[size, len(x)] = module.static_inputs(size)["x"][: len(x)]
+        static = held.get((size, len(x)))
+        if static is not None and (static.shape, static.stride(), static.dtype) == (x.shape, x.stride(), x.dtype):
+            return static.copy_(x)
     return x.clone()
 
 

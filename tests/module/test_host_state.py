@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import hashlib
 import io
 import itertools
 import pathlib
@@ -66,6 +67,11 @@ def read_line(held: Any) -> float:
     return float(held.readline())
 
 
+def turn(held: Any) -> float:
+    (held.clear if held.is_set() else held.set)()
+    return 2.0 if held.is_set() else 3.0
+
+
 def lines() -> io.StringIO:
     return io.StringIO("\n".join(map(str, range(50))))
 
@@ -83,6 +89,12 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any
         lambda held: held.rand(),
         lambda held: held.get_state()[2],
     ),
+    "numpy's bits": (lambda: np.random.PCG64(3), lambda held: held.random_raw() % 7, lambda held: held.state),
+    "numpy's seeds": (
+        lambda: np.random.SeedSequence(3),
+        lambda held: held.spawn(1)[0].spawn_key[0] + 1.0,
+        lambda held: held.n_children_spawned,
+    ),
     "count": (lambda: itertools.count(1), next, repr),
     "cycle": (lambda: itertools.cycle(range(20)), next, lambda held: next(held)),
     "list iterator": (lambda: iter(list(range(30))), next, lambda held: held.__length_hint__()),
@@ -94,6 +106,13 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any
     "array": (lambda: array.array("i", [0, 0]), add, list),
     "NumPy's array": (lambda: np.zeros(3), add, list),
     "SimpleQueue": (queue.SimpleQueue, put, lambda held: held.qsize()),
+    "event": (threading.Event, turn, lambda held: held.is_set()),
+    "semaphore": (
+        lambda: threading.Semaphore(50),
+        lambda held: held.acquire() and held._value,
+        lambda held: held._value,
+    ),
+    "hash": (hashlib.md5, lambda held: held.update(b"x") or held.digest()[0], lambda held: held.digest()),
     "global generator": (int, lambda held: DRAWS.random(), lambda held: DRAWS.getstate()),
 }
 
@@ -122,6 +141,104 @@ def test_each_call_advances_it_once_and_no_recording_does(name: str, quiet: bool
     assert model.graph_stats.replays == 0
     assert model.graph_stats.captures == 0
     assert model.graph_stats.eager[Reason.PYTHON_STATE] == 4, reasons(model)
+
+
+class Stats:
+    """Numbers of a class, and of objects without a dict."""
+
+    total = 0
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = 0
+
+
+STATS, LISTED = Stats(), [0]
+
+
+def in_a_global() -> int:
+    global COUNT
+    COUNT += 1
+    return COUNT
+
+
+def in_a_closure(number: int = 0) -> Callable[[], int]:
+    def add() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return add
+
+
+def in_a_class() -> int:
+    Stats.total += 1
+    return Stats.total
+
+
+def in_slots() -> int:
+    STATS.own += 1
+    return STATS.own
+
+
+def in_a_list() -> int:
+    LISTED[0] += 1
+    return LISTED[0]
+
+
+def in_a_default(held: list[int] = [0]) -> int:  # noqa: B006
+    held[0] += 1
+    return held[0]
+
+
+def in_an_attribute() -> int:
+    vars(in_an_attribute)["calls"] = vars(in_an_attribute).get("calls", 0) + 1
+    return int(vars(in_an_attribute)["calls"])
+
+
+def of_this_thread() -> Callable[[], int]:
+    local = threading.local()
+    local.calls = 0
+
+    def add() -> int:
+        local.calls += 1
+        return int(local.calls)
+
+    return add
+
+
+COUNT = 0
+# What counts, and the name that the reason gives the number.
+COUNTERS: dict[str, tuple[Callable[[], Callable[[], int]], str]] = {
+    "global": (lambda: in_a_global, f"the global COUNT of {__name__}"),
+    "closure": (in_a_closure, "the variable number in the closure of in_a_closure.<locals>.add"),
+    "class": (lambda: in_a_class, "the attribute total of class Stats"),
+    "slots": (lambda: in_slots, f"the global STATS of {__name__}"),
+    "list": (lambda: in_a_list, f"the global LISTED of {__name__}"),
+    "default": (lambda: in_a_default, "a default argument of in_a_default"),
+    "attribute": (lambda: in_an_attribute, "the attribute calls of in_an_attribute"),
+    "thread": (of_this_thread, "the variable local in the closure of of_this_thread.<locals>.add"),
+}
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["read", "quiet"])
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_number_that_code_counts_is_counted_once_a_call(
+    name: str, rows: int, quiet: bool, device: torch.device
+) -> None:
+    made, named = COUNTERS[name]
+    count = made()
+    plain = Advancing(None, lambda _: count(), quiet=quiet).to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[3], progress=False)
+    x, start = torch.randn(rows, WIDTH, device=device), count()
+    with torch.no_grad():
+        for turn in range(1, 7):
+            number = 1 if quiet else start + turn
+            torch.testing.assert_close(model(x), plain.linear(x) * number)
+    assert count() == start + 7
+    assert model.graph_stats.replays == 0
+    assert named in str(model.graph_report())
 
 
 @pytest.mark.parametrize("name", ["random.Random", "bytearray"])

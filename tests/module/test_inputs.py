@@ -211,6 +211,22 @@ def test_overlapping_views_for_two_arguments_are_right(device):
     assert model.graph_stats.replays > 0
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_eager_with_a_reason(device):
+    class Adds(nn.Module):
+        def forward(self, x, scales=None):
+            return x if scales is None else x + scales.dequantize()
+
+    if device.type != "cpu":
+        pytest.skip("torch quantizes on the CPU")
+    model = sg.wrap(Adds().eval(), capture_sizes=[3], progress=False)
+    scales = torch.quantize_per_tensor(torch.ones(WIDTH), 0.5, 0, torch.quint8)
+    for _ in range(3):
+        x = rows(3, device)
+        assert torch.equal(model(x, scales), x + 1)  # it ended the process
+    assert reasons(model) == {"opaque_argument": 3}
+
+
 def test_a_sparse_tensor_after_dense_ones_is_eager_with_a_reason(device):
     model = graphed(device, lambda m, x: x @ m.weight, capture_sizes=[4])
     x = rows(4, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -229,6 +231,62 @@ def test_a_container_whose_items_are_made_when_they_are_read_recaptures_nothing(
     close(model(x), module(x))
     assert model.graph_stats.recaptures == 0
     assert model.graph_stats.replays == replays + 1
+
+
+class Terms(tuple):
+    """Terms of a sum, whose number of rows no length tells, as e3nn's representations."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Defaults(dict):
+    """Items that come with others, which are not there."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+class Steps(list):
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+UNTOLD = {
+    "terms": lambda: Terms([(1, 2), (3, (4, 5))]),
+    "dict": lambda: Defaults(a=1),
+    "empty dict": Defaults,
+    "list": lambda: Steps([[1]]),
+}
+PLACES = {
+    "attribute": lambda held: held,
+    "inside": lambda held: {"k": [held]},
+    "object": lambda held: types.SimpleNamespace(a=held),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("made", UNTOLD.values(), ids=UNTOLD)
+def test_a_container_that_does_not_tell_its_length_is_no_obstacle(device, made, place):
+    module = Model(device).eval()
+    module.held = place(made())
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for turn in range(8):
+        x = rows(4 - turn % 2, device)
+        close(model(x), module(x))
+    replays = model.graph_stats.replays
+    module.linear.weight.data = torch.randn_like(module.linear.weight)
+    for _ in range(3):
+        x = rows(4, device)
+        close(model(x), module(x))
+    assert model.graph_stats.recaptures == 1
+    assert model.graph_stats.replays > replays > 2
 
 
 def test_what_takes_the_place_of_a_freed_parameter_never_gets_its_address_while_graphs_read_it(device):
