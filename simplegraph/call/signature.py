@@ -278,7 +278,7 @@ class CallReader:
         if kind is not slice and _is_unhashable(value):
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
         if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            hint = "; graph_generation serves generate()" if name.partition(".")[0] == "past_key_values" else ""
+            hint = "; graph_generation serves generate()" if name.startswith(("past_key_values", "cache")) else ""
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}{hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 

@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 from simplegraph.fused.choice import chosen_operators  # noqa: E402
 from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
 from simplegraph.fused.layers.table import fused_forwards  # noqa: E402
-from simplegraph.fused.layers.texts import with_names  # noqa: E402
+from simplegraph.fused.layers.texts import unwrapped, with_names  # noqa: E402
 from simplegraph.fused.torch_operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
@@ -127,7 +127,7 @@ def altered(rotary: Any = modeling_llama.apply_rotary_pos_emb, half: Any = None,
     """An attention of Llama's in whose module's names a function is another."""
     rotary = with_names(rotary, {"rotate_half": half or modeling_llama.rotate_half})
     rotary.__defaults__ = (default,)
-    forward = with_names(modeling_llama.LlamaAttention.forward, {"apply_rotary_pos_emb": rotary})
+    forward = with_names(unwrapped(modeling_llama.LlamaAttention.forward), {"apply_rotary_pos_emb": rotary})
     return type("Altered", (modeling_llama.LlamaAttention,), {"forward": forward})
 
 
@@ -168,7 +168,7 @@ def test_an_attention_answers_to_the_bit(dtype: torch.dtype, device: torch.devic
     assert len(calls) == 1
     assert torch.equal(found, expected)
     assert vars(module) == before
-    assert modeling_llama.LlamaAttention.forward.__globals__ is vars(modeling_llama)
+    assert unwrapped(modeling_llama.LlamaAttention.forward).__globals__ is vars(modeling_llama)
 
 
 @pytest.mark.parametrize("case", ["thread", "later", "another", "own forward", "mixed dtypes", "gradient"])

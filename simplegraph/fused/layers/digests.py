@@ -34,6 +34,14 @@ DIGESTS: Mapping[str, str] = MappingProxyType(
         "6ae90f289abc2911": "transformers.activations:NewGELUActivation.forward",
         "bffec265055c42de": "transformers.activations:GELUActivation.forward",
         "d7b8134f24708f09": "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+        # transformers 5.24
+        "416f8eb85d07948e": "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward",
+        "aa45fe7f577d3c23": "transformers.models.mixtral.modeling_mixtral:MixtralDecoderLayer.forward",
+        "e15677adefdda1ff": "transformers.models.gemma2.modeling_gemma2:Gemma2DecoderLayer.forward",
+        "21594d8c64ca687b": "transformers.models.whisper.modeling_whisper:WhisperDecoderLayer.forward",
+        "00fdbfc9aa86bd81": "transformers.models.t5.modeling_t5:T5LayerSelfAttention.forward",
+        "c4bf5038930da96c": "transformers.models.t5.modeling_t5:T5LayerCrossAttention.forward",
+        "fea73ab86c5e54b6": "transformers.models.gpt2.modeling_gpt2:GPT2Block.forward",
         # timm 1.0.31
         "6f38625e7ce9fd4b": "timm.models.vision_transformer:Block.forward",
         "d89cb1f155a32eb4": "timm.layers.norm:LayerNorm.forward",

@@ -84,7 +84,9 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if module.training and getattr(module, "gradient_checkpointing", False):
+    # Since transformers 5.24 a wrapper of the forward gives a cache that is passed by its old name the present one.
+    renamed = "past_key_values" in kwargs and "past_key_values" not in signature.parameters
+    if renamed or (module.training and getattr(module, "gradient_checkpointing", False)):
         return original(*args, **kwargs)
     (_, (_, hidden), *others) = arguments_of(signature, module, *args, **kwargs).items()
     given = dict(others)

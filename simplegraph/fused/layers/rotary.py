@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.texts import GlobalNames, known_name, with_names
+from simplegraph.fused.layers.texts import GlobalNames, known_name, unwrapped, with_names
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators
 
 _NAME = "apply_rotary_pos_emb"
@@ -31,7 +31,7 @@ def rotary_layers(model: nn.Module) -> dict[nn.Module, Layer]:
 def _layer(module: Any) -> Layer:
     elements = getattr(module, "head_dim", None)
     trials = (KernelTrial("rotate", (elements,)),) if isinstance(elements, int) and elements % 2 == 0 else ()
-    written: Any = type(module).forward
+    written: Any = unwrapped(type(module).forward)
     names = GlobalNames(written, written.__globals__[_NAME])
     return Layer("rotary", trials, functools.partial(_run, module, functools.cache(_with_rotate), names))
 
@@ -45,9 +45,11 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not names.are_still():
+    written = unwrapped(original.func)
+    renamed = written is not original.func and "past_key_values" in kwargs  # by the wrapper, as in `residuals._run`
+    if renamed or not names.are_still():
         return original(*args, **kwargs)
-    return rotating(original.func, operators)(module, *args, **kwargs)
+    return rotating(written, operators)(module, *args, **kwargs)
 
 
 def _with_rotate(forward: Any, operators: Operators) -> FunctionType:
@@ -79,7 +81,7 @@ def _fits_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _calls_known_text(kind: Any) -> bool:
-    forward = kind.forward
+    forward = unwrapped(kind.forward)
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return False
     rotary: Any = forward.__globals__.get(_NAME)

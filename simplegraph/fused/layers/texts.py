@@ -24,7 +24,8 @@ from torch import nn
 from simplegraph.fused.layers.digests import DIGESTS
 
 Found = TypeVar("Found")
-_CHECKPOINTING = "transformers.modeling_layers"
+# Wrappers of transformers, for gradient checkpointing and for arguments that have a new name.
+_WRAPPERS = ("transformers.modeling_layers", "transformers.utils.deprecation")
 _LEFT_OUT = ("ctx", "kind", "type_comment")  # fields of a syntax tree that say nothing that others do not
 _instructions = operator.attrgetter("co_name", "co_code", "co_consts", "co_names", "co_varnames")
 
@@ -61,7 +62,7 @@ def digest(function: Any, *callers: Any) -> str:
     Returns:
         Hexadecimal digits; "" if it is no function, has no source, or reads other globals than modules and functions.
     """
-    function = _without_checkpointing(function)
+    function = unwrapped(function)
     if not isinstance(function, FunctionType) or function in callers:
         return ""
     code, names = function.__code__, function.__globals__
@@ -133,9 +134,9 @@ def _written(node: Any) -> str:
     return f"{type(node).__name__}({','.join(parts)})"
 
 
-def _without_checkpointing(function: Any) -> Any:
-    """Return the function in transformers' wrapper for gradient checkpointing, which calls it with what it gets."""
-    while getattr(function, "__globals__", {}).get("__name__") == _CHECKPOINTING and hasattr(function, "__wrapped__"):
+def unwrapped(function: Any) -> Any:
+    """Return the function inside transformers' wrappers, which call it with what they get, under its present names."""
+    while getattr(function, "__globals__", {}).get("__name__") in _WRAPPERS and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 

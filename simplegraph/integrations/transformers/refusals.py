@@ -11,6 +11,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from simplegraph.base.reasons import CannotBind, Reason
 
+# What models call the argument and output that is their cache: `cache` since transformers 5.24.
+CACHE_NAMES = ("past_key_values", "cache_params", "cache")
 # Other implementations read the lengths of rows back to the host, or compile themselves.
 CAPTURABLE_ATTENTION = ("sdpa", "eager")
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")

@@ -79,7 +79,7 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
     with graphed(llama) as graphs:
         for count in (1, 2):
             found, expected = (
-                one.generate(**batch, **GREEDY, past_key_values=cache)
+                one.generate(**batch, **GREEDY, **{tiny.CACHE: cache})
                 for one, cache in ((llama, transformers.DynamicCache()), (plain, transformers.DynamicCache()))
                 if setattr(cache, "layer_class_to_replicate", OwnLayer) is None
             )
@@ -245,11 +245,11 @@ def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.devic
 
 def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: torch.device) -> None:
     class Counting(transformers.LlamaForCausalLM):
-        def forward(self, past_key_values: Any = None, **kwargs: Any) -> Any:
-            known = past_key_values.get_seq_length()
+        def forward(self, **kwargs: Any) -> Any:
+            known = kwargs[tiny.CACHE].get_seq_length()
             if not isinstance(known, int):
                 raise TypeError("a length, please")
-            return super().forward(past_key_values=past_key_values, **kwargs)
+            return super().forward(**kwargs)
 
     plain, model = (tiny.build(lambda: Counting(transformers.LlamaConfig(**tiny.LLAMA)), device) for _ in range(2))
     with graphed(model) as graphs:

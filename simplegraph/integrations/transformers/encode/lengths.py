@@ -16,7 +16,7 @@ from simplegraph.integrations.lengths import cut_outputs, grown_dims
 from simplegraph.manager.differences import first_difference
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # the first of these that is given defines batch size and length
-_NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")
+_NEVER_PADDED = ("labels", "past_key_values", "cache", "encoder_hidden_states", "encoder_attention_mask")
 
 
 def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:

@@ -122,7 +122,7 @@ class FixedCacheDecoder:
         """Copy a prefilled cache to the store.
 
         Args:
-            cache: the generation's `past_key_values`.
+            cache: the generation's cache.
             rows: rows of the cache.
             length: tokens of each row.
             kwargs: keyword arguments of the model's forward.

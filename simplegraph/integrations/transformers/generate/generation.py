@@ -23,7 +23,7 @@ from simplegraph.integrations.transformers.generate.served import ServedGenerati
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, added, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
-from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
+from simplegraph.integrations.transformers.refusals import CACHE_NAMES, check_generation, check_model, choices
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.report import GraphReport
 from simplegraph.serve.mixin import check_unwrapped, wrap
@@ -120,7 +120,7 @@ class GraphedGeneration(GraphedModel):
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole generation, and count it as eager if it decoded otherwise than graphs do."""
         self._call.decoded = False
-        self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
+        self._call.cache_is_kept = any(kwargs.get(name) is not None for name in CACHE_NAMES)
         result = generate(*args, **kwargs)
         if not self._call.decoded:
             self.stats.ran_eagerly(Reason.GENERATION, self._inner_generator())

@@ -16,12 +16,11 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TOKEN_TYPES
+from simplegraph.integrations.transformers.refusals import CACHE_NAMES
 from simplegraph.program.snapshot import Snapshot
 
 # Arguments that a step replaces by the store's.
-_REPLACED = frozenset(
-    {"past_key_values", "cache_params", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
-)
+_REPLACED = frozenset({*CACHE_NAMES, "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})
 # They tell how images lie in the prompt. A step that is passed positions, and no images, has no use for them.
 _GRIDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 
@@ -34,7 +33,7 @@ class ServedGeneration:
 
     Args:
         decoder: the decoder, which serves no other generation meanwhile.
-        cache: the generation's `past_key_values`.
+        cache: the generation's cache.
         kept: True if the user can see the cache after the generation.
         beams: True if rows are beams, whose order changes between steps.
 

@@ -19,6 +19,7 @@ from simplegraph.integrations.transformers.generate.unmasked import masked_forwa
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.overrides import override_forwards
+from simplegraph.integrations.transformers.refusals import CACHE_NAMES
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
@@ -135,8 +136,13 @@ class TokenStep(ModelStep):
 
 
 def _cache_name(model: Any) -> str:
-    names = inspect.signature(type(model).forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    names = {
+        name
+        for kind in type(model).__mro__
+        if "forward" in vars(kind)
+        for name in inspect.signature(vars(kind)["forward"]).parameters
+    }
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
 
 
 def _same_mask(length: int, mask: Tensor, **_: Any) -> Tensor:

@@ -136,13 +136,13 @@ def test_whoever_could_tell_is_asked_in_time(who: str, pair: Any, device: torch.
         elif who == "hook":
             one.register_forward_hook(lambda *args, seen=seen: seen.append(1))
         elif who == "cache":
-            extra = {"past_key_values": transformers.DynamicCache(config=one.config)}
+            extra = {tiny.CACHE: transformers.DynamicCache(config=one.config)}
         torch.manual_seed(0)
         results.append(one.generate(**batch, **(settings | extra)))
         if who == "sampling":
             seen.append(int(torch.randint(1 << 30, ())))
         elif who == "cache":
-            seen.append(extra["past_key_values"].get_seq_length())
+            seen.append(extra[tiny.CACHE].get_seq_length())
     assert torch.equal(*results)
     assert results[0].shape[1] < 47
     assert calls[id(plain)] == calls[id(model)] != []

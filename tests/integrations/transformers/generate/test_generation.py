@@ -86,7 +86,7 @@ def test_forwards_of_the_users_own_run_as_they_are(llama: Any, plain: Any, devic
     with graphed(llama), torch.no_grad():
         found, expected = llama(ids), plain(ids)
         assert torch.equal(found.logits, expected.logits)
-        step = {"input_ids": ids[:, -1:], "past_key_values": found.past_key_values}
+        step = {"input_ids": ids[:, -1:], tiny.CACHE: found.past_key_values}
         assert llama(**step).past_key_values.get_seq_length() == 7
 
 

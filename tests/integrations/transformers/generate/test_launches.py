@@ -197,7 +197,7 @@ def test_a_streamer_that_stops_a_generation_leaves_what_it_did(last: int, pair: 
         cache, stream = transformers.DynamicCache(config=one.config), Stream(last)
         torch.manual_seed(7)
         with pytest.raises(KeyboardInterrupt):
-            one.generate(**batch, **settings, past_key_values=cache, streamer=stream)
+            one.generate(**batch, **settings, **{tiny.CACHE: cache}, streamer=stream)
         left.append((stream.shown, cache.get_seq_length(), torch.rand(2, device=device).tolist()))
     assert left[0] == left[1]
     both(plain, model, batch, settings, 1)

@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_with_the_states_of_its_last_turn(device: torch.d
         turns = [tiny.prompts([6], device)["input_ids"]]
         for seed in range(3):
             said = torch.cat([turns[-1], tiny.prompts([3], device, seed)["input_ids"]], dim=1)
-            turns.append(model.generate(said, **GREEDY, past_key_values=cache))
+            turns.append(model.generate(said, **GREEDY, **{tiny.CACHE: cache}))
         return turns
 
     plain, model = pair("Lfm2", device)

@@ -162,7 +162,10 @@ def test_under_autocast_and_after_it(llama: Any, plain: Any, device: torch.devic
             for actual, wanted in zip(found.logits[:4], expected.logits[:4], strict=True):
                 torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=5e-2)  # a few units of bfloat16
             assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.replays == 4 * (TOKENS - 1) - 2  # the first step with either
+        # The first step with either; since transformers 5.24 the cache's values have autocast's dtype: a change
+        # makes a new cache.
+        firsts = 2 if tiny.CACHE == "past_key_values" else 4
+        assert graphs.stats.replays == 4 * (TOKENS - 1) - firsts
 
 
 def test_guidance_has_a_cache_of_its_own_and_runs_as_it_did(llama: Any, plain: Any, device: torch.device) -> None:

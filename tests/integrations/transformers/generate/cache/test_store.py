@@ -63,7 +63,7 @@ def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(name: str, devic
         said = tiny.prompts([6], device)["input_ids"]
         turns = []
         for seed in range(3):
-            said = model.generate(said, **GREEDY, past_key_values=cache)
+            said = model.generate(said, **GREEDY, **{tiny.CACHE: cache})
             turns.append(said)
             said = torch.cat([said, tiny.prompts([3], device, seed)["input_ids"]], dim=1)
         return turns
@@ -104,7 +104,7 @@ def test_a_cache_changed_between_steps_is_an_error(llama: Any, device: torch.dev
         return scores
 
     with graphed(llama), pytest.raises(sg.StaleGraphError, match="changed between two steps"):
-        llama.generate(**tiny.prompts([6], device), **GREEDY, past_key_values=cache, logits_processor=[crops])
+        llama.generate(**tiny.prompts([6], device), **GREEDY, **{tiny.CACHE: cache}, logits_processor=[crops])
 
 
 def test_an_encoder_whose_outputs_are_pooled_before_attention_is_refused(device: torch.device) -> None:
