@@ -55,7 +55,7 @@ class CheckReport:
     def __str__(self) -> str:
         independent = {
             None: "unknown, since two eager runs on the same inputs differ",
-            True: f"yes, padding is safe as far as these inputs tell: {TRIED}",
+            True: f"yes, as far as these inputs show: {TRIED}",
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]

@@ -33,8 +33,8 @@ from simplegraph.program.snapshot import Snapshot
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3, 100)
 TRIED = (
-    "its rows were padded to twice as many by zeros and by rows times 3, -3 and 100, and cut to half as many; "
-    "copies of its first row, too. Rows that meet for other data alone are not seen"
+    "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
+    "also for copies of the first row. Rows that depend on each other only for other data were not found"
 )
 
 

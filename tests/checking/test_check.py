@@ -89,7 +89,7 @@ def test_a_module_that_may_be_padded_passes(device, name):
     assert report.rows_independent is True
     assert report.capturable is True
     assert report.problem is None
-    assert "padding is safe as far as these inputs tell: its rows were padded to twice as many by" in str(report)
+    assert "yes, as far as these inputs show: twice the rows, padded with zeros and" in str(report)
 
 
 @pytest.mark.parametrize("name", MIXING)
