@@ -189,7 +189,7 @@ def test_python_state_that_changes_from_call_to_call_is_found(device):
 
     report = sg.check(Counts().eval(), rows(device))
     assert report.capturable is False
-    assert "calls changes whenever the forward runs" in report.problem
+    assert "the forward changes calls whenever it runs" in report.problem
 
 
 def test_state_that_is_written_is_named_and_put_back(device):
