@@ -420,6 +420,7 @@ def test_the_memory_of_the_sizes_asked_for_is_measured_and_nothing_is_left(devic
     assert report.memory.bytes == report.memory.first_bytes + 2 * report.memory.next_bytes
     assert report.memory.first_bytes > 0 or device.type == "cuda", "a device's free memory comes in larger steps"
     assert "memory of 3 graphs" in str(report)
+    assert "memory of 1 graph: " in str(sg.check(module, rows(device), capture_sizes=[2]))
     assert sg.check(module, rows(device)).memory is None
 
 
