@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from simplegraph import __version__
 from simplegraph.base.errors import ConfigError, install_command
+from simplegraph.base.reasons import DOCUMENTATION
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
     from torch import Tensor, device
@@ -38,9 +39,9 @@ CUDA graphs for any PyTorch module, without a compiler.
 """
 _EXAMPLES = """\
 examples:
-  simplegraph doctor          try capture and replay on this machine
+  simplegraph doctor                    try capture and replay on this machine
   simplegraph audit -- python serve.py  check the graphs that a program captures
-  simplegraph COMMAND --help  list a command's options
+  simplegraph COMMAND --help            list a command's options
 
 Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
 """
@@ -162,7 +163,13 @@ _TRIALS = {
     "random numbers": _try_random,
 }
 # Optional packages, and the extra of this one that brings each.
-_OPTIONAL = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
+_OPTIONAL = {
+    "numpy": "attention",
+    "flashinfer": "flashinfer",
+    "transformers": "transformers",
+    "prometheus_client": "prometheus",
+    "matplotlib": "plot",
+}
 
 
 def _package(name: str) -> Finding:
@@ -221,7 +228,7 @@ def _audit(options: argparse.Namespace) -> int:
     os.environ |= {VARIABLE: str(report), EVERY: str(options.every)}  # for workers that load plugins
     with Audit.start(options.every, nan=options.nan, path=report) as audit:
         status = _run_python(options.program)
-    print(f"simplegraph audit: {audit}", file=sys.stderr)
+    print(f"simplegraph audit: {audit}\n  report: {report}", file=sys.stderr)
     kinds = [finding.kind for finding in audit.findings]
     for path in report.parent.glob(f"{report.stem}.*.json"):  # of workers
         if path.stat().st_mtime >= started:
@@ -251,7 +258,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
-    audited = commands.add_parser("audit", help="run a program, and check the graphs that it captures")
+    purpose = "run a program, and check the graphs that it captures"
+    audited = commands.add_parser(
+        "audit", help=purpose, description=f"{purpose.capitalize()}: {DOCUMENTATION}audit.html"
+    )
     audited.add_argument("--every", type=int, default=100, metavar="N", help="check a graph at every N-th replay (100)")
     audited.add_argument("--nan", action="store_true", help="look for NaN in outputs of checked replays, too")
     audited.add_argument(
@@ -276,6 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             audited.error(
                 "expected -- python script.py ..., or -- python -m module ..., without options of Python's own"
             )
+        runs = arguments[0] if Path(program).name.startswith("python") else shutil.which(program) or program
+        if runs != "-m" and not Path(runs).exists():
+            audited.error(f"there is no {runs} to run; expected -- python script.py ...")
         try:
             return _audit(options)
         except ConfigError as error:

@@ -10,6 +10,7 @@ from bench.tools.measure import say
 from simplegraph.base.errors import install_command
 
 OURS, OTHERS = "#d9480f", "#868e96"
+LOG_SCALE = "less is better, on a logarithmic scale"
 _DPI = 150
 _WIDE = 400  # last over first number of an axis from which on only powers of ten have a tick
 
@@ -49,6 +50,7 @@ def bars(axis: Any, title: str, values: Mapping[str, float], form: str = "%.3g")
     drawn = axis.barh(names, [values[name] for name in names], color=[colour(name) for name in names], height=0.6)
     axis.bar_label(drawn, fmt=form, padding=3)
     axis.set_xlim(0, 1.25 * max(values.values()))  # room for the values
+    axis.set_xlabel("less is better")
     _finish(axis, title)
 
 
@@ -60,6 +62,7 @@ def dots(axis: Any, title: str, values: Mapping[str, float], form: str = "%.3g")
         place = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
         axis.annotate(form % values[name], (values[name], name), **place)
     log_axis(axis, min(values.values()) / 1.5, max(values.values()) * 3)
+    axis.set_xlabel(LOG_SCALE)
     axis.set_ylim(-0.6, len(names) - 0.4)
     _finish(axis, title)
 

@@ -116,9 +116,12 @@ def store() -> None:
             axis.set_ylim(0)
             axis.grid(color="#dee2e6")
             if axis.lines:
-                axis.legend(fontsize=7, loc="center left", framealpha=0.7)
+                axis.legend(fontsize=7, loc="best", framealpha=0.7)
             else:
                 axis.text(0.5, 0.5, "no such calls", transform=axis.transAxes, ha="center", color="#868e96")
+
+        for axis in axes[-1]:
+            axis.set_xlabel("seconds")
 
     draw(PICTURE, fill, nrows=3, ncols=3, figsize=(10, 8), sharex=True)
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from docs.tools.charts import OURS, bars, colours_legend, dots, draw, log_axis
+from docs.tools.charts import LOG_SCALE, OURS, bars, colours_legend, dots, draw, log_axis
 from docs.tools.raw import ROOT, extra, load, startup
 from docs.tools.tables import FAMILIES, MODEL_ARMS, models
 
 FOLDER = ROOT / "docs" / "_static"
 _MARKERS = "osD^v"
-_GREYS = ("#495057", "#868e96", "#adb5bd", "#6c757d")
+_HOLLOW = "^v"
+_GREYS = ("#343a40", "#868e96", "#1c7ed6", "#2b8a3e")
 
 Rows = Mapping[str, Mapping[str, float]]
 
@@ -89,10 +90,13 @@ def _dot_rows(axis: Any, title: str, rows: Rows, arms: Mapping[str, str]) -> Non
     greys = iter(_GREYS)
     for marker, (arm, text) in zip(_MARKERS, arms.items(), strict=False):
         ours = arm == "simplegraph"
-        look = {"color": OURS if ours else next(greys), "s": 55 if ours else 30, "zorder": 4 if ours else 3}
+        shade = OURS if ours else next(greys)
+        look = {"s": 55 if ours else 34, "zorder": 4 if ours else 3, "edgecolors": shade}
+        look["facecolors"] = "none" if marker in _HOLLOW else shade  # points that lie on each other stay visible
         axis.scatter([rows[name][arm] for name in names], names, marker=marker, label=text, **look)
     every = [value for row in rows.values() for value in row.values()]
     log_axis(axis, min(every) / 1.4, max(every) * 1.4)
+    axis.set_xlabel(LOG_SCALE)
     axis.set_title(title, fontsize="medium", loc="left")
     axis.grid(color="#dee2e6")
     axis.set_axisbelow(True)

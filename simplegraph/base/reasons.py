@@ -21,10 +21,7 @@ class Reason(str, enum.Enum):
     PADDED = "padded", "padded to the next captured size"
     # The dispatcher's own.
     SWITCHED_OFF = "switched_off", "graphs are switched off: by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
-    BATCH_TOO_LARGE = (
-        "batch_too_large",
-        "the batch is above every captured size or number of LoRAs",
-    )
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any that is captured"
     SIZE_NOT_CAPTURED = (
         "size_not_captured",
         "capture_sizes has not this size, and padding is off, or would change the random numbers that are drawn next",

@@ -24,6 +24,7 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.device.kernels import readable
 from simplegraph.doctor.attach import CaptureReading, graph_source
 from simplegraph.doctor.owners import Blocks, MemoryOwner, MemorySurvey, State, Use, credible, judge
+from simplegraph.manager.stats import counted
 
 logger = logging.getLogger("simplegraph")
 
@@ -282,7 +283,8 @@ class Audit:
 
     def __str__(self) -> str:
         nodes = sum(len(graph.reading.nodes) for graph in self.graphs)
-        head = f"{len(self.graphs)} graphs, {nodes} nodes, {self.checks} checks, {len(self.findings)} findings"
+        counts = {"graph": len(self.graphs), "node": nodes, "check": self.checks, "finding": len(self.findings)}
+        head = ", ".join(counted(number, noun) for noun, number in counts.items())
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
     # What the source shows; see `attach.Watcher`.

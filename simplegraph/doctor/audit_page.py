@@ -11,6 +11,7 @@ from typing import Any
 
 from simplegraph.device.kernels import readable
 from simplegraph.doctor.page import document, heading, mib, paragraph, table, text, tiles
+from simplegraph.manager.stats import counted
 
 _HEADER = ("graph", "captured in", "reading", "replays", "captured at", "pools", "memory of", "not read")
 _FINDING = ("kind", "address", "then", "now", "kernel", "allocated at", "graphs")
@@ -81,7 +82,8 @@ def _group(
     nodes = graphs[0]["nodes"]
     modules = [names[module] for *_, module in nodes if names[module]]
     extent = f": {modules[0]}" + (f" to {modules[-1]}" if modules[-1] != modules[0] else "") if modules else ""
-    yield f"<details><summary>{count}, {len(nodes)} nodes{' each' * bool(graphs[1:])}{text(extent)}{mark}</summary>"
+    each = counted(len(nodes), "node") + " each" * bool(graphs[1:])
+    yield f"<details><summary>{count}, {each}{text(extent)}{mark}</summary>"
     yield _timeline(nodes, names, shown)
     yield table(_HEADER, map(_row, graphs))
     yield "</details>"

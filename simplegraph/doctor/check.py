@@ -36,8 +36,8 @@ from simplegraph.serve.wrap import wrap
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3, 100)
 _TRIED = (
-    "its rows were padded to twice as many by zeros and by rows times 3, -3 and 100, and cut to half as many; "
-    "copies of its first row, too. Rows that meet for other data alone are not seen"
+    "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
+    "also for copies of the first row. Rows that depend on each other only for other data were not found"
 )
 
 
@@ -77,7 +77,7 @@ class CheckReport:
     def __str__(self) -> str:
         independent = {
             None: "unknown, since two eager runs on the same inputs differ",
-            True: f"yes, padding is safe as far as these inputs tell: {_TRIED}",
+            True: f"yes, as far as these inputs show: {_TRIED}",
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]

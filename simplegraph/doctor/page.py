@@ -135,7 +135,8 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     chosen = f"capture_sizes={list(plan.sizes)}"
     yield (
         f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
-        f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, with as many sizes.</p>"
+        f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, "
+        "with no more sizes than these calls used.</p>"
     )
 
 

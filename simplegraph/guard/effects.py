@@ -195,7 +195,5 @@ class CountedState:
     @property
     def refusal(self) -> tuple[str, str]:
         """Say why there can be no graph, and what to do."""
-        cause = (
-            f"{', '.join(self.names or [])} changes whenever the forward runs, in Python, and a replay runs no Python"
-        )
+        cause = f"the forward changes {', '.join(self.names or [])} whenever it runs, and a replay runs no Python"
         return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."

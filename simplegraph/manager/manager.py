@@ -387,7 +387,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         emulated = " (emulated: tensors only)" if self.emulated else ""
-        return f"memory of {self.graphs} graphs: about {self.bytes / 2**20:.1f} MiB{emulated}"
+        return f"memory of {self.graphs} graph{'s' * (self.graphs != 1)}: about {self.bytes / 2**20:.1f} MiB{emulated}"
 
 
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:

@@ -27,8 +27,8 @@ from simplegraph.program.snapshot import Snapshot
 logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
-    "simplegraph.check(module, inputs) says more. A forward that mixes rows is wrong under padding (padding=False), "
-    "and Python state is frozen (state_key)."
+    "simplegraph.check(module, inputs) says more. If the forward mixes rows, set padding=False; if it reads numbers or "
+    "flags of Python, name them in state_key."
 )
 
 

@@ -200,8 +200,16 @@ def command(tmp_path: Path, *arguments: str, options: tuple[str, ...] = ()) -> s
 def test_the_command_runs_a_program_and_ends_with_its_status(tmp_path: Path) -> None:
     done = command(tmp_path, "7", options=("--every", "1"))
     assert done.returncode == 7, done.stderr
-    assert "simplegraph audit: 1 graphs, 1 nodes" in done.stderr
+    assert "simplegraph audit: 1 graph, 1 node, " in done.stderr
+    assert done.stderr.endswith(f"  report: {tmp_path / 'report.html'}\n")
     assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("program", [["python", "nothere.py"], ["nothere"]])
+def test_a_program_that_there_is_not_is_named_in_a_line(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["audit", "--", *program])
+    assert f"there is no {program[-1]} to run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kinds", "status"), [("stale,freed", 3), ("nan", 0)])

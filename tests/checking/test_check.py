@@ -89,7 +89,7 @@ def test_a_module_that_may_be_padded_passes(device, name):
     assert report.rows_independent is True
     assert report.capturable is True
     assert report.problem is None
-    assert "padding is safe as far as these inputs tell: its rows were padded to twice as many by" in str(report)
+    assert "yes, as far as these inputs show: twice the rows, padded with zeros and" in str(report)
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -189,7 +189,7 @@ def test_python_state_that_changes_from_call_to_call_is_found(device):
 
     report = sg.check(Counts().eval(), rows(device))
     assert report.capturable is False
-    assert "calls changes whenever the forward runs" in report.problem
+    assert "the forward changes calls whenever it runs" in report.problem
 
 
 def test_state_that_is_written_is_named_and_put_back(device):
@@ -420,6 +420,7 @@ def test_the_memory_of_the_sizes_asked_for_is_measured_and_nothing_is_left(devic
     assert report.memory.bytes == report.memory.first_bytes + 2 * report.memory.next_bytes
     assert report.memory.first_bytes > 0 or device.type == "cuda", "a device's free memory comes in larger steps"
     assert "memory of 3 graphs" in str(report)
+    assert "memory of 1 graph: " in str(sg.check(module, rows(device), capture_sizes=[2]))
     assert sg.check(module, rows(device)).memory is None
 
 

@@ -224,6 +224,26 @@ def test_each_kind_can_be_left_out(kind: str, device: torch.device) -> None:
             torch.testing.assert_close(call(model, "llama", device), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("part", ["", "self_attn"])
+def test_a_cache_that_is_passed_by_its_old_name_is_filled(part: str, device: torch.device) -> None:
+    """transformers 5.24 calls it `cache`, and a wrapper of each forward renames what callers still pass."""
+    model = tiny.build(MODELS["llama"], device)
+    module = model.model.layers[0].get_submodule(part)
+    hidden, (cos, sin) = torch.randn(2, 1, 64, device=device), torch.randn(2, 2, 1, 16, device=device)
+    given = {"position_embeddings": (cos, sin), "attention_mask": None}
+
+    def filled() -> Tensor:
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            module(hidden, **given, past_key_values=cache)
+        return cache.layers[0].keys
+
+    expected = filled()
+    with override_forwards(fused_forwards(find_layers(model), Operators())):
+        torch.testing.assert_close(filled(), expected)
+
+
 def test_a_layer_called_by_itself_and_copied_meanwhile_answers_as_before(device: torch.device) -> None:
     config = transformers.LlamaConfig(**tiny.LLAMA)
     config._attn_implementation = "eager"
