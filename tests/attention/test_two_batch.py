@@ -130,7 +130,7 @@ def test_one_prompt_is_cut_in_two(device: torch.device) -> None:
 def test_the_steps_of_a_graph_that_is_missing_run_eagerly_in_halves(device: torch.device) -> None:
     served = Overlapped(device, mode="FULL", capture_sizes=[4, 8])
     served.capture()
-    served.manager.table.forget_key((FULL, BatchDescriptor(8, 8)))
+    served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop()
     for count in (3, 7, 2):
         served.ran.clear()
         ran, error = served.step(served.requests("decode", count, count), count)
@@ -145,7 +145,7 @@ def test_a_rank_without_requests_runs_a_step_of_padding(device: torch.device, mo
     served.capture()
     served.step(served.requests("decode", 7, 1), 1)
     if mode == "NONE":
-        served.manager.table.forget_key((FULL, BatchDescriptor(8, 8)))
+        served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop()
     before, batch = served._pages().clone(), served.manager.dispatch(6, 6)
     served.overlap.set_dummy(batch)
     outputs = served.manager.run(batch, served.forward)

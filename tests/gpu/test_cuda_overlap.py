@@ -56,7 +56,7 @@ def steps_of(sizes: tuple[int, ...] | None, *, forget: bool = False, **settings:
         assert served.manager.capture(served.forward).failed == {}
     if forget:
         for key in list(served.manager.programs):
-            served.manager.table.forget_key(key)
+            served.manager.table.graphs.pop(key).drop()
     found = served.steps()
     torch.cuda.synchronize()
     replays = served.manager.stats.replays
