@@ -69,7 +69,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # as when DTensor computes how its results are sharded
             return func(*args, **kwargs)
-        if facts_of(func).is_higher_order:
+        if is_higher_order(func):
             return self.run(func, args, kwargs)
         with _keys_without_mode(func, self._cast):
             return self.run(func, args, kwargs)
@@ -134,12 +134,16 @@ def wrapper_class(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+def is_higher_order(func: Any) -> bool:
+    """True if the operator runs functions that it is passed, as torch.cond and flex_attention do; it has no schema."""
+    return isinstance(func, HigherOrderOperator)
+
+
 class OperatorFacts(NamedTuple):
-    """What an operator's name, schema and kernels tell of it. By default of a higher-order one, which has no schema.
+    """What an operator's name, schema and kernels tell of it; by default nothing, as of one without a schema.
 
     Attributes:
         name: without ``aten::``; empty for a higher-order operator.
-        is_higher_order: True if it runs functions that it is passed, as torch.cond and flex_attention do.
         is_composite: True if it is only made of others. Under inference_mode it is dispatched whole.
         is_collective: True if it communicates with other ranks.
         may_draw: True if it draws random numbers, or is not torch's own and may do so unsaid.
@@ -153,7 +157,6 @@ class OperatorFacts(NamedTuple):
     """
 
     name: str = ""
-    is_higher_order: bool = True
     is_composite: bool = False
     is_collective: bool = False
     may_draw: bool = True
@@ -174,7 +177,7 @@ _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a 
 @functools.lru_cache(maxsize=4096)
 def facts_of(func: Any) -> OperatorFacts:
     """Return what is known of an operator."""
-    if isinstance(func, HigherOrderOperator):
+    if is_higher_order(func):
         return OperatorFacts()
     schema, has_kernel = func._schema, torch._C._dispatch_has_kernel_for_dispatch_key
     name: str = schema.name.removeprefix("aten::")
@@ -184,7 +187,6 @@ def facts_of(func: Any) -> OperatorFacts:
     places = [(at, arg.name, str(arg.type).removeprefix("Optional[")) for at, arg in enumerate(schema.arguments)]
     return OperatorFacts(
         name,
-        is_higher_order=False,
         is_composite=has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"),
         is_collective=func.namespace in ("c10d", "_c10d_functional"),
         may_draw=func.namespace not in ("aten", "prims", "prim") or torch.Tag.nondeterministic_seeded in func.tags,

@@ -41,6 +41,7 @@ from simplegraph.base.operators import (
     OperatorMode,
     defined,
     facts_of,
+    is_higher_order,
     strided_tensors,
     without_modes,
     written_args,
@@ -95,11 +96,7 @@ class HostMode(OperatorMode, abc.ABC):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on plain tensors, and follow what it does with those on the CPU."""
         # Inside a break, or for one, no recorder of breaks is active.
-        if (
-            facts_of(func).is_higher_order
-            or ACTIVE.recorder is not self._recorder
-            or (self._emulated and func is not _LIFT)
-        ):
+        if is_higher_order(func) or ACTIVE.recorder is not self._recorder or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:
             if args[0].dim() and args[0].numel():  # more than a number, which an operator can take along by itself

@@ -60,6 +60,8 @@ class Memory:
         return storage
 
     def __del__(self) -> None:
+        if self.pool is not None:
+            self.pool.sizes.pop(vars(self).get("address", 0), None)
         if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
             ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
@@ -187,7 +189,7 @@ class Arena:
     """Keeps what the emulator knows of a pool.
 
     Attributes:
-        memories: what segments of all pools created, by address.
+        memories, sizes: what segments of all pools created, and how many bytes each has, by address.
         group: the run of segments under capture: those of one Program, which replay in order.
         index: how many segments the group has.
         segments: how many segments are live.
@@ -197,12 +199,16 @@ class Arena:
     """
 
     def __init__(
-        self, memories: weakref.WeakValueDictionary[int, Memory], streams: Streams, thread: EmulatedThread
+        self,
+        memories: weakref.WeakValueDictionary[int, Memory],
+        sizes: dict[int, int],
+        streams: Streams,
+        thread: EmulatedThread,
     ) -> None:
         self.group = self.index = self.segments = 0
         self.capturing = self.released = False
         self.retired: list[Memory] = []
-        self.memories, self._streams, self._thread = memories, streams, thread
+        self.memories, self.sizes, self._streams, self._thread = memories, sizes, streams, thread
         self._group: list[weakref.ref[Memory]] = []
         self._dirty: list[Memory] = []  # written by replays since it was last poisoned
         self._used = self._last = (0, 0)  # (stream, tick), and the place, of the last replay
@@ -233,6 +239,7 @@ class Arena:
         self.segments += 1
         found = {memory.address: memory for memory in created if memory.address}
         self.memories.update(found)
+        self.sizes.update({address: memory.storage.nbytes() for address, memory in found.items()})
         self._group += map(weakref.ref, found.values())
         return self.group, self.index
 

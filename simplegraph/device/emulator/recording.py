@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 from simplegraph.base.constants import SERVING
 from simplegraph.base.errors import EmulatorError, ReplayError
 from simplegraph.base.modes import autocast_dtype
-from simplegraph.base.operators import OperatorMode, facts_of, written_args
+from simplegraph.base.operators import OperatorFacts, OperatorMode, facts_of, is_higher_order, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
 from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, poison
@@ -167,7 +167,7 @@ class EmulatedCapture(OperatorMode):
         self.broken = self.broken or error
         raise error
 
-    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """Refuse what a capture on CUDA refuses; return the tensors among the arguments."""
         if self._reseeded():
             self.fail(_RESEEDED)
@@ -178,11 +178,11 @@ class EmulatedCapture(OperatorMode):
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
         if self._all_host(func, args, kwargs, inputs):
             return inputs
-        if rules.reads_value(func, kwargs) or rules.waits_for_value(func, args, kwargs, self.is_host):
+        if rules.reads_value(func, name, kwargs) or rules.waits_for_value(func, name, args, kwargs, self.is_host):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
-        if rules.masks(func, args) and not self._fills_by_mask(args):
+        if rules.masks(name, args) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
-        is_lift = facts_of(func).name == "lift_fresh" and not SERVING.active
+        is_lift = name == "lift_fresh" and not SERVING.active
         # Python data that is more than a number, and that a GPU would have to fetch.
         if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
@@ -190,21 +190,24 @@ class EmulatedCapture(OperatorMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, taken apart where it is made of others."""
-        if facts_of(func).is_higher_order:
+        if is_higher_order(func):
             if func.name() == "cond":  # which runs no Python where a mode could see it choose
                 self.fail(f"{rules.READ_BACK} (torch.cond)")
             with self, _FunctionMode(self):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        inputs = self.check(func, args, kwargs)
-        if facts_of(func).is_composite:
+        facts = facts_of(func)
+        inputs = self.check(func, facts.name, args, kwargs)
+        if facts.is_composite:
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
             with self, _FunctionMode(self):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return self._record(func, args, kwargs, inputs)
+        return self._record(func, facts, args, kwargs, inputs)
 
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
+    def _record(
+        self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
+    ) -> Any:
         """Run an operator, and record it where it does work on a device."""
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
@@ -212,13 +215,13 @@ class EmulatedCapture(OperatorMode):
             return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
-            if facts_of(func).name == "lift_fresh" and memory.pool is None:
+            if facts.name == "lift_fresh" and memory.pool is None:
                 memory.freeze()
         written = rules.tensors(*written_args(func, args, kwargs))
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = _as_recorded(func)
-        if facts_of(func).is_collective:
+        call = _as_recorded(func, facts)
+        if facts.is_collective:
             with _Unsent(self._works):  # without a word to the other ranks: one may fail to get here at all
                 result = func(*args, **kwargs)
         else:
@@ -226,10 +229,10 @@ class EmulatedCapture(OperatorMode):
         results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
-        of_host = rules.host_results(func, args, kwargs, self.is_host)
+        of_host = rules.host_results(func, facts.name, args, kwargs, self.is_host)
         self._frozen(func, [tensor for place, tensor in results if place in of_host])
         created = self._create(func, results)
-        if rules.does_work(func, written, created):
+        if rules.does_work(func, facts, written, created):
             tree = call, args, kwargs, created
             self.calls.append(RecordedCall(*map_tree(Tensor, functools.partial(self.view, func), tree)))
         return result
@@ -338,12 +341,12 @@ class EmulatedCapture(OperatorMode):
         return memory is not None and memory.value is not None
 
 
-def _as_recorded(func: Any) -> Callable[..., Any]:
+def _as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
     """Return an operator as a replay calls it: in the autocast and grad mode in force now, and over when it returns.
 
     It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
     """
-    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts_of(func).is_collective
+    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts.is_collective
     if not (grad or dtype or waits):
         return func  # type: ignore[no-any-return]
 

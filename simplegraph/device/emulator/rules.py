@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.base.operators import facts_of
+from simplegraph.base.operators import OperatorFacts
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
@@ -38,9 +38,8 @@ def operator_label(func: Any) -> str:
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
 
 
-def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
+def reads_value(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
     """True if the host needs a tensor's value to go on."""
-    name = facts_of(func).name
     if name in _READS:
         return True
     if name in {*_TAKES_MASK, "equal"} or kwargs.get("output_size") is not None:
@@ -48,18 +47,18 @@ def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
     return not _READING_TAGS.isdisjoint(func.tags)
 
 
-def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
+def masks(name: str, args: Sequence[Any]) -> list[Tensor]:
     """List the boolean masks among the indices of an indexing operator."""
-    if facts_of(func).name not in _TAKES_MASK:
+    if name not in _TAKES_MASK:
         return []
     return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 
 
-def does_work(func: Any, written: Sequence[Tensor], created: Sequence[Any]) -> bool:
+def does_work(func: Any, facts: OperatorFacts, written: Sequence[Tensor], created: Sequence[Any]) -> bool:
     """True if a device would have anything to do for the operator."""
-    if facts_of(func).is_uninitialised or torch.Tag.inplace_view in func.tags:
+    if facts.is_uninitialised or torch.Tag.inplace_view in func.tags:
         return False
-    return bool(written or created) or func.namespace != "aten" or "assert" in facts_of(func).name
+    return bool(written or created) or func.namespace != "aten" or "assert" in facts.name
 
 
 def poison_byte(dtype: torch.dtype) -> int:
@@ -76,16 +75,18 @@ def poison_byte(dtype: torch.dtype) -> int:
 _Waits = Callable[[dict[str, Any]], Any]
 
 
-def waits_for_value(func: Any, args: Any, kwargs: dict[str, Any], is_number: Callable[[Tensor], bool]) -> bool:
+def waits_for_value(
+    func: Any, name: str, args: Any, kwargs: dict[str, Any], is_number: Callable[[Tensor], bool]
+) -> bool:
     """True if the operator would wait for the device in a capture on CUDA, inside of its own kernel.
 
     Args:
         func: the operator.
+        name: the operator's.
         args: what it is called with.
         kwargs: the same by name.
         is_number: True for a tensor that holds a number from Python, which is on the CPU there, too.
     """
-    name = facts_of(func).name
     waits = _WAITS.get(name.removesuffix("_")) or _WAITS.get(name)
     if waits is None:
         return False
@@ -95,10 +96,12 @@ def waits_for_value(func: Any, args: Any, kwargs: dict[str, Any], is_number: Cal
     return first is not None and first.numel() > 0 and bool(waits({k: v for k, v in given.items() if k not in numbers}))
 
 
-def host_results(func: Any, args: Any, kwargs: dict[str, Any], is_host: Callable[[Tensor], bool]) -> Sequence[int]:
+def host_results(
+    func: Any, name: str, args: Any, kwargs: dict[str, Any], is_host: Callable[[Tensor], bool]
+) -> Sequence[int]:
     """List the places of the results that lie on the CPU beside a GPU, too, if what they follow from does."""
-    name, place = _ON_HOST.get(facts_of(func).name, ("", 0))
-    return (place,) if name and is_host(_arguments(func, args, kwargs)[name]) else ()
+    argument, place = _ON_HOST.get(name, ("", 0))
+    return (place,) if argument and is_host(_arguments(func, args, kwargs)[argument]) else ()
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

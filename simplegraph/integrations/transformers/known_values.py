@@ -14,6 +14,7 @@ from simplegraph.base.operators import (
     defined,
     facts_of,
     innermost_mode,
+    is_higher_order,
     strided_tensors,
     without_modes,
     written_args,
@@ -74,7 +75,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and compute it on the CPU if all that it is passed is known."""
         kind = _kind(func) if self._follows and not self.inside_break else None
-        if facts_of(func).is_higher_order or (kind is None and not self._known):
+        if is_higher_order(func) or (kind is None and not self._known):
             return defined(func(*args, **kwargs))
         tensors = strided_tensors((*args, *kwargs.values()))
         values = [value for value in map(self._value, tensors) if value is not None]
