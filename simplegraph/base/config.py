@@ -224,7 +224,7 @@ class CudaGraphConfig:
         for variable in given:
             _, kind = _kinds()[fields[variable]]
             try:
-                changes[fields[variable]] = kind.parse(environ[variable].strip()) if kind.parse else None
+                changes[fields[variable]] = (kind.parse or str)(environ[variable].strip())
             except (ValueError, LookupError):
                 found = f"{variable}={environ[variable]!r} is not valid"
                 raise ConfigError(f"{found}: expected {kind.expected}.") from None

@@ -3,7 +3,7 @@
 While a capture runs, or an observer of one, and taken back at its end:
 
     torch.cuda.Event.record, wait      names the line that forked to a side stream (device.cuda.forks)
-    JITFunction.run of Triton          shows its launches to a capture's observer (program.launches)
+    JITFunction.run of Triton          shows its launches to a capture's observer (program.observe)
     torch.cuda.is_current_stream_capturing  true in the emulator's captures, too (device.emulator)
     torch.get_rng_state                refused in the emulator's captures (device.emulator)
     torch.overrides.has_torch_function  blind to an emulated capture (device.emulator)

@@ -198,7 +198,7 @@ class NodeReader:
 
     Args:
         driver: the CUDA driver.
-        memory: reads where it says that parameters lie; see `host.ProcessMemory`.
+        memory: reads where it says that parameters lie; see `ProcessMemory`.
         plain: tells the name of a kernel that is of no interest, whose parameters are not read; None if all are.
         most: how many nodes are read.
 
