@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.batch.sizes import plan_sizes
 from simplegraph.manager.jobs import merged_failures
-from simplegraph.manager.report import GraphReport
+from simplegraph.manager.report import GraphReport, list_steps
 from simplegraph.manager.stats import GraphCounters, GraphStats
 
 _MOST_ROWS = 40  # of a table of batch sizes
@@ -65,6 +65,9 @@ def _body(report: GraphReport) -> Iterator[str]:
         yield from (f"<pre>{text(message)}</pre>" for _, message in merged_failures(stats.failures))
     if stats.unit != "calls":
         yield from _padding(graphs, stats)
+    if any(graph.breaks for graph in graphs):
+        yield heading("Steps of piecewise graphs")
+        yield from (paragraph(list_steps(graph)) for graph in graphs if graph.breaks)
     if report.optimizations:
         yield heading("Optimized")
         yield from map(paragraph, report.optimizations)

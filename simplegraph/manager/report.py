@@ -79,7 +79,7 @@ class GraphReport:
         ]
         graphs = self.graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
-        lines += [_parts(graph) for graph in graphs if graph.breaks]
+        lines += [f"  {list_steps(graph)}" for graph in graphs if graph.breaks]
         lines += self.touched
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
@@ -119,10 +119,10 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     return fields | ({"steps": steps()} if graph.breaks else {})
 
 
-def _parts(graph: GraphCounters) -> str:
+def list_steps(graph: GraphCounters) -> str:
     """List the steps of a piecewise graph: the segments together, and every break function."""
     counts = collections.Counter(step["name"] or "segments" for step in graph.steps())
-    return f"  {graph.mode} {graph.size}: {', '.join(f'{name} x {count}' for name, count in counts.items())}"
+    return f"{graph.mode} {graph.size}: {', '.join(f'{name} x {count}' for name, count in counts.items())}"
 
 
 def _mib(count: int) -> str:

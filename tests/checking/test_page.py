@@ -71,7 +71,7 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     assert "batch size\nserved at\ncalls\npadding\n2\n2\n5\n0\n3\n4\n10\n10" in text
     assert "capture_sizes=[2, 3]" in page.texts
     assert ": padding of 0 rows instead of 10, with as many sizes." in page.texts
-    assert "Gated.gate" in page.texts
+    assert "PIECEWISE 4: segments x 2, Gated.gate x 1" in page.texts
     assert re.search(r"Captures that failed\n.*batch size 8.*test_page\.py", text, re.DOTALL)
     links = {reason.link for reason in stats.eager}
     assert links <= set(page.links)
