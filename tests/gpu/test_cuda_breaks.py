@@ -202,7 +202,6 @@ def test_nodes_are_counted() -> None:
         model(torch.randn(4, 8, device="cuda"))
     (graph,) = model.graph_report().to_dict()["graphs"]
     assert [step["nodes"] for step in graph["steps"]] == [1, None, 2]
-    assert all(step["ms"] >= 0 for step in graph["steps"])
 
 
 def test_random_numbers_advance_as_eagers_in_segments_and_breaks() -> None:
