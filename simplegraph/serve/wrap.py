@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
@@ -212,23 +211,9 @@ def _graphed(original: Any) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
     }
-    if issubclass(original, LazyModuleMixin):
-        members["__class__"] = property(type, _become)
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
     graphed: type[nn.Module] = subclass(original, members, *mixins)
     return graphed
-
-
-def _become(lazy: Any, kind: type) -> None:
-    """Set the class of a wrapped lazy module, but not to the plain one that torch gives it once it is initialised.
-
-    That one has no place for the runner, and does what the lazy one does by then.
-    """
-    if kind is not lazy.cls_to_become:
-        _CLASS.__set__(lazy, kind)
-
-
-_CLASS: Any = vars(object)["__class__"]
 
 
 def _insert_base(target: Any) -> None:
