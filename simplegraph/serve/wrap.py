@@ -173,14 +173,11 @@ def check_unwrapped(model: Any, function: str) -> None:
     Raises:
         ConfigError: it is wrapped, or its class is.
     """
-    if isinstance(unwrap(model), CudaGraphWrapper):
-        kind = next(kind for kind in type(model).__mro__ if CudaGraphWrapper in kind.__bases__)
-        raise ConfigError(
-            f"{function} got a {type(model).__name__}, whose class {kind.__name__} has graphs itself, by "
-            f"@simplegraph.cuda_graph or CudaGraphWrapper: leave that away, and {function} serves its models."
-        )
     if isinstance(model, CudaGraphWrapper):
-        raise ConfigError(f"{function} got a wrapped model; pass simplegraph.unwrap(model).")
+        raise ConfigError(
+            f"{function} got a {type(model).__name__} that has graphs itself: pass simplegraph.unwrap(model), or leave "
+            "@simplegraph.cuda_graph and CudaGraphWrapper away from its class."
+        )
 
 
 def _share(module: Any, kind: type[Any]) -> Any:
