@@ -119,9 +119,8 @@ class PairBuilder(GraphBuilder):
                 self.refused[key] = error.again()
                 raise
         if not plan.unproven:
-            call.layout.plans[dataclasses.replace(call, batch=1).plan_key] = (
-                plan  # no dimension of a layout counts rows
-            )
+            by_call = dataclasses.replace(call, batch=1)  # no dimension of a layout counts rows
+            call.layout.plans[by_call.plan_key] = plan
         return plan
 
     def _new_pair(self, call: Call, key: Hashable) -> PairPlan:
