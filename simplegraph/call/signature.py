@@ -147,7 +147,6 @@ class CallReader:
         forward: the function whose parameters name the arguments.
         config: declared batch dimensions and pad rules.
         known: what need not be declared.
-        exact: find no batch dimensions, as with `exact_shapes`.
 
     Attributes:
         lessons: how often there was something to learn: an eager run that was observed, or a capture.
@@ -158,11 +157,9 @@ class CallReader:
         forward: Callable[..., Any],
         config: CudaGraphConfig,
         known: KnownArguments = NOTHING_KNOWN,
-        *,
-        exact: bool = False,
     ) -> None:
         self._config, self._known = config, known
-        self._exact = exact or config.exact_shapes
+        self._exact = config.exact_shapes
         self.lessons = 0
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
@@ -202,7 +199,7 @@ class CallReader:
     ) -> tuple[int, list[Arg], Signature]:
         """Find the batch size of a call, its arguments in order, and its signature.
 
-        Without batch dimensions (`exact`) the size is 1. `device` is where the call runs if no tensor tells.
+        Without batch dimensions (`exact_shapes`) the size is 1. `device` is where the call runs if no tensor tells.
 
         Raises:
             CannotBind: a graph cannot serve the call.

@@ -210,7 +210,10 @@ class CudaGraphManager(Sleeps):
         own = self.dispatcher.dispatch(*asked, allow_full=allow_full) if num_tokens else None
         agreed = self.consensus.agree(self._vote(own))
         if own is not None and agreed == self._vote(own):
-            return own if agreed.mode is own.mode else self._eager(own)
+            if agreed.mode is own.mode:
+                return own
+            # In its padded shape, run eagerly for want of a graph.
+            return own._replace(mode=CudaGraphMode.NONE, reason=self._why_uncaptured((own.mode, own.descriptor)))
         return self.dispatcher.agreed(*agreed, num_tokens=num_tokens)
 
     def _vote(self, own: Dispatch | None) -> Vote:
@@ -220,10 +223,6 @@ class CudaGraphManager(Sleeps):
         captured = (own.mode, own.descriptor) in self.table.graphs
         mode = own.mode if captured else CudaGraphMode.NONE
         return Vote(mode, own.descriptor.num_tokens, own.descriptor.num_active_loras)
-
-    def _eager(self, own: Dispatch) -> Dispatch:
-        """Return the batch in its padded shape, run eagerly for want of a graph."""
-        return own._replace(mode=CudaGraphMode.NONE, reason=self._why_uncaptured((own.mode, own.descriptor)))
 
     def _why_uncaptured(self, key: Key) -> Reason:
         return Reason.CAPTURE_FAILED if key in self.failures else Reason.NOT_CAPTURED_UPFRONT

@@ -266,7 +266,8 @@ class ProgramTable:
         what = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
-        self._forget_failure(job)
+        if job.key in self.failures:
+            self._forget_failure(job)
         rows: set[int] | None = set() if self.config.verify else None
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)
         self.stats.captures += 1

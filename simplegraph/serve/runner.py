@@ -354,7 +354,8 @@ class GraphRunner:
     def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any]) -> Hashable:
         """Describe the gradients that a call's graphs make: none. Raises CannotBind if eager would make some."""
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
-            raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
+            argument = "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
+            raise CannotBind(Reason.GRAD, argument if any_requires_grad(leaves) else "")
         return None
 
     def _make_room(self, builder: GraphBuilder, module: Any, size: int) -> None:
@@ -508,10 +509,6 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
-
-
-def _argument_of(module: Any) -> str:
-    return "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
 
 
 @functools.cache

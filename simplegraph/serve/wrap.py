@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
@@ -174,14 +173,11 @@ def check_unwrapped(model: Any, function: str) -> None:
     Raises:
         ConfigError: it is wrapped, or its class is.
     """
-    if isinstance(unwrap(model), CudaGraphWrapper):
-        kind = next(kind for kind in type(model).__mro__ if CudaGraphWrapper in kind.__bases__)
-        raise ConfigError(
-            f"{function} got a {type(model).__name__}, whose class {kind.__name__} has graphs itself, by "
-            f"@simplegraph.cuda_graph or CudaGraphWrapper: leave that away, and {function} serves its models."
-        )
     if isinstance(model, CudaGraphWrapper):
-        raise ConfigError(f"{function} got a wrapped model; pass simplegraph.unwrap(model).")
+        raise ConfigError(
+            f"{function} got a {type(model).__name__} that has graphs itself: pass simplegraph.unwrap(model), or leave "
+            "@simplegraph.cuda_graph and CudaGraphWrapper away from its class."
+        )
 
 
 def _share(module: Any, kind: type[Any]) -> Any:
@@ -212,23 +208,9 @@ def _graphed(original: Any) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
     }
-    if issubclass(original, LazyModuleMixin):
-        members["__class__"] = property(type, _become)
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
     graphed: type[nn.Module] = subclass(original, members, *mixins)
     return graphed
-
-
-def _become(lazy: Any, kind: type) -> None:
-    """Set the class of a wrapped lazy module, but not to the plain one that torch gives it once it is initialised.
-
-    That one has no place for the runner, and does what the lazy one does by then.
-    """
-    if kind is not lazy.cls_to_become:
-        _CLASS.__set__(lazy, kind)
-
-
-_CLASS: Any = vars(object)["__class__"]
 
 
 def _insert_base(target: Any) -> None:

@@ -163,7 +163,7 @@ def test_ranks_that_disagree_about_overlap_all_get_one_error_before_a_capture(
     results = values(run_ranks(capture_with_other_overlap, 2, settings))
     (first, *_), *_ = results
     assert first == "ConfigError"
-    said = [sizes and "; ".join(str(BatchDescriptor(size, size)) for size in sizes) for sizes in settings]
+    said = ["; ".join(str(BatchDescriptor(size, size)) for size in sizes or ()) or "none" for sizes in settings]
     assert {text for _, text, _ in results} == {
         f"ranks differ in two_batch_overlap: rank 0 has {said[0]}, rank 1 has {said[1]}. Graphs with "
         "collectives must be captured alike; give every rank the same settings."

@@ -273,13 +273,12 @@ def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, m
 
 @pytest.mark.parametrize("function", [graph_generation, graph_encoder])
 def test_a_model_of_a_decorated_class_is_told_of_the_class(function: Any) -> None:
-    """Unwrapping would not help: the class itself has graphs."""
+    """Unwrapping alone would not help: the class itself has graphs."""
     model = tiny.DECODERS["gpt2"]()
     kind = type("Decorated", (type(model),), {})
     model.__class__ = sg.cuda_graph(kind)
-    with pytest.raises(sg.ConfigError, match="whose class Decorated has graphs itself") as raised:
+    with pytest.raises(sg.ConfigError, match=r"Decorated that has graphs itself.* away from its class"):
         function(model)
-    assert "unwrap" not in str(raised.value)
     model = tiny.DECODERS["gpt2"]()
     with pytest.raises(sg.ConfigError, match="unwrap"):
         function(sg.wrap(model))

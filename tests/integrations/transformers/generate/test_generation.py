@@ -139,7 +139,7 @@ def test_copies_and_pickles_are_plain_models(llama: Any, plain: Any, device: tor
 def test_what_is_no_model_is_refused(llama: Any) -> None:
     with pytest.raises(sg.ConfigError, match="expected a model of transformers that can generate"):
         graph_generation(torch.nn.Linear(2, 2))
-    with pytest.raises(sg.ConfigError, match="got a wrapped model"):
+    with pytest.raises(sg.ConfigError, match="that has graphs itself"):
         graph_generation(sg.wrap(llama))
     for size in (0, -1, 2.5, True):
         with pytest.raises(sg.ConfigError, match="max_length is"):
