@@ -598,8 +598,8 @@ MUTANTS = [
     Mutant(
         "a static input in another one's place is filled before it is read",
         "call/plan.py",
-        "if self.inputs.handed_out and any(map(self.inputs.own.hold, copied)):",
-        "if False:",
+        "            and (self.written_back or self._shared.sources)\n",
+        "            and False\n",
         INPUTS,
     ),
     Mutant(
