@@ -630,4 +630,18 @@ MUTANTS = [
         "elif False:",
         STALE,
     ),
+    Mutant(
+        "what a proxy stands for is looked into",
+        "guard/survey.py",
+        "type(value) in weakref.ProxyTypes or ",
+        "",
+        STALE,
+    ),
+    Mutant(
+        "a module of TorchScript is captured",
+        "serve/builder.py",
+        "refused=call.binding.refused or refused,",
+        "refused=call.binding.refused,",
+        ("tests/module/test_ways_to_wrap.py",),
+    ),
 ]
