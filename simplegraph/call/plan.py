@@ -205,9 +205,15 @@ class Plan:
             return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
             return CannotBind(Reason.ALIASED, "the forward writes to a static output that it is passed")
-        tensors = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
-        copied = (leaf.data_ptr() for leaf, slot in tensors if not slot.is_filled_by(leaf))
-        if self.inputs.handed_out and any(map(self.inputs.own.hold, copied)):
+        if (
+            self.inputs.handed_out
+            and (self.written_back or self._shared.sources)
+            and any(
+                self.inputs.own.hold(leaf.data_ptr())
+                for leaf, slot in zip(leaves, self.slots, strict=True)
+                if slot.shape is not None and not slot.is_filled_by(leaf)
+            )
+        ):
             return CannotBind(Reason.ALIASED, "a static input in another one's place, which a replay fills")
         for index, spans in self._guards:
             if spans.hold(leaves[index].data_ptr()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -97,12 +98,12 @@ class Survey:
 
     def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
         value = links[-1][-1]
+        if type(value) in weakref.ProxyTypes or (value is not None and type(value) in SETTINGS):
+            return  # what a proxy stands for may be gone
         if isinstance(value, Tensor):
             self._add(HeldTensor(name, attribute, value, links))
         elif value is None:
             self.links.append(links)
-        elif type(value) in SETTINGS:
-            return
         elif isinstance(value, torch.Generator):
             self.links.append(links)
             self.generators[name] = value
@@ -130,8 +131,11 @@ class Survey:
 
     def attributes(self) -> set[str]:
         """Name every parameter, buffer and other attribute of every module, whatever it holds, but for torch's own."""
-        holders = [(name, held) for name, module in self.modules.items() for held in holders_of(module)]
-        holders += [(name, held) for name, each in self.modules.items() for held in (each._parameters, each._buffers)]
+        holders = (
+            (name, held)
+            for name, module in self.modules.items()
+            for held in (*holders_of(module), module._parameters, module._buffers)
+        )
         return {_dotted(name, key) for name, holder in holders for key in holder if key not in _REGISTERED}
 
     def name_of(self, tensor: Tensor) -> str | None:

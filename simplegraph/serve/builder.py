@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import bypassed
-from simplegraph.base.errors import CaptureError, ReplayError
+from simplegraph.base.errors import CaptureError, HostError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
@@ -45,6 +46,7 @@ _UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first 
 _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
 )
+_SCRIPT_REMEDY = "What it reads is not known to Python: use the module that it was made from."
 
 
 @dataclasses.dataclass(eq=False)
@@ -183,7 +185,7 @@ class GraphBuilder:
         """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
         own = call.binding.signature
         others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
-        if own in others:
+        if own in others or not others:
             return ""
         found = sorted((differences(signature, own) for signature in others), key=len)
         return "; ".join(found[0]) if found else ""
@@ -307,8 +309,7 @@ class GraphBuilder:
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
-        jobs = self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]])
-        self.manager.table.refuse(jobs, cause, remedy)
+        self.manager.table.refuse(self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
@@ -355,6 +356,8 @@ class GraphBuilder:
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
         generators, described = held_generators(call), call.layout.described_inputs()
+        scripted = [name for name, child in Survey(call.module).modules.items() if isinstance(child, ScriptModule)]
+        refused = HostError(f"{scripted[0]} is a TorchScript module", _SCRIPT_REMEDY) if scripted else None
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -364,7 +367,7 @@ class GraphBuilder:
                 described,
                 lambda tensor: Survey(call.module).name_of(tensor),
                 self.manager.config.exact_shapes,
-                refused=call.binding.refused,
+                refused=call.binding.refused or refused,
             )
             for kind in todo
         ]

@@ -241,6 +241,16 @@ def test_a_number_that_code_counts_is_counted_once_a_call(
     assert named in str(model.graph_report())
 
 
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_capture_of_all_sizes_counts_as_its_one_real_run(name: str, device: torch.device) -> None:
+    count = COUNTERS[name][0]()
+    plain = Advancing(None, lambda _: count(), quiet=True).to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[2, 3, 4], progress=False)
+    start = count()
+    assert model.capture_graphs(torch.randn(3, WIDTH, device=device)).captured == 0
+    assert count() == start + 2
+
+
 @pytest.mark.parametrize("name", ["random.Random", "bytearray"])
 def test_no_graph_of_a_capture_of_all_sizes_serves_it(name: str, device: torch.device) -> None:
     made, advance, read = STATES[name]

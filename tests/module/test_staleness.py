@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 
 import pytest
 import torch
@@ -287,6 +288,19 @@ def test_a_container_that_does_not_tell_its_length_is_no_obstacle(device, made, 
         close(model(x), module(x))
     assert model.graph_stats.recaptures == 1
     assert model.graph_stats.replays > replays > 2
+
+
+def test_a_child_that_knows_its_parent_by_a_proxy_is_served(device):
+    module = Model(device).eval()
+    object.__setattr__(module.linear, "parent", weakref.proxy(module))  # past `nn.Module`, which would make it a child
+    other = nn.Identity()
+    module.linear.gone = [weakref.proxy(other)]
+    del other
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+    assert model.graph_stats.replays == 3
 
 
 def test_what_takes_the_place_of_a_freed_parameter_never_gets_its_address_while_graphs_read_it(device):

@@ -325,6 +325,22 @@ def test_a_torchscript_module_is_refused_with_a_reason():
         sg.wrap(scripted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 4))])
+@pytest.mark.parametrize("upfront", [False, True])
+def test_a_torchscript_module_inside_runs_eagerly_and_is_named(device, made, upfront):
+    module = nn.Sequential(nn.Linear(4, 4), made(nn.Linear(4, 4))).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[3], progress=False)
+    with torch.no_grad():
+        if upfront:
+            assert model.capture_graphs(torch.randn(3, 4, device=device)).captured == 0
+        for _ in range(4):
+            x = torch.randn(3, 4, device=device)
+            torch.testing.assert_close(model(x), module(x))
+    assert "1 is a TorchScript module" in str(model.graph_report())
+    assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] >= 3
+
+
 def test_a_slice_of_a_wrapped_sequential_is_callable(device):
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)).to(device).eval()
     model = sg.wrap(module, capture_sizes=[4])

@@ -598,8 +598,8 @@ MUTANTS = [
     Mutant(
         "a static input in another one's place is filled before it is read",
         "call/plan.py",
-        "if self.inputs.handed_out and any(map(self.inputs.own.hold, copied)):",
-        "if False:",
+        "            and (self.written_back or self._shared.sources)\n",
+        "            and False\n",
         INPUTS,
     ),
     Mutant(
@@ -629,5 +629,19 @@ MUTANTS = [
         "elif not _is_sized(value):",
         "elif False:",
         STALE,
+    ),
+    Mutant(
+        "what a proxy stands for is looked into",
+        "guard/survey.py",
+        "type(value) in weakref.ProxyTypes or ",
+        "",
+        STALE,
+    ),
+    Mutant(
+        "a module of TorchScript is captured",
+        "serve/builder.py",
+        "refused=call.binding.refused or refused,",
+        "refused=call.binding.refused,",
+        ("tests/module/test_ways_to_wrap.py",),
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,13 @@ from simplegraph.manager.stats import GraphCounters
 SIZES = [2, 4]
 
 
-class Calls:
-    """Counts, so that a test can tell what ran."""
+class Counts(ctypes.Structure):
+    """Counts, so that a test can tell what ran, in memory of C: a number of Python would be a reason to run eagerly."""
 
-    breaks = 0
-    forwards = 0
+    _fields_ = (("breaks", ctypes.c_long), ("forwards", ctypes.c_long))
+
+
+Calls = Counts()
 
 
 @sg.eager_break
