@@ -20,25 +20,25 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_090,
+    "base": 1_070,
     "batch": 300,
-    "device": 1_780,
-    "program": 1_680,
-    "distributed": 220,
-    "manager": 1_270,
-    "guard": 940,
-    "call": 1_320,
-    "serve": 950,
+    "device": 1_750,
+    "program": 1_685,
+    "distributed": 210,
+    "manager": 1_235,
+    "guard": 900,
+    "call": 1_240,
+    "serve": 900,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
-    "fused": 3_000,
-    "training": 1_480,
-    "attention": 1_800,
-    "spec_decode": 290,
-    "doctor": 1_270,
-    "sleeping": 600,
-    "integrations": 2_590,
+    "fused": 2_760,
+    "training": 1_415,
+    "attention": 1_775,
+    "spec_decode": 280,
+    "doctor": 1_240,
+    "sleeping": 590,
+    "integrations": 2_500,
 }
 BENCH = 8_500 + 150 + 560 + 220  # and for sleep, for the engine behind HTTP, under load; for the audit of vLLM
 SETTINGS, REASONS = 22, 40

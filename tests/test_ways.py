@@ -1,0 +1,38 @@
+"""How much of the package one has to know to follow a call: the functions and files that it enters, and climbs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import ROOT, imported_files
+
+
+@functools.cache
+def floor(path: Path) -> int:
+    """The longest chain of imports below a file of the package, without doors."""
+    below = imported_files(path) if path.name != "__init__.py" else ()
+    return 1 + max((floor(file) for file in below if file.name != "__init__.py"), default=0)
+
+
+# Functions include the bodies of classes, where a scene is the first to import their file. Aims: 480, 16 and 600.
+@pytest.mark.parametrize(
+    ("scene", "functions", "files", "climbs"), [("module", 660, 55, 8), ("replay", 17, 8, 0), ("step", 770, 60, 14)]
+)
+def test_a_call_enters_few_functions_and_files(scene: str, functions: int, files: int, climbs: int) -> None:
+    script = ROOT / "tests" / "support" / "traced.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, str(script), scene], capture_output=True, text=True, check=True, env=environment
+    )
+    entered = json.loads(run.stdout)
+    up = [pair for pair in entered["calls"] if floor(Path(pair[1])) > floor(Path(pair[0]))]
+    assert entered["functions"] <= functions
+    assert entered["files"] <= files
+    assert len(up) <= climbs, up
