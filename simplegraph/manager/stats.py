@@ -141,6 +141,7 @@ class GraphStats:
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
+        longest_stall: seconds of the longest call that captured a size, its own eager run and the proof included.
     """
 
     name: str = "model"
@@ -154,6 +155,7 @@ class GraphStats:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
     flushes: int = 0
+    longest_stall: float = 0.0
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
@@ -256,7 +258,18 @@ class GraphStats:
             total.paddings = [before + more for before, more in pairs]
 
 
-_TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
+_TOTALS = (
+    *(
+        "captures",
+        "capture_seconds",
+        "longest_stall",
+        "graph_bytes",
+        "replays",
+        "padded_tokens",
+        "recaptures",
+        "flushes",
+    ),
+)
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
 _MOST_SHOWN = 12  # sizes of batches, in one line
 
@@ -329,6 +342,8 @@ class GraphReport:
         lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
+        stall = f"{stats.longest_stall:.3f} s, where capture_graphs captures ahead of calls"
+        lines += [f"  the longest call that captured a size took {stall}"] if stats.longest_stall else []
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)

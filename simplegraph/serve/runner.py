@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import threading
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -418,8 +419,20 @@ class GraphRunner:
         if not captured:
             if builder.needs_warmup(call):
                 return builder.run_as_called(call, Reason.WARMUP)
+            return self._capture_and_serve(builder, call)
+        return self._replay_or_prove(builder, call)
+
+    def _capture_and_serve(self, builder: GraphBuilder, call: Call) -> Any:
+        """Capture a call's size inside the call, which waits for that."""
+        begun = time.perf_counter()
+        try:
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
+            return self._replay_or_prove(builder, call)
+        finally:
+            self.stats.longest_stall = max(self.stats.longest_stall, time.perf_counter() - begun)
+
+    def _replay_or_prove(self, builder: GraphBuilder, call: Call) -> Any:
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
         return prove(builder, call, plan) if plan.unproven else plan.replay(call.leaves, copies)

@@ -73,6 +73,29 @@ def test_the_numbers_of_the_report_are_those_of_the_calls(served, device):
     assert report["graph_bytes"] == sum(graph["bytes"] for graph in report["graphs"])
 
 
+@pytest.mark.parametrize("upfront", [True, False])
+def test_the_longest_call_that_captured_is_in_the_report(upfront, device):
+    """Who captures inside requests sees what the slowest of them waited; who captures ahead has none."""
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[2, 4], progress=False)
+    with torch.no_grad():
+        if upfront:
+            model.capture_graphs(torch.randn(4, WIDTH, device=device))
+        for rows in (4, 2) * 4:
+            model(torch.randn(rows, WIDTH, device=device))
+    stall = model.graph_report().to_dict()["longest_stall"]
+    assert ("the longest call that captured a size took" in str(model.graph_report())) is not upfront
+    assert stall == 0 if upfront else stall > max(graph.seconds for graph in model.graph_stats.graphs.values()) > 0
+
+
+def test_a_call_whose_capture_fails_counts_as_a_stall(device):
+    model = sg.wrap(Picky().to(device).eval(), capture_sizes=[8], progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(8, WIDTH, device=device))
+    assert model.graph_stats.failures
+    assert model.graph_stats.longest_stall > 0
+
+
 def test_the_failure_in_the_report_names_the_line(served):
     failures = served.graph_report().to_dict()["failures"]
     assert list(failures) == ["batch size 8"]
