@@ -24,7 +24,7 @@ class Reason(str, enum.Enum):
     BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any that is captured"
     SIZE_NOT_CAPTURED = (
         "size_not_captured",
-        "capture_sizes has not this size, and padding is off, or would change the random numbers that are drawn next",
+        "this size is not in capture_sizes, and padding is off, or would change the random numbers that are drawn next",
     )
     MIXED_BATCH = (
         "mixed_batch",

@@ -136,7 +136,7 @@ class Plan:
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Find what has to be copied for this call; None if a leaf is not what was captured, or by a `refusal`."""
+        """Find what has to be copied for this call; None if an argument is unlike the captured one or refused."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         try:
@@ -214,7 +214,9 @@ class Plan:
                 if slot.shape is not None and not slot.is_filled_by(leaf)
             )
         ):
-            return CannotBind(Reason.ALIASED, "a static input in another one's place, which a replay fills")
+            return CannotBind(
+                Reason.ALIASED, "an argument lies in the static input of another one, which a replay overwrites"
+            )
         for index, spans in self._guards:
             if spans.hold(leaves[index].data_ptr()):
                 return CannotBind(Reason.ALIASED, f"{self.slots[index].arg.name} and memory of the module")

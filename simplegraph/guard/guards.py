@@ -42,8 +42,8 @@ _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requir
 _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
-# The slots that are read of containers which the level before opened: the index of each slot's container, each slot's
-# key, and the index of each value that is a container, and if its attributes are what is read of it.
+# One level of nesting: the index of each slot's container in the level above, each slot's key, and which of the values
+# are opened for the next level: their indices, with True for an object's attributes, False for a container's items.
 _Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
@@ -341,7 +341,7 @@ class CapturedState:
             self._names = set(survey.tensors)
             self._generators = survey.generators
             self._empty = survey.attributes() - {each.attribute for each in tensors}
-        # A tensor that is added to one of these matters; what no graph reads, and a new attribute, may hold any.
+        # A tensor that is added to one of these matters. New attributes, and those that no graph reads, may hold any.
         self._watched_attributes = self._empty | {each.attribute for each in covered}
         self._reading = None if moved else self._new_reading(survey)
 

@@ -123,7 +123,8 @@ class CapturedGraph:
 
     Attributes:
         rows: the batch sizes of which a call was compared with eager; None if no call is compared.
-        left: replays until a call of any size is compared again; negative if none is. 0, too, once it is dropped.
+        left: replays until the next comparison with eager; 0 if the next call is compared, or the graph was dropped;
+            negative if no comparison is to come.
         distance: replays between its last such comparison and the next; it doubles.
         tries: how many calls could not be compared.
         operators: a hash of those that eager ran on as many rows as it has; None before it did.
@@ -144,7 +145,7 @@ class CapturedGraph:
         return not self.left or (self.rows is not None and rows not in self.rows)
 
     def keeps_writing_elsewhere(self) -> bool:
-        """Count a run that wrote to memory not known to be written, and was not compared; True if it was the last."""
+        """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
         self.tries += 1
         return self.tries == _TRIES
 

@@ -115,7 +115,7 @@ class Program:
         return [self.outputs, *[(step.args, step.kwargs, step.rebuilt, step.accepts) for step in self.breaks]]
 
     def costs(self) -> list[StepCost]:
-        """List its steps, timed once if it was replayed twice; waits for that replay to be over."""
+        """List its steps; the second replay of several steps was timed, and this waits for it to be over."""
         times: Sequence[float | None] = [None] * len(self.steps)
         if self._marks:
             times = [after.ms_since(before) for before, after in zip(self._marks, self._marks[1:], strict=False)]
@@ -148,7 +148,7 @@ class Program:
 
 
 def _replay_first(program: weakref.ref[Any], index: int) -> None:
-    """Replay a segment for the first time, and learn if it draws: kernels may that no operator tells of."""
+    """Replay a segment for the first time, and find out if its kernels draw: no operator need show that they do."""
     owner: Any = program()  # weakly, so that a program is gone with its last reference
     segment = owner.steps[index]
     with CAPTURE_LOCK:

@@ -122,7 +122,7 @@ class GraphBuilder:
             raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
         if table.config.capture == "upfront":
             unlike = "" if call.binding.called else self.difference_to_captured(call)
-            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or f"batch size {call.batch}; capture_graphs captures")
+            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or f"batch size {call.batch}: use capture_graphs")
         if len(self.unsettled) >= _UNSETTLED:
             raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
@@ -232,7 +232,7 @@ class GraphBuilder:
         return summary
 
     def build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
-        """Capture, and take note of everything that the programs read; where that is not known, there are none.
+        """Capture, and record what the programs read; if either fails with an error, drop the programs.
 
         The static inputs are loaded first, since Python may look at shapes of them. What a caller wrote there in place
         is put back: the call's own eager run reads it.
@@ -261,7 +261,7 @@ class GraphBuilder:
         manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
         generators, rehearsed = drawn_generators(call, manager.device.torch_device), contextlib.ExitStack()
-        # Called before runs beside the calls, once: what they write and draw is put back.
+        # Called once, before the first run that is no call: what such runs write and draw is put back.
         rehearse = functools.cache(
             lambda: rehearsed.enter_context(remember(self.seen.save(manager.table, call), generators))
         )
@@ -269,7 +269,7 @@ class GraphBuilder:
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearse, state=state)
         kept: list[str] = []
-        # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
+        # Undone from last to first, each even if another raises. No other thread draws before random states are back.
         with CAPTURE_LOCK, contextlib.ExitStack() as undo:
             undo.callback(self.note_seen, call, inputs, capture)
             undo.callback(rehearsed.close)
@@ -277,7 +277,7 @@ class GraphBuilder:
 
             def warmed_up() -> None:
                 if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
-                    # What a capture computes itself, beside its graph, shall not be a proof's answer.
+                    # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
                     inputs.load(call.tensors, call.batch, call.padded, first=1)
                 if not lazy:
                     _check_settings(call)

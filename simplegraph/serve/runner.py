@@ -273,7 +273,7 @@ class GraphRunner:
                     continue
                 if known.state_key is not None and known.state_key(module) != layout.state:
                     continue
-                copies = plan.bind(leaves)  # a refusal ends the way here
+                copies = plan.bind(leaves)  # a `Refusal` in place of a plan raises its reason: the call runs eagerly
                 if copies is None:
                     continue
                 # 3. What the graph reads of the module, and if it is proven for this number of rows.
@@ -405,7 +405,8 @@ class GraphRunner:
         builder.seen.check(call)
         again = call.padding > 0 and (call.spec, call.batch) in binding.ran
         if again and self.config.capture == "lazy" and not call.confirmed(builder.reader):
-            call = call.at_exact_size()  # one batch size came again: batch dimensions are a guess, which this needs not
+            # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
+            call = call.at_exact_size()
         captured = call.key in table.graphs
         if not captured:
             builder.check_may_capture(call)
