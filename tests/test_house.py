@@ -153,6 +153,15 @@ def test_every_folder_says_what_lives_there() -> None:
         assert read(init).docstring, f"{init} has no docstring"
 
 
+@pytest.mark.parametrize("name", [*CORE, "training", "doctor"])
+def test_a_room_lists_its_files(name: str) -> None:
+    """Who looks for something begins with a room's own page."""
+    listed = set(re.findall(r"\w+", read(Path("simplegraph", name, "__init__.py")).docstring or ""))
+    files = {path.stem for path in PACKAGE if path.parent == Path("simplegraph", name)} - {"__init__"}
+    folders = {path.parts[2] for path in PACKAGE if room(path) == name and len(path.parts) > 3}
+    assert (files | folders) - listed == set()
+
+
 def statements(*rooms: str) -> int:
     """Count the statements of some rooms."""
     return sum(read(path).statements for path in PACKAGE if room(path) in rooms)

@@ -1,1 +1,15 @@
-"""What every room needs: errors, settings, reasons, and facts about tensors, operators and modes."""
+"""What every room needs; imports no other room.
+
+config          settings and modes, and their environment variables
+reasons         why a call ran the way it did
+errors          exceptions and their sentences
+failures        explains a failed capture: the user's line, the cause, the remedy
+context         if this thread's calls run eagerly, and what `describe` says of a batch
+extras          lists in which extras register what the core asks for
+tensors         a tensor's memory, behind wrappers, too
+operators       operators as torch dispatches them
+nested          nested values taken apart and rebuilt
+modes           modes of torch that a replay must set again
+constants       device copies of what a forward makes from Python data
+patches         every change to other people's classes, and the way back
+"""

@@ -1,1 +1,9 @@
-"""A call: signature, static inputs, padding, outputs."""
+"""A call of a wrapped module, from its arguments to its outputs.
+
+call        the call, and what is known of calls like it; the place of a refusal
+signature   the leaves of the arguments, their names and batch dimensions
+inputs      static inputs, which graphs read
+plan        binds arguments, replays, and returns the outputs; refuses single calls
+outputs     how outputs follow the batch size, and which of them share memory
+memory      what a forward reads and writes beside its arguments
+"""

@@ -1,1 +1,7 @@
-"""Finds out if a module can be captured, padded and replayed without changes. Serves no calls."""
+"""Looks at modules and graphs. Serves no calls.
+
+check        `check`: can a module be captured, and padded
+audit        `audit`: checks the graphs of others at replays; `attach`, `owners` and `audit_page` are its parts
+page         the report as an HTML file
+touches      what kernels touch, by module
+"""

@@ -1,1 +1,8 @@
-"""Guards: what graphs read, and the comparison that all of it is still so."""
+"""Guards: what graphs read of a module, and the comparison at each call that all of it is still there.
+
+guards        the state that graphs read, and how it is compared: what moved is captured again
+survey        lists everything that a module holds, by name
+torch_state   settings and modes of torch around a call
+functions     makes a module of a function, from what it reaches
+effects       what a run changes in Python
+"""

@@ -1,1 +1,9 @@
-"""Captured runs: recording, breaks, observation of a forward, values on the host."""
+"""Captured runs.
+
+program      a Program: segments and breaks in order, replayed one after the other
+session      what holds during captures, and is put back
+observe      watches the memory that a forward reads and writes
+snapshot     what objects hold, and how to put it back
+host_modes   CPU tensors of a forward at a warmup and a capture
+breaks       eager breaks: marks, runs in eager calls, and steps of a Program
+"""
