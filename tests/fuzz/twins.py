@@ -336,7 +336,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Objects as their attributes, modules as their state, what has no value as its type."""
     if isinstance(value, (Tensor, *_ATOMS)):
         return value
-    if isinstance(value, (collections.deque, set, frozenset)):
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)  # equal sets are in any order
+    if isinstance(value, collections.deque):
         value = list(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item, depth + 1) for item in value]
