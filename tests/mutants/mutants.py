@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "what a capture changed in Python is not put back",
         "serve/builder.py",
-        "            undo.callback(lambda: kept.extend(state.put_back()))\n",
-        "",
+        "                kept = state.put_back()\n",
+        "                kept = []\n",
         FAULTS,
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "runs beside the calls leave their effects",
         "serve/builder.py",
-        "            undo.callback(rehearsed.close)\n",
+        "            afterwards.callback(rehearsal.close)\n",
         "",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
     ),
