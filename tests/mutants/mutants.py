@@ -45,14 +45,14 @@ MUTANTS = [
     Mutant(
         "padding rows that a forward wrote are taken for clean",
         "call/plan.py",
-        "        self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too\n",
-        "",
+        "            self.inputs.forget_padding()  # the forward may have written padding rows too\n",
+        "            pass\n",
         (*INPUTS, *ANSWERS),
     ),
     Mutant(
         "padding rows are taken for clean after a replay that raised",
         "call/plan.py",
-        "self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back",
+        "self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back",
         "pass",
         (*ANSWERS, *INPUTS, *FAULTS),
     ),
