@@ -235,7 +235,11 @@ class InputSet:
                 static.view(padded).copy_(source.index_select(dim, rows))
             elif dim is None:
                 static.view(padded).copy_(source)
-        self.dirty = self.rows  # rows above this size were not looked at
+        self.forget_padding()  # rows above this size were not looked at
+
+    def forget_padding(self) -> None:
+        """Take note that any row may have been written: none is known to hold its padding value."""
+        self.dirty = self.rows
 
     def clean(self, start: int) -> None:
         """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""

@@ -18,7 +18,7 @@ from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, invoke, is_copied
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, remember
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey, held_tensors
@@ -129,6 +129,27 @@ def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator,
     """Find the generators that the forward may draw from on a device, the CPU's among them."""
     found = (default_generator(device), torch.default_generator, *held_generators(call))
     return tuple(dict.fromkeys(found))
+
+
+class Rehearsal(contextlib.ExitStack):
+    """Puts back what runs beside the calls write and draw, when it is closed.
+
+    Args:
+        seen: what the call's forward was seen to use.
+        table: of its graphs.
+        call: whose forward runs.
+    """
+
+    def __init__(self, seen: MemoryInUse, table: ProgramTable, call: Call) -> None:
+        super().__init__()
+        self._seen, self._table, self._call, self._begun = seen, table, call, False
+        self._generators = drawn_generators(call, table.device.torch_device)
+
+    def begin(self) -> None:
+        """Remember memory and random numbers as they are now, before the first such run; later ones change nothing."""
+        if not self._begun:
+            self.enter_context(remember(self._seen.save(self._table, self._call), self._generators))
+            self._begun = True
 
 
 class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]

@@ -177,16 +177,14 @@ class Plan:
         """Copy the inputs that are not in place, and set padding rows that hold something else."""
         sources, targets = copies
         if self.padding:
-            pads: Copies | None = None
+            pads = self._overlapping  # these at every call
             if self.inputs.dirty > self.padded and not self.inputs.handed_out:
                 self.inputs.clean(self.rows)  # once after a larger batch, rather than these rows at every call
             if self.inputs.handed_out or self.inputs.dirty > self.rows:
                 pads = self._pads
                 if self.inputs.dirty <= self.padded:
                     self.inputs.dirty = self.rows
-            elif self._overlapping[0]:
-                pads = self._overlapping
-            if pads is not None:
+            if pads[0]:
                 sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
@@ -234,7 +232,8 @@ class Plan:
             slot = self.slots[index]
             if not slot.is_filled_by(leaves[index]):
                 leaves[index].copy_(slot.view)
-        self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too
+        if self.padding:
+            self.inputs.forget_padding()  # the forward may have written padding rows too
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
         """Replay with these inputs; call with the pool's lock held.
@@ -251,7 +250,7 @@ class Plan:
                 self.load(copies)
             self.table.replay(self.graph, self.padding)
         except BaseException:
-            self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
+            self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back
             raise
         if self.written_back:
             self.write_back(leaves)

@@ -73,36 +73,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self.breaks = tuple(step for step in self.steps if isinstance(step, Break))
-        self._replays = [
-            step.replay if isinstance(step, Break) else functools.partial(_replay_first, weakref.ref(self), index)
-            for index, step in enumerate(self.steps)
-        ]
-        self._choose_replay()
-        self._untimed = 2  # the first replay pays for loading; the second is timed
+        self.replay = functools.partial(_replay_first, weakref.ref(self))
         self._marks: list[Mark] = []
-
-    def _choose_replay(self) -> None:
-        # One step is the common case: calling it directly saves a Python frame on every replay.
-        self.replay = self._replays[0] if len(self._replays) == 1 else self._replay_steps
-
-    def _replay_steps(self) -> None:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._replay_steps()
-        if self._untimed:
-            self._untimed -= 1
-            if not self._untimed:
-                return self._replay_timed()
-        for replay in self._replays:
-            replay()
-        return None
-
-    def _replay_timed(self) -> None:
-        marks = [self.device.mark()]
-        for replay in self._replays:
-            replay()
-            marks.append(self.device.mark())
-        self._marks = marks
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -140,26 +112,65 @@ class Program:
         self.live = False
         for segment in self.segments:
             segment.reset()
-        self.steps, self.breaks, self._replays, self.outputs, self.constants = (), (), [], [], []
-        self.replay = self._refuse
-
-    def _refuse(self) -> None:
-        raise ReplayError("this graph was dropped; capture it again.")
+        self.steps, self.breaks, self.outputs, self.constants = (), (), [], []
+        self.replay = _refuse_dropped
 
 
-def _replay_first(program: weakref.ref[Any], index: int) -> None:
-    """Replay a segment for the first time, and find out if its kernels draw: no operator need show that they do."""
-    owner: Any = program()  # weakly, so that a program is gone with its last reference
-    segment = owner.steps[index]
+# `Program.replay` is the first of these; each hands on to the next: first, timed, steady. A single segment's own replay
+# follows the first at once, which saves a Python frame on every replay. They know the program only weakly, so that it
+# is gone with its last reference.
+
+
+def _replay_first(program: weakref.ref[Any]) -> None:
+    """Replay each step for the first time, and learn how to replay it from now on."""
+    owner: Any = program()
+    with torch.no_grad():
+        replays = [_replay_step_first(owner, step) for step in owner.steps]
+    single = len(replays) == 1 and not owner.breaks
+    owner.replay = replays[0] if single else functools.partial(_replay_timed, program, replays)
+
+
+def _replay_timed(program: weakref.ref[Any], replays: Sequence[Callable[[], None]]) -> None:
+    """Replay the steps with marks between them, for `costs`; not the first time, which pays for loading."""
+    owner: Any = program()
+    owner.replay = functools.partial(_replay_steady, replays)
+    marks = [owner.device.mark()]
+    with torch.no_grad():
+        for replay in replays:
+            replay()
+            marks.append(owner.device.mark())
+    owner._marks = marks
+
+
+def _replay_steady(replays: Sequence[Callable[[], None]]) -> None:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _replay_steady(replays)
+    else:
+        for replay in replays:
+            replay()
+
+
+def _refuse_dropped() -> None:
+    raise ReplayError("this graph was dropped; capture it again.")
+
+
+def _replay_step_first(program: Program, step: Segment | Break) -> Callable[[], None]:
+    """Replay a step for the first time, and return how to replay it from now on.
+
+    Random states show if a segment's kernels draw: no operator need show it.
+    """
+    if isinstance(step, Break):
+        step.replay()
+        return step.replay
     with CAPTURE_LOCK:
-        if owner.check_first is not None:
-            owner.check_first()
-            owner.check_first = None
-        before = random_states(owner.generators)
-        _replay_drawing(owner.device, segment)
-        draws = drew(owner.generators, before)
-    owner._replays[index] = functools.partial(_replay_drawing, owner.device, segment) if draws else segment.replay
-    owner._choose_replay()
+        if program.check_first is not None:
+            program.check_first()
+            program.check_first = None
+        before = random_states(program.generators)
+        _replay_drawing(program.device, step)
+        draws = drew(program.generators, before)
+    return functools.partial(_replay_drawing, program.device, step) if draws else step.replay
 
 
 def _replay_drawing(device: GraphDevice, segment: Segment) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,10 +21,10 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched
+from simplegraph.call.memory import MemoryInUse, Rehearsal, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
-from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states, remember
+from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read
@@ -187,8 +186,7 @@ class GraphBuilder:
         others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
         if own in others or not others:
             return ""
-        found = sorted((differences(signature, own) for signature in others), key=len)
-        return "; ".join(found[0]) if found else ""
+        return "; ".join(sorted((differences(signature, own) for signature in others), key=len)[0])
 
     def plan(self, call: Call) -> Plan:
         """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
@@ -258,44 +256,50 @@ class GraphBuilder:
         A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
         All sizes do if the forward changes Python state at every run.
         """
-        manager, binding, counted = self.manager, call.binding, call.binding.counted[call.padded]
+        manager, counted = self.manager, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
-        generators, rehearsed = drawn_generators(call, manager.device.torch_device), contextlib.ExitStack()
-        # Called once, before the first run that is no call: what such runs write and draw is put back.
-        rehearse = functools.cache(
-            lambda: rehearsed.enter_context(remember(self.seen.save(manager.table, call), generators))
-        )
+        rehearsal = Rehearsal(self.seen, manager.table, call)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearse, state=state)
-        kept: list[str] = []
-        # Undone from last to first, each even if another raises. No other thread draws before random states are back.
-        with CAPTURE_LOCK, contextlib.ExitStack() as undo:
-            undo.callback(self.note_seen, call, inputs, capture)
-            undo.callback(rehearsed.close)
-            undo.callback(lambda: kept.extend(state.put_back()))
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
 
-            def warmed_up() -> None:
-                if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
-                    # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
-                    inputs.load(call.tensors, call.batch, call.padded, first=1)
-                if not lazy:
-                    _check_settings(call)
-                    self._observe_second_size(call, inputs, rehearse, state)
+        def warmed_up() -> None:
+            if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
+                # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
+                inputs.load(call.tensors, call.batch, call.padded, first=1)
+            if not lazy:
+                _check_settings(call)
+                self._observe_second_size(call, inputs, rehearsal, state)
 
-            summary = capture.run(0 if lazy else 1, warmed_up)
-            _check_settings(call)
+        # Afterwards, each even if another raises: Python's state is put back, then memory and random numbers, then what
+        # the runs were seen to use is noted. No other thread draws before that.
+        with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
+            afterwards.callback(self.note_seen, call, inputs, capture)  # the last: a stack runs backwards
+            afterwards.callback(rehearsal.close)
+            try:
+                summary = capture.run(0 if lazy else 1, warmed_up)
+                _check_settings(call)
+            finally:
+                kept = state.put_back()
         summary = capture.inspect(summary)
-        for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
-            outputs = ((at, leaf) for at, leaf in enumerate(graph.program.outputs) if isinstance(leaf, Tensor))
-            binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
+        self._note_made(call, jobs, capture)
         unknown = call.never_compared() if any(observer.unseen for observer in capture.observers) else []
-        if not (kept or unknown or (counted.names and len(summary.failed) < len(jobs))):
-            return summary
-        why = (kept_by(kept), KEPT_REMEDY) if kept else counted.refusal
-        if unknown and not kept:
+        if kept:
+            why = kept_by(kept), KEPT_REMEDY
+        elif unknown:
             why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
+        elif counted.names and len(summary.failed) < len(jobs):
+            why = counted.refusal
+        else:
+            return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
+
+    def _note_made(self, call: Call, jobs: Sequence[CaptureJob], capture: GraphCapture) -> None:
+        """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
+        table = self.manager.table
+        programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
+        outputs = ((at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if isinstance(leaf, Tensor))
+        call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
 
     def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
         """Take note of what runs were seen to read and write, beside these buffers of their own."""
@@ -325,9 +329,7 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read)
 
-    def _observe_second_size(
-        self, call: Call, inputs: InputSet, rehearse: Callable[[], object], state: PythonState
-    ) -> None:
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal, state: PythonState) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -339,7 +341,7 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
-        rehearse()
+        rehearsal.begin()
         try:
             result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other)
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then

@@ -101,7 +101,7 @@ class _CallProof:
                 found = (number if plan.padding else None) or found
         finally:
             proof.close()
-            plan.inputs.dirty = plan.inputs.rows
+            plan.inputs.forget_padding()
         seconds = time.perf_counter() - started
         plan.graph.counters.proof_seconds += seconds
         if unknown:
@@ -214,7 +214,7 @@ class _CallProof:
     def _load(self, proof: ReplayProof) -> None:
         """Begin again where eager did, with the caller's rows in the static inputs."""
         proof.rewind()
-        self._plan.inputs.dirty = self._plan.inputs.rows
+        self._plan.inputs.forget_padding()
         self._plan.load(self._plan.copies(self._call.leaves))
 
     # The verdict.

@@ -45,14 +45,14 @@ MUTANTS = [
     Mutant(
         "padding rows that a forward wrote are taken for clean",
         "call/plan.py",
-        "        self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too\n",
-        "",
+        "            self.inputs.forget_padding()  # the forward may have written padding rows too\n",
+        "            pass\n",
         (*INPUTS, *ANSWERS),
     ),
     Mutant(
         "padding rows are taken for clean after a replay that raised",
         "call/plan.py",
-        "self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back",
+        "self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back",
         "pass",
         (*ANSWERS, *INPUTS, *FAULTS),
     ),
@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "what a capture changed in Python is not put back",
         "serve/builder.py",
-        "            undo.callback(lambda: kept.extend(state.put_back()))\n",
-        "",
+        "                kept = state.put_back()\n",
+        "                kept = []\n",
         FAULTS,
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "runs beside the calls leave their effects",
         "serve/builder.py",
-        "            undo.callback(rehearsed.close)\n",
+        "            afterwards.callback(rehearsal.close)\n",
         "",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import ConfigError
+from simplegraph.program.program import Program
 from tests.graph.breaks.models import Attention, Calls, Model, check_equal, doubled, graphs, piecewise, stack
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -179,6 +182,24 @@ def test_hooks_of_a_module_that_breaks_run_at_every_replay(device: torch.device)
 def test_break_at_says_what_is_wrong(args: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sg.break_at(*args)
+
+
+@pytest.mark.parametrize("replays", [0, 1, 2, 3])
+def test_a_program_is_gone_with_its_last_reference(device: torch.device, replays: int) -> None:
+    model = piecewise(Model(), device, capture_sizes=[4])
+    model.capture_graphs(torch.randn(4, 4, device=device))
+    (graph,) = model.graph_manager.table.graphs.values()
+    captured = graph.program
+    program = Program(captured.device, captured.steps, captured.outputs, captured.spec)  # with no other reference
+    for _ in range(replays):
+        program.replay()
+    gone = weakref.ref(program)
+    gc.disable()
+    try:
+        del program
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # The report.
