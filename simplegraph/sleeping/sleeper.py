@@ -162,6 +162,9 @@ class Nap:
                 self._close(module, ["forward"])
                 self._close(module, ["_apply", "load_state_dict", "state_dict"], "weights")
                 self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
+                # A layer may run by itself, as for a prefill.
+                for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
+                    self._close(layer, ["forward", "__getstate__"], "weights")
 
     def _close(self, owner: Any, names: Iterable[str], part: str = "") -> None:
         own = vars(owner)
@@ -281,7 +284,6 @@ def sleep(
         chosen = set(found) if owner is None else {region for holder in awake for region in places.of(holder)}
         asleep = [region for region in found if region in chosen and region.part not in kept_parts]
         nap = Nap(awake, asleep, wake_on_call=wake_on_call)
-        kept: tuple[str, ...] = ()
         try:
             with _agreed(nap.ranks, "going to sleep"):
                 _check_complete(nap, awake, places)
@@ -301,8 +303,12 @@ def sleep(
         for region in nap.regions:
             region.give_back()
         _NAPS.append(nap)
-    sizes = sum(region.size for region in nap.regions), sum(region.copied for region in nap.regions)
-    return SleepReport(*sizes, kept, time.perf_counter() - started)
+    return SleepReport(
+        given_back=sum(region.size for region in nap.regions),
+        on_host=sum(region.copied for region in nap.regions),
+        kept=kept,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
@@ -348,8 +354,9 @@ def _pools(holders: Sequence[Holder]) -> list[Any]:
 def _paused(holders: Sequence[Holder]) -> Iterator[None]:
     """Let no replay or capture of these run in here; what was queued is done."""
     with contextlib.ExitStack() as locks:
-        managers = (manager for holder in holders for manager in holder.managers)
-        devices = {each.device for each in (*_REGIONS, *managers)}
+        devices = {region.device for region in [*_REGIONS]}.union(
+            manager.device for holder in holders for manager in holder.managers
+        )
         refuse_inside_capture(any(device.is_capturing() for device in devices))
         for pool in _pools(holders):
             locks.enter_context(pool.lock)
