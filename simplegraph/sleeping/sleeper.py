@@ -31,7 +31,10 @@ from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
 from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
 
-_DOORS = {True: ("run", "replay", "capture", "memory_estimate"), False: ("call", "capture_all", "static_inputs")}
+_DOORS = {
+    True: ("run", "replay", "capture", "memory_estimate"),
+    False: ("call", "capture_all", "static_inputs", "announce_write"),
+}
 _STATE = threading.RLock()  # taken after pools' locks
 _NAPS: list[Nap] = []
 _REGIONS: list[MemoryRegion] = []
@@ -164,7 +167,9 @@ class Nap:
                 self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
                 # A layer may run by itself, as for a prefill.
                 for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
-                    self._close(layer, ["forward", "__getstate__"], "weights")
+                    self._close(
+                        layer, ["forward", "_apply", "load_state_dict", "state_dict", "__getstate__"], "weights"
+                    )
 
     def _close(self, owner: Any, names: Iterable[str], part: str = "") -> None:
         own = vars(owner)
