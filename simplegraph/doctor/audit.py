@@ -191,7 +191,8 @@ class Audit:
         self._survey: MemorySurvey | None = None
         self._next_survey, self._hurried = 0.0, 0
         self._watching = False
-        self._lock = threading.RLock()
+        # By process: a thread that has the lock when another one forks is not in the child, to give it back.
+        self._locks: collections.defaultdict[int, Any] = collections.defaultdict(threading.RLock)
         self._process = os.getpid()
         self._checked: AuditedGraph | None = None
 
@@ -224,7 +225,7 @@ class Audit:
         """Detach, and write the report if it has a path; harmless the second time."""
         if Audit.attached is not self or self._process != os.getpid():
             return
-        with self._lock:
+        with self._locks[os.getpid()]:
             self._source.detach()
             Audit.attached, self._watching = None, False
         self._finalize.cancel()
@@ -234,7 +235,7 @@ class Audit:
 
     def check(self) -> list[AuditFinding]:
         """Check every graph that can still be replayed, now; return what is wrong with them."""
-        with self._lock:
+        with self._locks[os.getpid()]:
             survey = self._settle()
             found = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
         return [finding for findings in found for finding in findings]
@@ -358,7 +359,7 @@ class Audit:
     def _telling(self, failure: str = "a graph could not be audited") -> Iterator[None]:
         """Let one thread in at a time; an error of the audit's own is logged, and does not stop the program."""
         try:
-            with self._lock:
+            with self._locks[os.getpid()]:
                 yield
         except Exception:
             logger.exception("simplegraph audit: %s; the program goes on", failure)

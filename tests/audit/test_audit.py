@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,28 @@ def test_a_forked_process_writes_no_report_in_its_parents_place(tmp_path: Path) 
         worker.join()
         assert worker.exitcode == 0
     assert [*tmp_path.iterdir()] == []  # the parent has captured nothing
+
+
+def test_a_process_that_was_forked_while_a_thread_audits_goes_on(tmp_path: Path) -> None:
+    audits, forked = threading.Event(), threading.Event()
+
+    def audit_a_graph() -> None:
+        with audit._telling():
+            audits.set()
+            forked.wait()
+
+    with sg.audit(every=1) as audit:
+        thread = threading.Thread(target=audit_a_graph)
+        thread.start()
+        audits.wait()
+        worker = multiprocessing.get_context("fork").Process(target=_finds, args=(str(tmp_path),))
+        worker.start()
+        worker.join(20)
+        ended = worker.exitcode
+        worker.kill()
+        forked.set()
+        thread.join()
+    assert ended == 0
 
 
 def test_a_worker_may_have_any_name(tmp_path: Path) -> None:
