@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -230,7 +231,7 @@ def _audit(options: argparse.Namespace) -> int:
         status = _run_python(options.program)
     print(f"simplegraph audit: {audit}\n  report: {report}", file=sys.stderr)
     kinds = [finding.kind for finding in audit.findings]
-    for path in report.parent.glob(f"{report.stem}.*.json"):  # of workers
+    for path in report.parent.glob(f"{glob.escape(report.stem)}.*.json"):  # of workers
         if path.stat().st_mtime >= started:
             kinds += [finding["kind"] for finding in json.loads(path.read_text(encoding="utf-8"))["findings"]]
     return status or (3 if set(kinds) & set(options.fail_on) else 0)

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import inspect
 import struct
 import time
 import weakref
@@ -403,7 +404,7 @@ def _read_emulated(segment: Any) -> CaptureReading:
     for call in segment._calls or ():
         tensors = [leaf for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
         addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-        nodes.append(Node(str(call.func), "", addresses))
+        nodes.append(Node(str(inspect.unwrap(call.func)), "", addresses))
     return CaptureReading(lambda: nodes)
 
 

@@ -170,7 +170,8 @@ class Audit:
         checks: how many graphs were checked so far.
 
     Raises:
-        ConfigError: another audit is attached, `every` is negative, or the driver lacks what it takes.
+        ConfigError: another audit is attached, `every` is negative, no file can be written at `path`, or the driver
+            lacks what it takes.
     """
 
     attached: Audit | None = None  # the one of this process
@@ -190,7 +191,8 @@ class Audit:
         self._survey: MemorySurvey | None = None
         self._next_survey, self._hurried = 0.0, 0
         self._watching = False
-        self._lock = threading.RLock()
+        # By process: a thread that has the lock when another one forks is not in the child, to give it back.
+        self._locks: collections.defaultdict[int, Any] = collections.defaultdict(threading.RLock)
         self._process = os.getpid()
         self._checked: AuditedGraph | None = None
 
@@ -209,6 +211,7 @@ class Audit:
             )
         if other is not None:  # of the process that this one was forked from
             other._source.detach()
+        self._by_id.clear()  # of an earlier attachment: since then they may have been captured into again
         self._source.attach()
         Audit.attached = self
         # At the end of worker processes, too, which run no functions of `atexit`.
@@ -222,15 +225,17 @@ class Audit:
         """Detach, and write the report if it has a path; harmless the second time."""
         if Audit.attached is not self or self._process != os.getpid():
             return
-        self._source.detach()
-        Audit.attached = None
+        with self._locks[os.getpid()]:
+            self._source.detach()
+            Audit.attached, self._watching = None, False
         self._finalize.cancel()
         if self.path is not None and (self.graphs or self.findings):
-            self.save(self.path)
+            with self._telling("its report could not be written"):
+                self.save(self.path)
 
     def check(self) -> list[AuditFinding]:
         """Check every graph that can still be replayed, now; return what is wrong with them."""
-        with self._lock:
+        with self._locks[os.getpid()]:
             survey = self._settle()
             found = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
         return [finding for findings in found for finding in findings]
@@ -306,7 +311,7 @@ class Audit:
             self.graph_dropped(key)  # an object that is captured into again
             self._by_id[key] = new
             new.reference = weakref.ref(graph, lambda _: self.graph_dropped(key))
-            if not self._watching:
+            if not self._watching and Audit.attached is self:
                 self._watching = True
                 self._source.watch_replays(True)
 
@@ -343,20 +348,21 @@ class Audit:
             # Not all graphs at one time: the first interval of each is another one.
             graph.due += self.every - (graph.number % self.every if graph.due == 1 else 0)
             self._checked = graph if self.nan else None
-        else:
+        elif self._watching:
             self._watching = False
             self._source.watch_replays(False)
-        if self.path is not None and len(self.findings) > known:
+        # A forked process has no report: the path is its parent's.
+        if self.path is not None and len(self.findings) > known and self._process == os.getpid():
             self.save(self.path)
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, failure: str = "a graph could not be audited") -> Iterator[None]:
         """Let one thread in at a time; an error of the audit's own is logged, and does not stop the program."""
         try:
-            with self._lock:
+            with self._locks[os.getpid()]:
                 yield
         except Exception:
-            logger.exception("simplegraph audit: a graph could not be audited; the program goes on")
+            logger.exception("simplegraph audit: %s; the program goes on", failure)
 
     def _blocks(self) -> Blocks:
         return Blocks(self._source.segments(), self._source.is_device_memory)
@@ -439,10 +445,12 @@ def start_from_environment() -> None:
 
 def _own_path(path: str | os.PathLike[str] | None) -> Path | None:
     """Return where this process writes a report: a child's file has the child's name in it."""
-    name = multiprocessing.process.current_process().name
-    if path is None or name == "MainProcess":
-        return None if path is None else Path(path)
-    return Path(path).with_stem(f"{Path(path).stem}.{name}")
+    if path is None:
+        return None
+    own, name = Path(path), multiprocessing.process.current_process().name.replace(os.sep, "_")
+    if own.suffix == ".json" or own.is_dir() or not os.access(own.parent, os.W_OK):
+        raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file in a folder that can be written.")
+    return own if name == "MainProcess" else own.with_stem(f"{own.stem}.{name}")
 
 
 def _capturing_line() -> str:

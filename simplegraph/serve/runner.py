@@ -500,6 +500,9 @@ class GraphRunner:
         inputs.handed_out = True
         return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 
+    def announce_write(self) -> None:
+        """Call before writing memory that graphs read, outside of a call: `sleep` lets this raise, or wake it."""
+
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
         return GraphReport(self.stats, "no device yet") if self.manager is None else self.manager.report()

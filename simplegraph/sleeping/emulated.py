@@ -109,5 +109,4 @@ class EmulatedPool(EmulatedRegion):
         return pool.handle is self._arena
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
-        memories = living(self._arena.memories)
-        return [memory.storage for memory in memories if memory.pool is self._arena]
+        return [memory.storage for memory in living(self._arena.memories) if memory.pool is self._arena]

@@ -106,6 +106,15 @@ class RegionMap:
             return None
         return self.regions[self._blocks[at][2]]
 
+    def is_read_by(self, layer: nn.Module) -> bool:
+        """True if a parameter or buffer of the layer itself is in a region."""
+        return any(
+            self.find(part.data_ptr()) is not None
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+            for part in parts_of(tensor)
+            if has_address(part)
+        )
+
     def of(self, holder: Holder) -> set[MemoryRegion]:
         """Find the regions that have memory of a holder's graphs."""
         own = {region for each in holder.managers for region in self.regions if region.holds_graphs(each.pool)}

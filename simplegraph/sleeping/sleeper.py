@@ -18,6 +18,7 @@ import torch
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean, refuse_inside_capture
 from simplegraph.base.extras import memory_sources
+from simplegraph.base.patches import plain
 from simplegraph.base.reasons import Reason
 from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
@@ -30,7 +31,10 @@ from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
 from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
 
-_DOORS = {True: ("run", "replay", "capture", "memory_estimate"), False: ("call", "capture_all", "static_inputs")}
+_DOORS = {
+    True: ("run", "replay", "capture", "memory_estimate"),
+    False: ("call", "capture_all", "static_inputs", "announce_write"),
+}
 _STATE = threading.RLock()  # taken after pools' locks
 _NAPS: list[Nap] = []
 _REGIONS: list[MemoryRegion] = []
@@ -159,7 +163,13 @@ class Nap:
                 self._close(state, ["moved"])
             for module in holder.modules:
                 self._close(module, ["forward"])
-                self._close(module, ["_apply", "load_state_dict"], "weights")
+                self._close(module, ["_apply", "load_state_dict", "state_dict"], "weights")
+                self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
+                # A layer may run by itself, as for a prefill.
+                for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
+                    self._close(
+                        layer, ["forward", "_apply", "load_state_dict", "state_dict", "__getstate__"], "weights"
+                    )
 
     def _close(self, owner: Any, names: Iterable[str], part: str = "") -> None:
         own = vars(owner)
@@ -167,7 +177,7 @@ class Nap:
             if name in own:
                 call, undo = own[name], functools.partial(own.__setitem__, name, own[name])
             else:
-                call = functools.partial(_call_weakly, getattr(type(owner), name), weakref.ref(owner))
+                call = functools.partial(_call_weakly, getattr(type(owner), name, vars), weakref.ref(owner))
                 undo = functools.partial(own.pop, name, None)
             own[name] = functools.partial(self._knock_first, call, part)
             self._undo.callback(undo)
@@ -192,6 +202,7 @@ class Nap:
 
     def wake(self, parts: Collection[str]) -> None:
         """Wake these parts, or none of them if memory is short."""
+        refuse_inside_capture(any(region.device.is_capturing() for region in self.regions))
         with _STATE:
             waking = [region for region in self.regions if region.part in parts]
             look(waking)
@@ -269,16 +280,15 @@ def sleep(
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError("sleep was called inside the forward of a wrapped module; call it before or after.")
     holders = holders_of(owner)
-    awake = [holder for holder in holders if not any(holder.graphs in nap.graphs for nap in _NAPS)]
-    if owner is not None and len(awake) < len(holders):
-        raise AsleepError(f"{holders[0].name} is asleep already; call wake() first.")
-    with _paused(awake), _STATE:
+    with _paused(holders), _STATE:
+        awake = [holder for holder in holders if not _sleeps(holder)]
+        if len(awake) < len(holders) and (owner is not None or not awake):
+            raise AsleepError(f"{holders[0].name} is asleep already; call wake() first.")
         found = [each for each in regions(_pools(awake)) if not each.asleep]
         places = RegionMap(found)
         chosen = set(found) if owner is None else {region for holder in awake for region in places.of(holder)}
         asleep = [region for region in found if region in chosen and region.part not in kept_parts]
         nap = Nap(awake, asleep, wake_on_call=wake_on_call)
-        kept: tuple[str, ...] = ()
         try:
             with _agreed(nap.ranks, "going to sleep"):
                 _check_complete(nap, awake, places)
@@ -298,8 +308,12 @@ def sleep(
         for region in nap.regions:
             region.give_back()
         _NAPS.append(nap)
-    sizes = sum(region.size for region in nap.regions), sum(region.copied for region in nap.regions)
-    return SleepReport(*sizes, kept, time.perf_counter() - started)
+    return SleepReport(
+        given_back=sum(region.size for region in nap.regions),
+        on_host=sum(region.copied for region in nap.regions),
+        kept=kept,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
@@ -332,6 +346,10 @@ def _check(name: str, value: str, known: Sequence[str]) -> None:
         )
 
 
+def _sleeps(holder: Holder) -> bool:
+    return any(holder.graphs in nap.graphs for nap in _NAPS)
+
+
 def _pools(holders: Sequence[Holder]) -> list[Any]:
     pools = {id(each.pool): each.pool for holder in holders for each in holder.managers}
     return [pools[number] for number in sorted(pools)]  # two threads lock them in one order
@@ -341,12 +359,13 @@ def _pools(holders: Sequence[Holder]) -> list[Any]:
 def _paused(holders: Sequence[Holder]) -> Iterator[None]:
     """Let no replay or capture of these run in here; what was queued is done."""
     with contextlib.ExitStack() as locks:
-        for holder in holders:
-            for manager in holder.managers:
-                refuse_inside_capture(manager.device.is_capturing())
+        devices = {region.device for region in [*_REGIONS]}.union(
+            manager.device for holder in holders for manager in holder.managers
+        )
+        refuse_inside_capture(any(device.is_capturing() for device in devices))
         for pool in _pools(holders):
             locks.enter_context(pool.lock)
-        for device in {id(each.device): each.device for holder in holders for each in holder.managers}.values():
+        for device in devices:
             device.synchronize()
         yield
 
@@ -360,7 +379,9 @@ def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> N
     for other in others:
         if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):
             raise ConfigError(
-                f"{nap.name} shares sleepable memory with {other.name}, which would stay awake. Build each in an "
+                f"{nap.name} shares sleepable memory with {other.name}, which is partly asleep; call wake() first."
+                if _sleeps(other)
+                else f"{nap.name} shares sleepable memory with {other.name}, which would stay awake. Build each in an "
                 "sg.sleepable() block of its own, or put everything to sleep with sg.sleep()."
             )
 

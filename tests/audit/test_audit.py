@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph import __main__ as cli
+from simplegraph.device.select import graph_device
 from simplegraph.doctor import audit as auditing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator's graphs; tests/gpu has torch's")
@@ -136,6 +138,59 @@ def test_a_wrong_environment_is_a_warning_and_stops_no_engine(
     assert "SIMPLEGRAPH_AUDIT_EVERY is 'often'; expected a number of replays" in caplog.text
 
 
+@pytest.mark.parametrize("path", ["nothere/report.html", "report.json", ".", ""])
+def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    Path("script.py").write_text("print('runs')")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["audit", "--report", path, "--", "python", "script.py"])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert f"the report's path is {str(Path(path))!r}; expected an HTML file in a folder" in said.err
+    assert sg.Audit.attached is None
+
+
+def test_an_engine_whose_report_cannot_be_written_runs_without_an_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_AUDIT", str(tmp_path / "nothere" / "report.html"))
+    auditing.start_from_environment()
+    assert sg.Audit.attached is None
+    assert "expected an HTML file in a folder that can be written" in caplog.text
+
+
+def test_a_folder_that_is_gone_at_the_end_is_logged_and_hides_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def program() -> None:
+        served()
+        folder.rmdir()
+        raise KeyError("the program's")
+
+    with pytest.raises(KeyError, match="the program's"), sg.audit(path=folder / "report.html"):
+        program()
+    assert sg.Audit.attached is None
+    assert "its report could not be written; the program goes on" in caplog.text
+
+
+def test_an_audit_that_is_attached_again_watches_replays_again() -> None:
+    audit = sg.audit(every=1)
+    with audit:
+        first = served()
+    checks = audit.checks
+    with audit:
+        second = served()
+    assert audit.checks == checks + second.graph_stats.replays
+    assert first.graph_stats.replays == second.graph_stats.replays > 0
+    assert audit.findings == []
+
+
 def test_an_engine_finds_the_plugin() -> None:
     declared = configparser.ConfigParser()  # a source distribution has the same, with other white space
     declared.read(ROOT / "setup.cfg")
@@ -163,6 +218,72 @@ def test_a_worker_process_writes_a_report_of_its_own(tmp_path: Path, method: str
             "report.EngineCore.json",
         ]
         assert sg.Audit.attached is audit
+
+
+def _finds(path: str) -> None:
+    """Replay a graph that reads memory which is gone, in a process that was forked from an audited one."""
+    device, x = graph_device("cpu"), torch.ones(2, 4)
+    with device.on_capture_stream():
+        device.begin(device.new_pool())
+        y = x * 2
+        graph = device.end()
+    del x
+    with pytest.raises(sg.EmulatorError):
+        graph.replay()
+    assert y is not None
+    assert sg.Audit.attached is not None
+    assert [finding.kind for finding in sg.Audit.attached.findings] == ["freed"]
+
+
+def test_a_forked_process_writes_no_report_in_its_parents_place(tmp_path: Path) -> None:
+    with sg.audit(path=tmp_path / "report.html"):
+        worker = multiprocessing.get_context("fork").Process(target=_finds, args=(str(tmp_path),))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+    assert [*tmp_path.iterdir()] == []  # the parent has captured nothing
+
+
+def test_a_process_that_was_forked_while_a_thread_audits_goes_on(tmp_path: Path) -> None:
+    audits, forked = threading.Event(), threading.Event()
+
+    def audit_a_graph() -> None:
+        with audit._telling():
+            audits.set()
+            forked.wait()
+
+    with sg.audit(every=1) as audit:
+        thread = threading.Thread(target=audit_a_graph)
+        thread.start()
+        audits.wait()
+        worker = multiprocessing.get_context("fork").Process(target=_finds, args=(str(tmp_path),))
+        worker.start()
+        worker.join(20)
+        ended = worker.exitcode
+        worker.kill()
+        forked.set()
+        thread.join()
+    assert ended == 0
+
+
+def test_a_worker_may_have_any_name(tmp_path: Path) -> None:
+    worker = multiprocessing.get_context("fork").Process(
+        target=_work, args=(str(tmp_path / "report.html"),), name="Worker 1/2"
+    )
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    assert (tmp_path / "report.Worker 1_2.html").exists()
+
+
+def test_a_kernel_is_named_by_its_operator_outside_of_inference_mode_too() -> None:
+    with sg.audit() as audit:
+        device, x = graph_device("cpu"), torch.ones(2, 4)
+        with device.on_capture_stream():
+            device.begin(device.new_pool())
+            x * 2
+            device.end()
+    assert [node[0] for node in audit.graphs[0].nodes] == ["aten.mul.Tensor"]
 
 
 SCRIPT = """

@@ -184,6 +184,66 @@ def test_everything_is_put_back(cuda: tuple[Any, DeviceMemory]) -> None:
     assert not any(getattr(kind, "hooks", {}).values())
 
 
+def test_a_graph_that_was_captured_into_while_no_audit_looked_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    audit = sg.audit(every=1)
+    with audit:
+        engine = Engine(kind, memory)
+    engine.graph.reset()
+    engine.model[0].weight.data = memory.tensor(20)
+    capture(engine.graph, ("first", (engine.input, engine.model[0].weight)))
+    with audit:
+        engine.graph.replay()
+        assert audit.check() == []
+
+
+def test_an_audit_that_ends_during_a_capture_leaves_nothing_behind(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may stop it while a capture ends in this one."""
+    kind, memory = cuda
+    before, patched = dict(vars(kind)), patches.installed()
+    audit = sg.audit.start(every=1)
+    reading = type(audit._source)._read
+
+    def stops(source: Any, handle: int) -> Any:
+        audit.stop()
+        return reading(source, handle)
+
+    monkeypatch.setattr(type(audit._source), "_read", stops)
+    engine = Engine(kind, memory)
+    engine.graph.replay()
+    assert audit.checks == 0
+    assert patches.installed() == patched
+    assert dict(vars(kind)) == before
+    assert not any(getattr(kind, "hooks", {}).values())
+
+
+def test_a_replay_that_an_audit_ends_in_leaves_the_next_one_attached(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, memory = cuda
+    patched = patches.installed()
+    first = sg.audit.start(every=0)
+    check = sg.Audit._check
+
+    def stops(self: sg.Audit, *arguments: Any) -> Any:
+        if self is first and sg.Audit.attached is first:
+            first.stop()
+            second.append(sg.audit.start(every=1))
+            kept.append(capture(kind()))
+        return check(self, *arguments)
+
+    second: list[sg.Audit] = []
+    kept: list[Any] = []
+    monkeypatch.setattr(sg.Audit, "_check", stops)
+    Engine(kind, memory)
+    kept[0].replay()
+    assert second[0].checks == 1
+    second[0].stop()
+    assert patches.installed() == patched
+
+
 def test_a_graph_that_was_reset_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> None:
     kind, memory = cuda
     with sg.audit(every=1) as audit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -142,6 +143,66 @@ def test_generation_sleeps_between_two_texts(device: torch.device, inference_mod
         model.generate(**batch, **GREEDY)
     sg.wake()
     assert torch.equal(model.generate(**batch, **GREEDY), wanted)
+    sg.sleep(wake_on_call=True)
+    assert torch.equal(model.generate(**batch, **GREEDY), wanted)
+
+
+def test_a_generation_wakes_its_cache_before_it_writes_there(device: torch.device, inference_mode: None) -> None:
+    """Between two texts, where the cache sleeps though the weights stay, and in the middle of a text."""
+    pytest.importorskip("transformers", minversion="5.0")
+    import tiny_models as tiny
+    from tiny_generation import GREEDY, graphed, inputs
+
+    with torch.inference_mode(False):
+        model = tiny.build(tiny.DECODERS["llama"], device)
+    graphed(model)
+    batch = inputs("llama", [3, 6], device)
+    with sg.sleepable("caches", device=device):
+        model.generate(**batch, **GREEDY)  # makes the cache
+    model.generate(**batch, **GREEDY)
+    wanted = model.generate(**batch, **GREEDY)
+    sg.sleep()
+    with pytest.raises(sg.AsleepError):
+        model.generate(**batch, **GREEDY)
+    sg.wake()
+    sg.sleep(wake_on_call=True)
+    assert torch.equal(model.generate(**batch, **GREEDY), wanted)
+
+    def sleeps(ids: Tensor, scores: Any, **rest: Any) -> Tensor:
+        if ids.shape[1] == 9:
+            sg.sleep(wake_on_call=True)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    assert torch.equal(model.generate(**batch, **GREEDY, stopping_criteria=[sleeps]), wanted)
+
+
+def test_a_layer_that_runs_by_itself_is_refused_where_its_weights_sleep(
+    device: torch.device, inference_mode: None
+) -> None:
+    """As a prefill does; on a GPU it would read memory that is not there, which ends the process's use of the GPU."""
+    with torch.inference_mode(False):
+        awake = nn.Linear(8, 8).to(device)
+        with sg.sleepable(device=device):
+            layer, norm = nn.Linear(8, 8).to(device), nn.BatchNorm1d(8, affine=False).to(device)
+        model = sg.wrap(nn.Sequential(awake, nn.Sequential(layer, norm)).eval(), capture_sizes=[4], progress=False)
+    x = torch.randn(4, 8, device=device)
+    uses: list[Any] = [lambda part: part(x), lambda part: model[1](x), copy.deepcopy, nn.Module.half]
+    uses.append(lambda part: nn.ModuleList([part]).state_dict())
+    model.capture_graphs(x)
+    wanted = model(x).clone(), layer(x), norm(x)
+    for weights in ("host", "keep"):
+        model.sleep(weights=weights)
+        assert awake(x).isfinite().all()  # another model may use it, too
+        for part, answer in zip((layer, norm), wanted[1:], strict=True):
+            if weights == "keep":
+                assert torch.equal(part(x), answer)
+                continue
+            for use in uses:
+                with pytest.raises(sg.AsleepError, match=r"Sequential is asleep \(weights, graphs\): call wake"):
+                    use(part)
+        model.wake()
+    assert all(map(torch.equal, (model(x), layer(x), norm(x)), wanted))
+    assert not {"forward", "__getstate__"} & (vars(layer).keys() | vars(norm).keys())
 
 
 def test_an_engine_that_speculates_sleeps_between_two_rounds(device: torch.device) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.select import graph_device
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -99,7 +102,12 @@ def test_the_report_says_what_went_and_what_is_on_the_host(device: torch.device)
         lambda model, x: model.static_inputs(),
         lambda model, x: model.half(),
         lambda model, x: model.to(torch.float64),
-        lambda model, x: model.load_state_dict(model.state_dict()),
+        lambda model, x: model.load_state_dict({}),
+        lambda model, x: model.state_dict(),
+        lambda model, x: copy.copy(model),
+        lambda model, x: copy.deepcopy(model),
+        lambda model, x: copy.deepcopy(nn.ModuleList([sg.unwrap(model)])),
+        lambda model, x: pickle.dumps(model),
         lambda model, x: model.sleep(),
     ],
 )
@@ -110,7 +118,7 @@ def test_what_needs_sleeping_memory_is_refused_with_the_remedy(device: torch.dev
         use(model, x)
     model.wake()
     assert same(answers(model, x), wanted)
-    assert not {"forward", "_apply", "load_state_dict"} & vars(model).keys()
+    assert not {"forward", "_apply", "load_state_dict", "state_dict", "__getstate__"} & vars(model).keys()
 
 
 def test_eager_calls_are_refused_too(device: torch.device) -> None:
@@ -439,6 +447,85 @@ def test_unknown_options_are_errors(device: torch.device, options: dict[str, Any
         model.wake(["weight"])
     with pytest.raises(sg.ConfigError, match="expected 'weights' or 'caches'"), sg.sleepable("graphs"):
         pass
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_sleep_and_wake_inside_a_capture_are_refused_and_change_nothing(device: torch.device, owned: bool) -> None:
+    """On a GPU a capture would record the copies, and the memory would be mapped a second time by the next wake."""
+    graphs, x = graph_device(device), torch.ones(3, device=device)
+    with torch.inference_mode(False), on(device):
+        kept = torch.arange(5.0, device=device)
+    model, rows, wanted = captured(device) if owned else (None, None, None)
+    uses = [sg.wake, sg.sleep] if model is None else [model.wake, sg.wake, model.sleep]
+    sg.sleep()
+    for use in uses:
+        if use is sg.sleep:
+            sg.wake()  # nothing but tensors, which no manager stands for
+        with graphs.on_capture_stream():
+            graphs.begin(graphs.new_pool())
+            with pytest.raises(sg.CaptureError, match="is being captured"):
+                use()
+            y = x * 2
+            graph = graphs.end()
+        graph.replay()
+        assert torch.equal(y, x * 2)
+    sg.wake()
+    assert torch.equal(kept, torch.arange(5.0, device=device))
+    assert model is None or same(answers(model, rows), wanted)
+
+
+def test_a_copy_that_wakes_is_whole(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    for module in (model, sg.unwrap(model)):
+        model.sleep(wake_on_call=True)
+        other = copy.deepcopy(module)
+        assert not {"forward", "state_dict", "__getstate__"} & vars(other).keys()
+        assert type(other) is type(module)
+        with torch.inference_mode(False), torch.no_grad():
+            model[2].bias += 1
+        assert torch.equal(other(x[:1]), wanted[0])
+        with torch.inference_mode(False), torch.no_grad():
+            model[2].bias -= 1
+        wanted = answers(model, x)
+
+
+def test_everything_that_sleeps_already_is_said_to(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    sg.sleep()
+    with pytest.raises(sg.AsleepError, match=r"Sequential is asleep already; call wake\(\) first"):
+        sg.sleep()
+    sg.wake(parts=["weights"])
+    with pytest.raises(sg.AsleepError, match="asleep already"):
+        sg.sleep()
+    _other, _, _ = captured(device)
+    with pytest.raises(sg.ConfigError, match=r"with Sequential, which is partly asleep; call wake\(\) first"):
+        sg.sleep()
+    sg.wake()
+    assert same(answers(model, x), wanted)
+
+
+def test_two_threads_put_a_model_to_sleep_once(device: torch.device) -> None:
+    """The second waited for the pool; it must not put to sleep the weights that the first one keeps awake."""
+    model, x, wanted = captured(device)
+    refused: list[BaseException] = []
+
+    def sleep(**options: str) -> None:
+        try:
+            model.sleep(**options)
+        except sg.SimpleGraphError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=sleep, kwargs={"weights": weights}) for weights in ("keep", "host")]
+    with model.graph_manager.pool.lock:
+        for thread in threads:
+            thread.start()
+            thread.join(0.2)
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in refused] == [sg.AsleepError]
+    assert "is asleep already" in str(refused[0])
+    model.wake()
     assert same(answers(model, x), wanted)
 
 

@@ -361,7 +361,7 @@ def _as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
                 leaf.wait()
         return result
 
-    return call
+    return functools.update_wrapper(call, func, (), ())
 
 
 def _run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:

@@ -146,6 +146,7 @@ class FixedCacheDecoder:
         store = self._store_for(layout)
         name = self.ids_name.replace("input_ids", "attention_mask")
         masked = store.first is not None
+        self._step._graph_runner.announce_write()
         store.load(own, _mask(kwargs, name, rows, length, longer=True) if masked else None, rows, length)
         if hidden is not None:
             shape = hidden.shape[:2]
@@ -184,6 +185,7 @@ class FixedCacheDecoder:
         grows = store.first is not None
         span = self._span(length, grows=grows)
         if grows:
+            step._graph_runner.announce_write()
             store.position.fill_(length)
         if self.capturing is not None and self.trusted:  # warmups change states, which are compared before
             done = step.capture_graphs(span, source, order, inputs.carried, **launch, **inputs.tokens)
