@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_070,
+    "base": 1_065,
     "batch": 300,
     "device": 1_750,
     "program": 1_685,
@@ -28,7 +28,7 @@ CORE = {
     "manager": 1_235,
     "guard": 900,
     "call": 1_240,
-    "serve": 905,
+    "serve": 910,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
