@@ -493,13 +493,13 @@ def test_a_copy_that_wakes_is_whole(device: torch.device) -> None:
 def test_everything_that_sleeps_already_is_said_to(device: torch.device) -> None:
     model, x, wanted = captured(device)
     sg.sleep()
-    with pytest.raises(sg.AsleepError, match=r"Sequential is asleep already; call wake\(\) first"):
+    with pytest.raises(sg.AsleepError, match=r"is asleep already; call wake\(\) first"):
         sg.sleep()
     sg.wake(parts=["weights"])
     with pytest.raises(sg.AsleepError, match="asleep already"):
         sg.sleep()
     _other, _, _ = captured(device)
-    with pytest.raises(sg.ConfigError, match=r"with Sequential, which is partly asleep; call wake\(\) first"):
+    with pytest.raises(sg.ConfigError, match=r"which is partly asleep; call wake\(\) first"):
         sg.sleep()
     sg.wake()
     assert same(answers(model, x), wanted)
