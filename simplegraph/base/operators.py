@@ -140,7 +140,7 @@ def is_higher_order(func: Any) -> bool:
 
 
 class OperatorFacts(NamedTuple):
-    """What an operator's name, schema and kernels tell of it; by default nothing, as of one without a schema.
+    """Facts that an operator's name, schema and kernels show; the defaults are those of one without a schema.
 
     Attributes:
         name: without ``aten::``; empty for a higher-order operator.

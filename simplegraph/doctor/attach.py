@@ -53,7 +53,7 @@ class Node(NamedTuple):
 
 @dataclasses.dataclass
 class CaptureReading:
-    """What a capture recorded.
+    """Nodes and addresses that a capture recorded.
 
     Attributes:
         parse: returns the nodes, in the driver's order; later, since a capture should not wait for it.

@@ -44,7 +44,7 @@ class MemoryBlock(NamedTuple):
 
 
 class Blocks:
-    """What the allocator has at a moment.
+    """Blocks that the allocator has at a moment.
 
     Args:
         segments: as torch describes them.

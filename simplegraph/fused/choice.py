@@ -242,7 +242,7 @@ def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout:
 
 
 class _Trial(NamedTuple):
-    """How an operator is tried.
+    """Describes the trial of an operator.
 
     Attributes:
         run: calls it, from operators, a function that makes numbers of a shape, and the sizes; returns its results.

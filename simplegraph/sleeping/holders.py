@@ -27,7 +27,7 @@ _SHOWN = 3  # names in a line
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Holder:
-    """What holds graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
+    """Holder of graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
 
     graphs: Any
     module: nn.Module | None = None
@@ -39,7 +39,7 @@ class Holder:
 
     @property
     def builders(self) -> list[Any]:
-        """What builds its graphs; a manager's owner does that itself."""
+        """Builders of its graphs; none for a manager, whose owner builds them."""
         return [] if isinstance(self.graphs, CudaGraphManager) else self.graphs.builders
 
     @property

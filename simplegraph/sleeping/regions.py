@@ -20,7 +20,7 @@ _CHUNK = 1 << 28  # bytes of one host buffer; a power of two, to which torch rou
 
 
 class AsleepError(ReplayError):
-    """What was called is asleep, or cannot wake yet."""
+    """The model that was called is asleep, or cannot wake yet."""
 
 
 class Span(NamedTuple):

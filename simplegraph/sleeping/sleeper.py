@@ -80,7 +80,7 @@ def _new_region(part: str, device: GraphDevice) -> MemoryRegion:
 
 
 class SleepableMemory:
-    """Where graphs have their memory once something of the process can sleep; see `memory_sources`."""
+    """Memory of graphs once something of the process can sleep; see `memory_sources`."""
 
     def graph_pool_id(self, device: GraphDevice) -> Any:
         """Make a memory pool of torch's allocator for graphs, and return its id."""
@@ -121,7 +121,7 @@ def look(found: Sequence[MemoryRegion]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SleepReport:
-    """What a `sleep` did.
+    """Result of a `sleep`.
 
     Attributes:
         given_back: bytes of device memory that went to the driver.

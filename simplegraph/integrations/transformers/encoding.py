@@ -298,7 +298,7 @@ def _pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, 
 
 
 class LengthRule(NamedTuple):
-    """How to cut a model's padded outputs to a length, as the outputs of one call tell.
+    """Cuts a model's padded outputs to a length, by a rule that the outputs of one call show.
 
     Attributes:
         grown: the dimensions that grow with the length, by output.
