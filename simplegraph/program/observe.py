@@ -37,12 +37,14 @@ _SCALAR = torch.ops.aten.scalar_tensor.default
 _FULL = torch.ops.aten.full.default
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _PICKING = {"max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"}
-_PICKING |= {"median", "nanmedian", "mode", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
+_PICKING |= {"median", "nanmedian", "quantile", "nanquantile", "mode"}
+_PICKING |= {"adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
+_SORTING = {"sort", "argsort", "msort"}
 _NUMBER_REMEDY = (
     "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
     "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
 )
-_ROWS_REMEDY = "Add the sizes of your batches to capture_sizes, or pick in each row."
+_ROWS_REMEDY = "Add the sizes of your batches to capture_sizes, or pick or sort in each row."
 _MAX_SIZES = 3  # of as many batch sizes the latest run is remembered
 
 
@@ -61,11 +63,11 @@ class PassedNumbers(NamedTuple):
 
 
 class ChosenRows(NamedTuple):
-    """An operator that picks values among others, as a maximum does.
+    """An operator that picks values among others, as a maximum does, or sorts them.
 
     Attributes:
         func: the operator.
-        given, made: the shapes of the tensors that it is passed and returns.
+        given, made: the shapes of the tensors that it is passed and returns; of a sort, how many values it orders.
         memory: the storage keys of what it returns.
         line: the file and the number of the user's line; None if there is none.
     """
@@ -103,6 +105,11 @@ class NumbersSeen:
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
             if found and (_makes_number(func, args, kwargs) or any(inexact)):
                 self.segments.append(PassedNumbers(func, tuple(found), running_line()))
+        # The order of one row among padding rows changes with its values, and says nothing. Integers may be groups.
+        if (name := facts_of(func).name) in _SORTING and tensors[0].is_floating_point():
+            dim = 0 if name == "msort" else argument(args, kwargs, 1, "dim")
+            ordered = tensors[0].shape[-1 if dim is None else dim :][:1]
+            self.choices.append(ChosenRows(func, (ordered,), (), frozenset(), running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
@@ -166,7 +173,8 @@ class NumbersBySize:
             what = f"a number that the forward computes from the batch size goes into {now.func}{_place(now.line)}"
             return f"{what}: {said}", _NUMBER_REMEDY
         if chosen is not None:
-            said = f"{chosen.func}{_place(chosen.line)} picks among all rows, those of padding too"
+            verb = "picks among" if chosen.made else "sorts"
+            said = f"{chosen.func}{_place(chosen.line)} {verb} all rows, those of padding too"
             return said, _ROWS_REMEDY
         return None
 

@@ -777,6 +777,7 @@ SHARED_BY_ROWS = {
     "any": lambda m, x: (x * 2, (x > 2.5).any()),
     "argmax": lambda m, x: (x * 2, x.argmax(0)),
     "written": lambda m, x: (x * 2, torch.zeros(WIDTH, device=x.device).copy_(x.amax(0))),
+    "quantile": lambda m, x: (x * 2, x.quantile(0.5, dim=0)),
 }
 
 
@@ -797,9 +798,31 @@ def test_what_all_rows_share_is_not_padded_although_the_first_padding_changes_no
     assert model.graph_stats.replays > 0
 
 
+SORTED_BY_ROWS = {
+    "order": lambda m, x: x[x[:, 0].argsort(descending=True)] * 2,
+    "stable": lambda m, x: x[x[:, 0].argsort(stable=True, descending=True)] * 2,
+    "values": lambda m, x: x.sort(dim=0, descending=True).values * 2,
+    "msort": lambda m, x: -(-x).msort() * 2,
+    "all elements": lambda m, x: x.flatten().sort(descending=True).values.view_as(x) * 2,
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", SORTED_BY_ROWS)
+def test_one_row_is_not_padded_where_rows_are_sorted(device, name, inference):
+    model = sg.wrap(Function(SORTED_BY_ROWS[name]).to(device).eval(), capture_sizes=[2], progress=False)
+    with torch.inference_mode(inference), torch.no_grad():
+        for turn, count in enumerate((2, 1, 1, 1, 1, 1, 1)):
+            x = torch.arange(8.0, 8.0 - WIDTH, -1, device=device).repeat(count, 1)
+            x = x if turn < 4 else x - 100  # padding comes last, and later first
+            assert torch.equal(model(x), SORTED_BY_ROWS[name](None, x))
+    assert model.graph_stats.padded_tokens == 0
+    assert "sorts all rows" in str(model.graph_report())
+
+
 def test_what_follows_from_no_row_is_padded_as_before(device):
     def answers(m, x):
-        return x * 2, torch.ones(4, 4, device=x.device).tril(), x.new_zeros(3) + 1, m.bias * 2
+        return x.sort().values, torch.ones(4, 4, device=x.device).tril(), x.new_zeros(3) + 1, m.bias.msort() * 2
 
     model = graphed(device, answers)
     model.bias = torch.randn(WIDTH, device=device)
