@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.device.cuda.device import cuda_device
+from simplegraph.device.emulator.device import emulator
 from simplegraph.device.protocol import GraphDevice
 
 
@@ -18,13 +20,9 @@ def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
         return device
     device = torch.device(device)
     if device.type == "cuda":
-        from simplegraph.device.cuda.device import cuda_device
-
         if not torch.cuda.is_available():
             raise ConfigError("device is 'cuda', but this machine or this torch has none; 'cpu' runs on the emulator.")
         return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "cpu":
-        from simplegraph.device.emulator.device import emulator
-
         return emulator()
     raise ConfigError(f"device is {str(device)!r}; expected 'cuda' or 'cpu' (which is emulated).")
