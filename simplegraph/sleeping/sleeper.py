@@ -62,8 +62,7 @@ def sleepable(part: str = "weights", device: torch.device | str | None = None) -
         ConfigError: `part` is another word, or the driver or torch has no such memory.
         CaptureError: the stream is being captured.
     """
-    if part not in ("weights", "caches"):
-        raise ConfigError(f"part is {part!r}; expected 'weights' or 'caches'.")
+    _check("part", part, PARTS[:2])
     graphs = graph_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     refuse_inside_capture(graphs.is_capturing())
     if not memory_sources:
@@ -94,7 +93,7 @@ class SleepableMemory:
 
 
 def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
-    """List the regions that are in use, and those of emulated pools; give back what is unused."""
+    """List the regions that are in use or open, and those of emulated pools; give back what is unused."""
     with CAPTURE_LOCK:  # which `synchronize` takes, and whoever makes a pool has: two threads may look at once
         look(_REGIONS)
         unused = [region for region in _REGIONS if region.unused and not region.asleep]
@@ -106,7 +105,7 @@ def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
     arenas = [pool.handle for pool in pools if isinstance(pool.handle, Arena)]
     emulated = [_POOLS.setdefault(arena, EmulatedPool(graph_device("cpu"), arena)) for arena in arenas]
     look(emulated)
-    return [region for region in (*_REGIONS, *emulated) if region.blocks]
+    return [region for region in (*_REGIONS, *emulated) if region.blocks or region.open]
 
 
 def look(found: Sequence[MemoryRegion]) -> None:
@@ -265,7 +264,8 @@ def sleep(
 
     Raises:
         AsleepError: it is asleep already.
-        ConfigError: an option is invalid, nothing of it can sleep, or it shares memory with what stays awake.
+        ConfigError: an option is invalid, nothing of it can sleep, its `sleepable` block is open, or it shares memory
+            with what stays awake.
         CaptureError: a capture is under way in this thread, or the forward of a wrapped module.
         RankError: a rank did not come.
     """
@@ -351,8 +351,8 @@ def _sleeps(holder: Holder) -> bool:
 
 
 def _pools(holders: Sequence[Holder]) -> list[Any]:
-    pools = {id(each.pool): each.pool for holder in holders for each in holder.managers}
-    return [pools[number] for number in sorted(pools)]  # two threads lock them in one order
+    pools = {each.pool for holder in holders for each in holder.managers}
+    return sorted(pools, key=id)  # two threads lock them in one order
 
 
 @contextlib.contextmanager
@@ -371,12 +371,16 @@ def _paused(holders: Sequence[Holder]) -> Iterator[None]:
 
 
 def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> None:
-    """Refuse to put memory to sleep that is not there, or that what stays awake uses."""
+    """Refuse to put memory to sleep that is not there, or is still being allocated, or that what stays awake uses."""
+    if any(region.open for region in nap.regions):
+        raise ConfigError(
+            f"{nap.name} cannot sleep while an sg.sleepable() block is open that its memory comes from; "
+            "call sleep() after the block."
+        )
     if not nap.regions:
         raise ConfigError(f"nothing of {nap.name} can sleep: build it, and capture, after or inside sg.sleepable().")
     own, pools = {id(holder.graphs) for holder in holders}, {id(pool) for pool in _pools(holders)}
-    others = [holder for holder in holders_of(None) if id(holder.graphs) not in own]
-    for other in others:
+    for other in [holder for holder in holders_of(None) if id(holder.graphs) not in own]:
         if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):
             raise ConfigError(
                 f"{nap.name} shares sleepable memory with {other.name}, which is partly asleep; call wake() first."

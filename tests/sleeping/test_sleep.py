@@ -264,6 +264,26 @@ def test_nothing_to_put_to_sleep_is_an_error(device: torch.device) -> None:
         model.sleep()
 
 
+def test_memory_that_is_still_being_built_does_not_sleep(device: torch.device) -> None:
+    """On a GPU the next allocation of the block would be in memory that went back to the driver."""
+    model, x, wanted = captured(device)
+    with torch.inference_mode(False), on(device):
+        with pytest.raises(sg.ConfigError, match=r"call sleep\(\) after the block"):
+            sg.sleep()  # nothing was built yet
+        other = sg.wrap(built(device), capture_sizes=SIZES, progress=False)
+        for sleep in (sg.sleep, other.sleep):
+            with pytest.raises(sg.ConfigError, match=r"an sg\.sleepable\(\) block is open"):
+                sleep()
+        assert other[0].weight.isfinite().all()
+        model.sleep()  # its block is closed
+        more = torch.ones(4, device=device)
+    assert other(x).isfinite().all()
+    sg.sleep()
+    sg.wake()
+    assert more.eq(1).all()
+    assert same(answers(model, x), wanted)
+
+
 def test_models_that_share_memory_sleep_together_or_not_at_all(device: torch.device) -> None:
     with torch.inference_mode(False), on(device):
         first, second = (sg.wrap(built(device), capture_sizes=SIZES, progress=False) for _ in range(2))
@@ -445,7 +465,7 @@ def test_unknown_options_are_errors(device: torch.device, options: dict[str, Any
         model.sleep(**options)
     with pytest.raises(sg.ConfigError, match=r"part is 'weight'.*did you mean weights"):
         model.wake(["weight"])
-    with pytest.raises(sg.ConfigError, match="expected 'weights' or 'caches'"), sg.sleepable("graphs"):
+    with pytest.raises(sg.ConfigError, match=r"'graphs'; expected one of weights, caches\."), sg.sleepable("graphs"):
         pass
     assert same(answers(model, x), wanted)
 
