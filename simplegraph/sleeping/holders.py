@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.base.errors import InputError
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
@@ -82,13 +83,21 @@ class Holder:
 
 
 def holders_of(owner: Any) -> list[Holder]:
-    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None."""
+    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None.
+
+    Raises:
+        InputError: `owner` is something else.
+    """
     if owner is None:
         return [Holder(each) for each in wrappers()]
     if isinstance(owner, CudaGraphManager):
         return [Holder(owner)]
-    wrapped: list[Any] = [each for each in owner.modules() if isinstance(each, Graphed)]
-    return [Holder(each._graph_runner, each) for each in wrapped]
+    if not isinstance(owner, nn.Module):
+        raise InputError(
+            f"owner is a {type(owner).__name__}; expected a wrapped module, a CudaGraphManager, or None for everything."
+            " For one of several models, a function or a training step, call its own sleep() or wake()."
+        )
+    return [Holder(each._graph_runner, each) for each in owner.modules() if isinstance(each, Graphed)]
 
 
 class RegionMap:

@@ -266,6 +266,7 @@ def sleep(
         AsleepError: it is asleep already.
         ConfigError: an option is invalid, nothing of it can sleep, its `sleepable` block is open, or it shares memory
             with what stays awake.
+        InputError: `owner` is something else.
         CaptureError: a capture is under way in this thread, or the forward of a wrapped module.
         RankError: a rank did not come.
     """
@@ -323,17 +324,20 @@ def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
 
     Args:
         owner: a wrapped module or manager; everything in the process if None.
-        parts: some of "weights", "caches" and "graphs"; None for all. Calls are refused until all are awake.
+        parts: "weights", "caches" or "graphs", or several; None for all. Calls are refused until all are awake.
 
     Raises:
         AsleepError: there is not enough memory: it says how much is needed. It is still asleep, and can wake later.
         ConfigError: a part is unknown.
+        InputError: `owner` is something else.
     """
-    for part in parts or ():
+    if not isinstance(parts, Collection) or isinstance(parts, str):
+        parts = PARTS if parts is None else [parts]
+    for part in parts:
         _check("part", part, PARTS)
     own = None if owner is None else {holder.graphs for holder in holders_of(owner)}
     for nap in [nap for nap in _NAPS if own is None or not own.isdisjoint(nap.graphs)]:
-        nap.wake(PARTS if parts is None else parts)
+        nap.wake(parts)
 
 
 _CONTENTS, _FOREIGN = ("host", "discard", "keep"), ("keep", "refuse")

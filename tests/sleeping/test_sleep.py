@@ -154,6 +154,18 @@ def test_calls_are_refused_until_all_parts_are_awake(device: torch.device) -> No
     assert same(answers(model, x), wanted)
 
 
+def test_one_part_can_be_woken_by_its_name(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    weights = [each.clone() for each in model.parameters()]
+    model.sleep()
+    model.wake(parts="weights")
+    assert same([*model.parameters()], weights)
+    with pytest.raises(sg.AsleepError, match=r"asleep \(graphs\)"):
+        model(x)
+    sg.wake(parts="graphs")
+    assert same(answers(model, x), wanted)
+
+
 def test_discarded_weights_are_nan_until_they_are_loaded(device: torch.device) -> None:
     with torch.inference_mode(False), on(device):
         module = built(device)
@@ -281,6 +293,15 @@ def test_memory_that_is_still_being_built_does_not_sleep(device: torch.device) -
     sg.sleep()
     sg.wake()
     assert more.eq(1).all()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("use", [sg.sleep, sg.wake])
+def test_what_holds_no_graphs_is_refused_by_what_is_accepted(device: torch.device, use: Any) -> None:
+    model, x, wanted = captured(device)
+    for owner in ([model], "Sequential", nn.Sequential, sg.wrap(lambda x: x + 1)):
+        with pytest.raises(sg.InputError, match=r"owner is a \w+; expected a wrapped module, a Cuda.* sleep\(\)"):
+            use(owner)
     assert same(answers(model, x), wanted)
 
 
@@ -465,6 +486,8 @@ def test_unknown_options_are_errors(device: torch.device, options: dict[str, Any
         model.sleep(**options)
     with pytest.raises(sg.ConfigError, match=r"part is 'weight'.*did you mean weights"):
         model.wake(["weight"])
+    with pytest.raises(sg.ConfigError, match=r"part is 7; expected one of weights, caches, graphs"):
+        model.wake(parts=7)
     with pytest.raises(sg.ConfigError, match=r"'graphs'; expected one of weights, caches\."), sg.sleepable("graphs"):
         pass
     assert same(answers(model, x), wanted)
