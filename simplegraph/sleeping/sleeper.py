@@ -30,6 +30,7 @@ from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
 from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
+from simplegraph.training.effects import optimizers_of
 
 _DOORS = {
     True: ("run", "replay", "capture", "memory_estimate"),
@@ -164,6 +165,8 @@ class Nap:
                 self._close(module, ["forward"])
                 self._close(module, ["_apply", "load_state_dict", "state_dict"], "weights")
                 self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
+                for optimizer in optimizers_of(module):
+                    self._close(optimizer, ["load_state_dict", "state_dict", "__getstate__"], "weights")
                 # A layer may run by itself, as for a prefill.
                 for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
                     self._close(
