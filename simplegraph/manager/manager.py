@@ -277,10 +277,11 @@ class CudaGraphManager(Sleeps):
             next replay of any graph in the pool. With `verify` what it returned now.
 
         Raises:
-            InputError: with `verify`, the forward writes other tensors than `state`, or they are too large to copy.
+            InputError: `batch` is no `Dispatch`. Or, with `verify`, the forward writes other tensors than `state`, or
+                they are too large to copy.
             VerificationError: with `verify`, the replay differs, and ``on_capture_failure`` is "raise".
         """
-        graph = self.table.graphs.get((batch.mode, batch.descriptor))
+        graph = self._graph_of(batch)
         capturing = self.device.is_capturing()
         if graph is not None and not capturing:
             if verify:
@@ -304,12 +305,20 @@ class CudaGraphManager(Sleeps):
 
         Raises:
             ReplayError: nothing was captured for it; `run` falls back to eager instead.
+            InputError: `batch` is no `Dispatch`.
         """
-        graph = self.table.graphs.get((batch.mode, batch.descriptor))
+        graph = self._graph_of(batch)
         if graph is None:
             where = f"{batch.descriptor} in mode {batch.mode.name}"
             raise ReplayError(f"no graph was captured for {where}; capture it, or use run().")
         return self._replay(graph, batch.padding)
+
+    def _graph_of(self, batch: Dispatch) -> CapturedGraph | None:
+        if not isinstance(batch, Dispatch):
+            raise InputError(
+                f"batch is {batch!r}; expected what dispatch() returned: manager.run(manager.dispatch(2), forward)."
+            )
+        return self.table.graphs.get((batch.mode, batch.descriptor))
 
     def _replay(self, graph: CapturedGraph, padding: int) -> Any:
         with self.pool.lock:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -61,8 +60,7 @@ def _unmap(address: int, size: int) -> None:
 
 
 def _release(address: int) -> None:
-    size = _RESERVED.pop(address)
-    cuda_driver().cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(size))
+    cuda_driver().cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(_RESERVED.pop(address)))
 
 
 def _allocate(size: int, index: int, _: int) -> int | None:
@@ -112,10 +110,8 @@ class CudaRegion(MemoryRegion):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
         self.pool_id: tuple[int, int] = self._pool.id
 
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        with torch.cuda.use_mem_pool(self._pool, self._index):
-            yield
+    def _allocator(self) -> AbstractContextManager[object]:
+        return torch.cuda.use_mem_pool(self._pool, self._index)
 
     def look(self, present: Segments) -> None:
         own = {segment["address"]: segment for segment in present.get(self.pool_id, ())}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        new = (storage for storage in _storages(result) if storage._cdata not in given)
-        self._made.update({storage._cdata: _reference(storage) for storage in new})
+        self._made.update({each._cdata: _reference(each) for each in _storages(result) if each._cdata not in given})
         return result
 
 
@@ -50,21 +49,13 @@ class EmulatedRegion(MemoryRegion):
         super().__init__(part, device)
         self._made: dict[int, Any] = {}
         self._held: list[Any] = []  # while it is asleep: nothing else may get the addresses
-        self._open = False
 
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        self._open = True
-        try:
-            with _Allocations(self._made):
-                yield
-        finally:
-            self._open = False
+    def _allocator(self) -> AbstractContextManager[object]:
+        return _Allocations(self._made)
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         """List the storages that are alive."""
-        found = (_storage(reference.cdata) for reference in self._made.values())
-        return [storage for storage in found if storage is not None]
+        return [storage for each in self._made.values() if (storage := _storage(each.cdata)) is not None]
 
     def look(self, present: Segments) -> None:
         if not self.asleep:
@@ -72,7 +63,7 @@ class EmulatedRegion(MemoryRegion):
 
     @property
     def unused(self) -> bool:
-        return not (self.live or self._open)
+        return not (self.live or self.open)
 
     def give_back(self) -> None:
         self._held = [*self.storages()]

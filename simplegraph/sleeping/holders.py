@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.base.errors import InputError
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
@@ -75,21 +76,28 @@ class Holder:
         return {span: name for span, name in found.items() if span.size}
 
     def loaded(self) -> Iterator[int]:
-        """Yield where the memory begins that a checkpoint of its modules would load."""
-        for module in self.modules:
-            for value in module.state_dict(keep_vars=True).values():
-                if isinstance(value, Tensor):
-                    yield from (part.untyped_storage().data_ptr() for part in parts_of(value) if has_address(part))
+        """Return where the memory begins that a checkpoint of its modules would load."""
+        values = [value for module in self.modules for value in module.state_dict(keep_vars=True).values()]
+        parts = (part for value in values if isinstance(value, Tensor) for part in parts_of(value))
+        return (part.untyped_storage().data_ptr() for part in parts if has_address(part))
 
 
 def holders_of(owner: Any) -> list[Holder]:
-    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None."""
+    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None.
+
+    Raises:
+        InputError: `owner` is something else.
+    """
     if owner is None:
         return [Holder(each) for each in wrappers()]
     if isinstance(owner, CudaGraphManager):
         return [Holder(owner)]
-    wrapped: list[Any] = [each for each in owner.modules() if isinstance(each, Graphed)]
-    return [Holder(each._graph_runner, each) for each in wrapped]
+    if not isinstance(owner, nn.Module):
+        raise InputError(
+            f"owner is a {type(owner).__name__}; expected a wrapped module, a CudaGraphManager, or None for everything."
+            " For one of several models, a function or a training step, call its own sleep() or wake()."
+        )
+    return [Holder(each._graph_runner, each) for each in owner.modules() if isinstance(each, Graphed)]
 
 
 class RegionMap:
@@ -118,9 +126,8 @@ class RegionMap:
     def of(self, holder: Holder) -> set[MemoryRegion]:
         """Find the regions that have memory of a holder's graphs."""
         own = {region for each in holder.managers for region in self.regions if region.holds_graphs(each.pool)}
-        found = {self.find(span.address) for kind in ("cuda", "cpu") for span in holder.memory(kind)}
-        touched = {self.find(address) for address in _addresses(holder)}
-        return own | {region for region in found | touched if region is not None}
+        named = [span.address for kind in ("cuda", "cpu") for span in holder.memory(kind)]
+        return own | {region for region in map(self.find, (*named, *_addresses(holder))) if region is not None}
 
 
 def _addresses(holder: Holder) -> Iterator[int]:
@@ -143,8 +150,10 @@ def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
         table = manager.table
         if table.graphs and not any(region.holds_graphs(manager.pool) for region in places.regions):
             kept.append(f"{holder.name}: memory of graphs from before the first sg.sleepable()")
-        known = [KnownMemory(span.address, sum(span), name) for span, name in holder.memory("cuda").items()]
-        known += [KnownMemory(block.address, sum(block), each.part) for each in places.regions for block in each.blocks]
+        known = [
+            *(KnownMemory(span.address, sum(span), name) for span, name in holder.memory("cuda").items()),
+            *(KnownMemory(block.address, sum(block), each.part) for each in places.regions for block in each.blocks),
+        ]
         for graph in table.graphs.values():
             if graph.program not in _TOUCHED:
                 found = table.device.inventory(table.pool, graph.program.segments, known)
@@ -155,6 +164,5 @@ def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
 
 def _foreign(inventory: Inventory) -> Iterator[str]:
     for kind in (MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED):
-        touches = inventory.certain(kind)
-        if touches:
-            yield f"{kind.value}, read by the kernel {readable(touches[0].node)}"
+        for touch in inventory.certain(kind)[:1]:
+            yield f"{kind.value}, read by the kernel {readable(touch.node)}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import ReplayError
+from simplegraph.base.modes import outside_modes
 from simplegraph.device.protocol import GraphDevice, GraphPool
 
 PARTS = ("weights", "caches", "graphs")
@@ -39,21 +40,32 @@ class MemoryRegion(abc.ABC):
 
     Attributes:
         asleep: its pages are with the driver.
+        open: a thread allocates from it.
         blocks: all of it, as of the last `look`; live: what of it somebody uses.
     """
 
     def __init__(self, part: str, device: GraphDevice) -> None:
         self.part, self.device = part, device
-        self.asleep = False
+        self.asleep = self.open = False
         self.blocks: list[Span] = []
         self.live: list[Span] = []
         self._copies: list[tuple[Span, int]] = []  # and where on the host they are
         self._chunks: list[Tensor] = []
         self._discarded: list[Span] = []
 
-    @abc.abstractmethod
-    def allocating(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
         """Let this thread's allocations go here."""
+        self.open = True
+        try:
+            with self._allocator():
+                yield
+        finally:
+            self.open = False
+
+    @abc.abstractmethod
+    def _allocator(self) -> AbstractContextManager[object]:
+        """Return what surrounds allocations that go here."""
 
     @abc.abstractmethod
     def look(self, present: Segments) -> None:
@@ -71,6 +83,7 @@ class MemoryRegion(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Give unused memory back for good. Call once the device is idle: pages go whatever is queued."""
 
+    @outside_modes()  # else an open region of the emulator would take it for its own
     def host_buffer(self, size: int) -> Tensor:
         """Make a host buffer of so many bytes for copies."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=not self.device.emulated)

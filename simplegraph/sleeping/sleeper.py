@@ -30,6 +30,7 @@ from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
 from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
+from simplegraph.training.effects import optimizers_of
 
 _DOORS = {
     True: ("run", "replay", "capture", "memory_estimate"),
@@ -62,8 +63,7 @@ def sleepable(part: str = "weights", device: torch.device | str | None = None) -
         ConfigError: `part` is another word, or the driver or torch has no such memory.
         CaptureError: the stream is being captured.
     """
-    if part not in ("weights", "caches"):
-        raise ConfigError(f"part is {part!r}; expected 'weights' or 'caches'.")
+    _check("part", part, PARTS[:2])
     graphs = graph_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     refuse_inside_capture(graphs.is_capturing())
     if not memory_sources:
@@ -94,7 +94,7 @@ class SleepableMemory:
 
 
 def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
-    """List the regions that are in use, and those of emulated pools; give back what is unused."""
+    """List the regions that are in use or open, and those of emulated pools; give back what is unused."""
     with CAPTURE_LOCK:  # which `synchronize` takes, and whoever makes a pool has: two threads may look at once
         look(_REGIONS)
         unused = [region for region in _REGIONS if region.unused and not region.asleep]
@@ -106,7 +106,7 @@ def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
     arenas = [pool.handle for pool in pools if isinstance(pool.handle, Arena)]
     emulated = [_POOLS.setdefault(arena, EmulatedPool(graph_device("cpu"), arena)) for arena in arenas]
     look(emulated)
-    return [region for region in (*_REGIONS, *emulated) if region.blocks]
+    return [region for region in (*_REGIONS, *emulated) if region.blocks or region.open]
 
 
 def look(found: Sequence[MemoryRegion]) -> None:
@@ -165,6 +165,8 @@ class Nap:
                 self._close(module, ["forward"])
                 self._close(module, ["_apply", "load_state_dict", "state_dict"], "weights")
                 self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
+                for optimizer in optimizers_of(module):
+                    self._close(optimizer, ["load_state_dict", "state_dict", "__getstate__"], "weights")
                 # A layer may run by itself, as for a prefill.
                 for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
                     self._close(
@@ -265,7 +267,9 @@ def sleep(
 
     Raises:
         AsleepError: it is asleep already.
-        ConfigError: an option is invalid, nothing of it can sleep, or it shares memory with what stays awake.
+        ConfigError: an option is invalid, nothing of it can sleep, its `sleepable` block is open, or it shares memory
+            with what stays awake.
+        InputError: `owner` is something else.
         CaptureError: a capture is under way in this thread, or the forward of a wrapped module.
         RankError: a rank did not come.
     """
@@ -323,17 +327,20 @@ def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
 
     Args:
         owner: a wrapped module or manager; everything in the process if None.
-        parts: some of "weights", "caches" and "graphs"; None for all. Calls are refused until all are awake.
+        parts: "weights", "caches" or "graphs", or several; None for all. Calls are refused until all are awake.
 
     Raises:
         AsleepError: there is not enough memory: it says how much is needed. It is still asleep, and can wake later.
         ConfigError: a part is unknown.
+        InputError: `owner` is something else.
     """
-    for part in parts or ():
+    if not isinstance(parts, Collection) or isinstance(parts, str):
+        parts = PARTS if parts is None else [parts]
+    for part in parts:
         _check("part", part, PARTS)
     own = None if owner is None else {holder.graphs for holder in holders_of(owner)}
     for nap in [nap for nap in _NAPS if own is None or not own.isdisjoint(nap.graphs)]:
-        nap.wake(PARTS if parts is None else parts)
+        nap.wake(parts)
 
 
 _CONTENTS, _FOREIGN = ("host", "discard", "keep"), ("keep", "refuse")
@@ -351,8 +358,8 @@ def _sleeps(holder: Holder) -> bool:
 
 
 def _pools(holders: Sequence[Holder]) -> list[Any]:
-    pools = {id(each.pool): each.pool for holder in holders for each in holder.managers}
-    return [pools[number] for number in sorted(pools)]  # two threads lock them in one order
+    pools = {each.pool for holder in holders for each in holder.managers}
+    return sorted(pools, key=id)  # two threads lock them in one order
 
 
 @contextlib.contextmanager
@@ -371,12 +378,16 @@ def _paused(holders: Sequence[Holder]) -> Iterator[None]:
 
 
 def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> None:
-    """Refuse to put memory to sleep that is not there, or that what stays awake uses."""
+    """Refuse to put memory to sleep that is not there, or is still being allocated, or that what stays awake uses."""
+    if any(region.open for region in nap.regions):
+        raise ConfigError(
+            f"{nap.name} cannot sleep while an sg.sleepable() block is open that its memory comes from; "
+            "call sleep() after the block."
+        )
     if not nap.regions:
         raise ConfigError(f"nothing of {nap.name} can sleep: build it, and capture, after or inside sg.sleepable().")
     own, pools = {id(holder.graphs) for holder in holders}, {id(pool) for pool in _pools(holders)}
-    others = [holder for holder in holders_of(None) if id(holder.graphs) not in own]
-    for other in others:
+    for other in [holder for holder in holders_of(None) if id(holder.graphs) not in own]:
         if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):
             raise ConfigError(
                 f"{nap.name} shares sleepable memory with {other.name}, which is partly asleep; call wake() first."

@@ -250,6 +250,11 @@ class StepModule(FunctionModule):
         return whole if left is None else WithGradients(whole, tuple(left))
 
 
+def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """List the optimizers that a training step's module calls; none for another module."""
+    return module.step.optimizers.all if isinstance(module, StepModule) else []
+
+
 def _wants_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 

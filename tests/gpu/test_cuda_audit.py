@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.usefixtures("device_works")
 ROOT = Path(__file__).parents[2]
 WIDTH = 512
+
+
+@pytest.fixture(autouse=True)
+def _audit_stopped() -> Iterator[None]:
+    """A test that fails leaves no audit attached."""
+    yield
+    if sg.Audit.attached is not None:
+        sg.Audit.attached.stop()
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from simplegraph import (
     ConfigError,
     CudaGraphManager,
     CudaGraphMode,
+    InputError,
     Reason,
     ReplayError,
 )
@@ -89,6 +90,16 @@ def test_replaying_what_was_not_captured_says_so(engine: Engine) -> None:
     engine.x.fill_(1)
     torch.testing.assert_close(manager.replay(manager.dispatch(3)), engine.model(engine.x[:4]) * 2)
     assert manager.stats.replays == 1
+
+
+@pytest.mark.parametrize("batch", [BatchDescriptor(2), 2, None])
+def test_a_batch_that_was_not_dispatched_is_refused_with_the_remedy(engine: Engine, batch: Any) -> None:
+    engine.manager.capture(engine.forward)
+    runs = len(engine.runs)
+    for use in (lambda: engine.manager.run(batch, engine.forward), lambda: engine.manager.replay(batch)):
+        with pytest.raises(InputError, match=r"batch is .*; expected what dispatch\(\) returned"):
+            use()
+    assert (len(engine.runs), engine.manager.stats.replays) == (runs, 0)
 
 
 def test_capturing_again_does_nothing_until_a_reset(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_managers_of_one_pool_sleep_together(device: torch.device, inference_mod
         assert each.eager_runs == 1
 
 
-def training(device: torch.device, *, sleeps: bool) -> tuple[list[float], Any]:
+def trained(device: torch.device) -> tuple[Any, Any]:
+    """A training step after its first call, with its optimizer."""
     torch.manual_seed(0)
     with sg.sleepable(device=device):
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(device)
@@ -84,6 +86,11 @@ def training(device: torch.device, *, sleeps: bool) -> tuple[list[float], Any]:
 
         step = sg.train_step(train, optimizers=optimizer)
         step(torch.ones(4, 8, device=device))
+    return step, optimizer
+
+
+def training(device: torch.device, *, sleeps: bool) -> tuple[list[float], Any]:
+    step, optimizer = trained(device)
     losses = []
     for number in range(10):
         torch.manual_seed(number)
@@ -105,6 +112,30 @@ def test_a_training_step_sleeps_with_its_optimizers_state(device: torch.device) 
     assert losses == training(device, sleeps=False)[0]
     assert stats.replays > 2
     assert not stats.recaptures
+
+
+@pytest.mark.parametrize(
+    "use", [lambda each: each.state_dict(), lambda each: each.load_state_dict({}), copy.deepcopy, pickle.dumps]
+)
+def test_an_optimizer_is_not_read_while_its_step_sleeps(device: torch.device, use: Any) -> None:
+    """Its state would be NaN in the checkpoint; on a GPU the read ends the process's use of the GPU."""
+    step, optimizer = trained(device)
+    x = torch.ones(4, 8, device=device)
+    for _ in range(4):
+        step(x)
+    own, state = set(vars(optimizer)), copy.deepcopy(optimizer.state_dict()["state"])
+    for sleep in (step.sleep, sg.sleep):
+        sleep()
+        with pytest.raises(sg.AsleepError, match=r"asleep \(weights, graphs\): call wake\(\) first"):
+            use(optimizer)
+        step.wake(parts="weights")
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+        step.wake()
+        assert set(vars(optimizer)) == own
+    step.sleep(wake_on_call=True)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    step(x)
+    assert not step.graph_stats.recaptures
 
 
 def test_forward_and_backward_graphs_sleep(device: torch.device) -> None:

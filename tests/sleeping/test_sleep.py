@@ -154,6 +154,18 @@ def test_calls_are_refused_until_all_parts_are_awake(device: torch.device) -> No
     assert same(answers(model, x), wanted)
 
 
+def test_one_part_can_be_woken_by_its_name(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    weights = [each.clone() for each in model.parameters()]
+    model.sleep()
+    model.wake(parts="weights")
+    assert same([*model.parameters()], weights)
+    with pytest.raises(sg.AsleepError, match=r"asleep \(graphs\)"):
+        model(x)
+    sg.wake(parts="graphs")
+    assert same(answers(model, x), wanted)
+
+
 def test_discarded_weights_are_nan_until_they_are_loaded(device: torch.device) -> None:
     with torch.inference_mode(False), on(device):
         module = built(device)
@@ -262,6 +274,35 @@ def test_nothing_to_put_to_sleep_is_an_error(device: torch.device) -> None:
     model = sg.wrap(built(device), capture_sizes=SIZES, progress=False)
     with pytest.raises(sg.ConfigError, match=r"sg\.sleepable"):
         model.sleep()
+
+
+def test_memory_that_is_still_being_built_does_not_sleep(device: torch.device) -> None:
+    """On a GPU the next allocation of the block would be in memory that went back to the driver."""
+    model, x, wanted = captured(device)
+    with torch.inference_mode(False), on(device):
+        with pytest.raises(sg.ConfigError, match=r"call sleep\(\) after the block"):
+            sg.sleep()  # nothing was built yet
+        other = sg.wrap(built(device), capture_sizes=SIZES, progress=False)
+        for sleep in (sg.sleep, other.sleep):
+            with pytest.raises(sg.ConfigError, match=r"an sg\.sleepable\(\) block is open"):
+                sleep()
+        assert other[0].weight.isfinite().all()
+        model.sleep()  # its block is closed
+        more = torch.ones(4, device=device)
+    assert other(x).isfinite().all()
+    sg.sleep()
+    sg.wake()
+    assert more.eq(1).all()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("use", [sg.sleep, sg.wake])
+def test_what_holds_no_graphs_is_refused_by_what_is_accepted(device: torch.device, use: Any) -> None:
+    model, x, wanted = captured(device)
+    for owner in ([model], "Sequential", nn.Sequential, sg.wrap(lambda x: x + 1)):
+        with pytest.raises(sg.InputError, match=r"owner is a \w+; expected a wrapped module, a Cuda.* sleep\(\)"):
+            use(owner)
+    assert same(answers(model, x), wanted)
 
 
 def test_models_that_share_memory_sleep_together_or_not_at_all(device: torch.device) -> None:
@@ -445,7 +486,9 @@ def test_unknown_options_are_errors(device: torch.device, options: dict[str, Any
         model.sleep(**options)
     with pytest.raises(sg.ConfigError, match=r"part is 'weight'.*did you mean weights"):
         model.wake(["weight"])
-    with pytest.raises(sg.ConfigError, match="expected 'weights' or 'caches'"), sg.sleepable("graphs"):
+    with pytest.raises(sg.ConfigError, match=r"part is 7; expected one of weights, caches, graphs"):
+        model.wake(parts=7)
+    with pytest.raises(sg.ConfigError, match=r"'graphs'; expected one of weights, caches\."), sg.sleepable("graphs"):
         pass
     assert same(answers(model, x), wanted)
 
