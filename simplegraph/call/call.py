@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import operator
@@ -39,6 +40,7 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature, known_arguments
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
@@ -235,6 +237,18 @@ class Call:
         self.key: Hashable = (self.binding.signature, mode, descriptor)
         self.plan_key: Hashable = self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
         self.breaks = mode is CudaGraphMode.PIECEWISE
+
+    @functools.cached_property
+    def survey(self) -> Survey:
+        """What the module holds, since the forward ran last."""
+        return Survey(self.module)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module's own call on these arguments."""
+        try:
+            return invoke(self.module, args, kwargs)
+        finally:
+            vars(self).pop("survey", None)
 
     def check(self) -> None:
         """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""

@@ -15,13 +15,13 @@ from simplegraph.base.nested import containers, flatten
 from simplegraph.base.operators import strided_tensors, written_args
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
-from simplegraph.call.call import Call, invoke, is_copied
+from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, remember
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
-from simplegraph.guard.survey import Survey, held_tensors
+from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.observe import MemoryObserver
 
@@ -64,7 +64,7 @@ class MemoryInUse:
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
         """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""
         known = dict(self.read.elsewhere)
-        held = (part for each in Survey(call.module).tensors.values() for part in parts(each.tensor))
+        held = (part for each in call.survey.tensors.values() for part in parts(each.tensor))
         known |= {storage_key(part): part for part in held if has_address(part)}
         everything = Spans(known[key] for key in self.read.keys | self.written if key in known)
         written = Spans(known[key] for key in self.written if key in known)
@@ -101,7 +101,7 @@ class MemoryInUse:
 
     def _held(self, call: Call, device: torch.device) -> list[tuple[str, Tensor]]:
         """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
-        named = [(entry.name, part) for entry in held_tensors(call.module) for part in parts(entry.tensor)]
+        named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
         other = [tensor for key, tensor in self.read.elsewhere.items() if key in self.written | self.launched]
         named += [("memory from elsewhere", _whole(tensor)) for tensor in other]
         found: dict[Hashable, tuple[str, Tensor]] = {}
@@ -121,7 +121,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
-    drawn = [*Survey(call.module).generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
+    drawn = [*call.survey.generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
     return tuple(dict.fromkeys(drawn))
 
 
@@ -189,7 +189,7 @@ def invoke_watched(
     """
     arguments = _Arguments(args, kwargs, reader)
     copies = arguments.copied(call, limit)
-    result = invoke(call.module, args, kwargs)
+    result = call.run(args, kwargs)
     with outside_modes():
         for name, view, nbytes, copy in copies:
             if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):

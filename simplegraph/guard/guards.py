@@ -320,13 +320,13 @@ class CapturedState:
         self._names: set[str] = set()
         self._generators: dict[str, torch.Generator] = {}
 
-    def take(self, read: MemoryRead) -> None:
+    def take(self, read: MemoryRead, survey: Survey) -> None:
         """Remember what more graphs read; where earlier ones read something else, that has moved.
 
         Args:
             read: all that graphs were seen to read.
+            survey: what the module holds now.
         """
-        survey = self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
         self._values = {at: WatchedValue(tensor) for at, tensor in read.values.items()} | self._values

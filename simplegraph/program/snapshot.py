@@ -90,6 +90,14 @@ def kind_of(kind: type) -> Any:
     return object if has_attributes and is_users(kind) else OPAQUE
 
 
+class _Kinds(dict[type, Any]):
+    """Has `kind_of` each class, for the time of one walk: looking up is much quicker than a call."""
+
+    def __missing__(self, kind: type) -> Any:
+        self[kind] = found = kind_of(kind)
+        return found
+
+
 @by_class
 def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
     members = (member for base in kind.__mro__[::-1] for member in vars(base).items())
@@ -181,7 +189,7 @@ def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> Non
 
 def is_untouched(place: Any, before: Any) -> bool:
     """True if a place holds the very same objects in the same order."""
-    now = held_by(place)
+    now = place if type(place) in _EXACT else held_by(place)
     if len(now) != len(before) or not all(map(operator.is_, now, before)):
         return False
     return isinstance(now, tuple) or all(map(operator.is_, now.values(), before.values()))
@@ -260,40 +268,45 @@ class Snapshot:
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {}
         self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
+        self._modules: list[tuple[nn.Module, type]] = []
+        found: list[Tensor] = []
+        kinds = _Kinds()
         # What to look into, the id of what led there, and how much code lies on the way.
         near = collections.deque((plain(root), 0, 0) for root in roots)
         far: collections.deque[tuple[Any, int, int]] = collections.deque()
         while (near or (code and far)) and len(self._places) < (MAX_OBJECTS if near else _MAX_PLACES):
             own = bool(near)
             value, above, away = (near or far).popleft()
-            at, kind = id(value), kind_of(type(value))
+            at, kind = id(value), kinds[type(value)]
             if own and kind is OPAQUE:
                 far.append((value, above, away))
             elif at not in self._ways:
                 self._ways[at] = value, above
                 away += issubclass(type(value), _CODE)
+                if kind is Tensor:
+                    found.append(value)
                 if kind is Tensor or away > code or _is_closed(value, breaks):
                     continue
                 before = held_by(value)
                 if before is not None and (own or kind is not tuple):
                     self._places[at] = value, before, own
                 is_module = issubclass(type(value), nn.Module)
-                for _, item in () if _is_globals(value) else items_of(before):
+                if is_module and own:
+                    self._modules.append((value, type(value)))
+                held = () if _is_globals(value) else before or ()
+                for item in held.values() if isinstance(held, dict) else held:
                     if type(item) in _EXACT and not item:  # most are, a module's ten for hooks
                         if id(item) not in self._ways and (own or not is_module):
                             self._ways[id(item)] = item, at
                             self._places[id(item)] = item, {}, own
-                    elif kind_of(type(item)) not in (None, None if own else Tensor):
+                    elif (leads := kinds[type(item)]) is not None and (own or leads is not Tensor):
                         (near if own else far).append((item, at, away))
                 far.extend(
                     (thing, at, away)
                     for thing in (_beyond(value, before) if code else ())
-                    if kind_of(type(thing)) not in (None, Tensor)
+                    if kinds[type(thing)] not in (None, Tensor)
                 )
-        kept = [value for value, _, own in self._places.values() if own and issubclass(type(value), nn.Module)]
-        self._modules = [(module, type(module)) for module in kept]
-        found = [thing for thing in self.things if kind_of(type(thing)) is Tensor] if tensors else []
-        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)]
+        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)] if tensors else []
         self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
 
     @property

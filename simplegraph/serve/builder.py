@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.jit import ScriptModule
 
 from simplegraph.base.config import CudaGraphMode
@@ -100,7 +100,7 @@ class GraphBuilder:
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
-        self.keep_external(call.module, [observer], set(memory.values()))
+        self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
@@ -161,12 +161,11 @@ class GraphBuilder:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return result, observer, trace
 
-    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+    def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-        survey = Survey(module)
-        self.seen.add(survey, observers, inputs | note_read(module, observers))
+        self.seen.add(call.survey, observers, inputs | note_read(call.module, observers))
         if self.state is not None:
-            self.state.accept(survey)
+            self.state.accept(call.survey)
 
     def _inputs(self, call: Call) -> InputSet:
         """Find or make the static inputs of a call's padded size."""
@@ -308,7 +307,7 @@ class GraphBuilder:
             call.binding.learn_numbers(self.manager.table, observer.numbers)
         host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
         own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
-        self.keep_external(call.module, capture.observers, own)
+        self.keep_external(call, capture.observers, own)
         self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
@@ -327,7 +326,7 @@ class GraphBuilder:
                 call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs[: spec.num_leaves], spec)
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read)
+        self.state.take(self.seen.read, call.survey)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal, state: PythonState) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
@@ -358,7 +357,7 @@ class GraphBuilder:
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
         generators, described = held_generators(call), call.layout.described_inputs()
-        scripted = [name for name, child in Survey(call.module).modules.items() if isinstance(child, ScriptModule)]
+        scripted = [name for name, child in call.survey.modules.items() if isinstance(child, ScriptModule)]
         refused = HostError(f"{scripted[0]} is a TorchScript module", _SCRIPT_REMEDY) if scripted else None
         return [
             CaptureJob(

@@ -14,7 +14,7 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.call.call import Call, invoke
+from simplegraph.call.call import Call
 from simplegraph.call.memory import WriteSaver, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory, remember
@@ -56,7 +56,7 @@ def learn_writes(owner: Any, call: Call, proof: ReplayProof, observer: MemoryObs
     unknown = not proof.written_inputs <= binding.written
     binding.written |= proof.written_inputs
     binding.note_written(observer, memory)
-    owner.keep_external(call.module, [observer], set(memory.values()))
+    owner.keep_external(call, [observer], set(memory.values()))
     return unknown or any(key not in saved for key in observer.written)
 
 
@@ -113,7 +113,7 @@ class _CallProof:
 
     def _run(self) -> Any:
         with bypassed(Reason.NESTED):
-            self._result = invoke(self._call.module, self._call.args, self._call.kwargs)
+            self._result = self._call.run(self._call.args, self._call.kwargs)
         return self._plan.whole(self._result)
 
     # The comparison.
@@ -193,7 +193,7 @@ class _CallProof:
         args, kwargs = call.spec.unflatten(leaves)
         with remember(None, self._generators) as undo, bypassed(Reason.NESTED):
             with WriteSaver(self._memory or (), undo, rows) as observer:
-                leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
+                leaves, _ = flatten(wait_collectives(call.run(args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:
             plan.graph.operators = observer.operators
