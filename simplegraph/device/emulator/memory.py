@@ -18,7 +18,6 @@ from simplegraph.base.errors import EmulatorError
 
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
-_new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
@@ -52,13 +51,6 @@ class Memory:
         """The same address without a share in its ownership: what a CUDA graph has of its memory."""
         return torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
 
-    def lent(self) -> Any:
-        """Return an alias that keeps the memory from being given back, though the pool may use it again."""
-        address = self.storage.data_ptr()  # not final while it is captured
-        storage: Any = torch._C._construct_storage_from_data_pointer(address, _CPU, self.storage.nbytes())
-        storage.memory = self  # a storage keeps its attributes, whatever becomes of the Python object
-        return storage
-
     def __del__(self) -> None:
         if self.pool is not None:
             self.pool.sizes.pop(vars(self).get("address", 0), None)
@@ -78,7 +70,7 @@ class Memory:
     def save(self) -> None:
         """Remember what it holds before a captured write."""
         if self.saved is None:
-            self.saved = _copy_of(self.storage)
+            self.saved = self.storage.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Put back what `save` remembered."""
@@ -91,7 +83,7 @@ class Memory:
     def freeze(self) -> None:
         """Remember the value of a number, before anything writes to it."""
         if self.value is None:
-            self.value = _copy_of(self.storage)
+            self.value = self.storage.clone()  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +112,6 @@ class MemoryView:
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return _new_storage(storage.nbytes()).copy_(storage)
-
-
 def poison(memories: Iterable[Memory]) -> None:
     """Make memory undefined."""
     with torch.inference_mode():
@@ -136,35 +124,29 @@ def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
 
 
+@dataclasses.dataclass(eq=False)
 class Streams:
-    """Knows which work on which stream comes before which."""
+    """Which work on which stream comes before which.
 
-    def __init__(self) -> None:
-        self._ticks: collections.Counter[int] = collections.Counter()
-        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-        self._done: collections.Counter[int] = collections.Counter()
+    Attributes:
+        ticks: how much work each stream got; seen: of each stream, how much of the others' comes before its next.
+        done: how much was over when the device was synchronized.
+        waits: the last (stream, stream waited for) pairs, for tests.
+    """
 
-    def use(self, stream: int, last: tuple[int, int]) -> tuple[int, int]:
-        """Queue work that must come after a pool's last; return what the next must come after.
-
-        Raises:
-            EmulatorError: the stream does not wait for it.
-        """
-        other, tick = last
-        if max(self._seen[stream][other], self._done[other]) < tick:
-            raise EmulatorError(
-                f"stream {stream} replays into a pool that stream {other} may still be using; "
-                "call wait_for(pool.stream) before."
-            )
-        self._ticks[stream] += 1
-        self._seen[stream][stream] = self._ticks[stream]
-        return stream, self._ticks[stream]
+    ticks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    seen: dict[int, collections.Counter[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    done: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    waits: collections.deque[tuple[int, int]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=1000)
+    )
 
     def wait(self, stream: int, other: int) -> None:
-        self._seen[stream] |= self._seen[other]
-
-    def wait_for_all(self) -> None:
-        self._done = self._ticks.copy()
+        """Let what comes next on a stream come after what another one got."""
+        self.waits.append((stream, other))
+        self.seen[stream] |= self.seen[other]
 
 
 class EmulatedThread(threading.local):
@@ -251,10 +233,21 @@ class Arena:
         """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
+
+        Raises:
+            EmulatorError: the stream does not wait for the pool's last replay, or a capture is under way.
         """
         if self._thread.recording is not None:
             self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
-        self._used = self._streams.use(self._thread.stream, self._used)
+        streams, stream, (other, tick) = self._streams, self._thread.stream, self._used
+        if max(streams.seen[stream][other], streams.done[other]) < tick:
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {other} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
+        streams.ticks[stream] += 1
+        self._used = stream, streams.ticks[stream]
+        streams.seen[stream][stream] = streams.ticks[stream]
         if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)
             self._dirty.clear()

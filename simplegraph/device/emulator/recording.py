@@ -43,17 +43,6 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._check(func, args, kwargs)
-        if func is torch.nn.functional.one_hot:
-            return self._one_hot(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
-            self._recording.named_hosts.append(result)
-        if self._moves_to_device(func, args, kwargs) and self._recording.is_host(result):
-            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
-        return result
-
-    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         recording = self._recording
         reads = func in self.READS or (func is Tensor.to and self._names_host(args[1:], kwargs))
         if reads and not recording.is_host(args[0]):
@@ -65,6 +54,19 @@ class _FunctionMode(overrides.TorchFunctionMode):
             recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
         if func in self.SPLITS and not all(map(recording.is_host, rules.tensors(args[1:], kwargs))):
             recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
+        if func is torch.nn.functional.one_hot:
+            return self._one_hot(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
+            recording.named_hosts.append(result)
+        # A GPU would have the result of these, for all that they make or move on the host.
+        moves = func is Tensor.new_tensor
+        if func is Tensor.to or func in self.FACTORIES:
+            given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
+            moves = bool(given) and not self._names_host(args[1:], kwargs)
+        if moves and recording.is_host(result):
+            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
+        return result
 
     def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
@@ -72,13 +74,6 @@ class _FunctionMode(overrides.TorchFunctionMode):
         return "cpu" in [arg for arg in given if isinstance(arg, str)] or any(
             arg is host for arg in given for host in self._recording.named_hosts
         )
-
-    def _moves_to_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """True if a GPU would have the result, for all that this makes or moves on the host."""
-        if func is not Tensor.to and func not in self.FACTORIES:
-            return func is Tensor.new_tensor
-        given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
-        return bool(given) and not self._names_host(args[1:], kwargs)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
@@ -108,11 +103,6 @@ def _modes_lifted() -> Iterator[None]:
                 _operators._push_mode(mode)
 
 
-def _identity(generator: Any) -> int:
-    """Identify a generator also when an operator's arguments come to Python in new wrappers."""
-    return int(generator._cdata)
-
-
 class EmulatedCapture(OperatorMode):
     """A capture under way, which sees every operator: the calls so far, the memory they touched, what to put back.
 
@@ -139,8 +129,9 @@ class EmulatedCapture(OperatorMode):
         self.broken: EmulatorError | None = None
         self.named_hosts: list[torch.device] = []
         self.calls: list[RecordedCall] = []
-        self._random = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
-        self._known_generators = {_identity(generator) for generator, _ in self._random}
+        self._random: list[tuple[Any, Tensor]] = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
+        # By what torch wraps: an operator's arguments come to Python in new wrappers.
+        self._known_generators = {generator._cdata for generator, _ in self._random}
         self._works: list[Any] = []  # owned: torch calls our `wait` only while the Python object lives
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
@@ -167,26 +158,34 @@ class EmulatedCapture(OperatorMode):
         self.broken = self.broken or error
         raise error
 
-    def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Refuse what a capture on CUDA refuses; return the tensors among the arguments."""
+    def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
+        """Refuse what a capture on CUDA refuses.
+
+        Returns:
+            The tensors among the arguments; and if the operator runs on the CPU beside a GPU, too, and is over when the
+            capture is.
+        """
         if self._reseeded():
             self.fail(_RESEEDED)
         given = rules.leaves((args, kwargs))
         for leaf in given:
-            if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
+            if isinstance(leaf, torch.Generator) and leaf._cdata not in self._known_generators:  # type: ignore[attr-defined]
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        if self._all_host(func, args, kwargs, inputs):
-            return inputs
-        if rules.reads_value(func, name, kwargs) or rules.waits_for_value(func, name, args, kwargs, self.is_host):
+        of_host = bool(inputs) and all(map(self.is_host, inputs))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if of_host and not draws and not rules.tensors(*written_args(func, args, kwargs)):
+            return inputs, True
+        if rules.reads_value(func, name, args, kwargs, self.is_host):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
-        if rules.masks(name, args) and not self._fills_by_mask(args):
+        indices = rules.tensors(args[1]) if name in rules.TAKES_MASK else ()
+        if any(index.dtype in rules.MASKS for index in indices) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
         is_lift = name == "lift_fresh" and not SERVING.active
         # Python data that is more than a number, and that a GPU would have to fetch.
         if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
-        return inputs
+        return inputs, False
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, taken apart where it is made of others."""
@@ -196,23 +195,23 @@ class EmulatedCapture(OperatorMode):
             with self, _FunctionMode(self):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         facts = facts_of(func)
-        inputs = self.check(func, facts.name, args, kwargs)
+        inputs, of_host = self.check(func, facts.name, args, kwargs)
         if facts.is_composite:
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
             with self, _FunctionMode(self):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        if any(tensor.is_meta for tensor in inputs):
+            return func(*args, **kwargs)
+        if of_host:
+            return self._frozen(func, func(*args, **kwargs))
         return self._record(func, facts, args, kwargs, inputs)
 
     def _record(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        if any(tensor.is_meta for tensor in inputs):
-            return func(*args, **kwargs)
-        if self._all_host(func, args, kwargs, inputs):
-            return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
             if facts.name == "lift_fresh" and memory.pool is None:
@@ -229,19 +228,15 @@ class EmulatedCapture(OperatorMode):
         results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
-        of_host = rules.host_results(func, facts.name, args, kwargs, self.is_host)
-        self._frozen(func, [tensor for place, tensor in results if place in of_host])
+        argument, place = rules.ON_HOST.get(facts.name, ("", 0))
+        if argument and self.is_host(rules.arguments(func, args, kwargs)[argument]):
+            self._frozen(func, rules.leaves(result)[place])
         created = self._create(func, results)
-        if rules.does_work(func, facts, written, created):
+        no_work = facts.is_uninitialised or torch.Tag.inplace_view in func.tags
+        if not no_work and (written or created or func.namespace != "aten" or "assert" in facts.name):
             tree = call, args, kwargs, created
             self.calls.append(RecordedCall(*map_tree(Tensor, functools.partial(self.view, func), tree)))
         return result
-
-    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
-        """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        if not inputs or not all(map(self.is_host, inputs)) or torch.Tag.nondeterministic_seeded in func.tags:
-            return False
-        return not rules.tensors(*written_args(func, args, kwargs))
 
     def _frozen(self, func: Any, result: Any) -> Any:
         """Keep as constants what an operator of the host returned."""
@@ -322,8 +317,10 @@ class EmulatedCapture(OperatorMode):
         keyed = [(storage_key(result[1]), result) for result in results]
         new = {key: tensor for key, (_, tensor) in keyed if key not in self._memories}
         for key, tensor in new.items():
-            poison = rules.poison_byte(tensor.dtype)
-            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison)
+            is_number = tensor.is_floating_point() or tensor.is_complex()
+            # The byte that, repeated, no program takes for a value of the dtype.
+            poison_byte = 0xFF if is_number else 0x01 if tensor.dtype is torch.bool else 0xC0
+            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison_byte)
             self._created.add(self._memories[key])
         return [result for key, result in keyed if key in new]
 
@@ -448,6 +445,9 @@ class EmulatorSegment:
         constants: memory of Python numbers; a replay may write to it, and begins with their values.
         outside: memory that must be alive for a replay.
         reused: memory of earlier segments of the Program that was free when its capture began.
+
+    Attributes:
+        num_nodes: operators recorded, views left out; None after `reset`.
     """
 
     def __init__(
@@ -464,6 +464,7 @@ class EmulatorSegment:
         with torch.inference_mode():  # the views are final by now
             bound = [RecordedCall(call.func, *map_tree(MemoryView, tensor_of, call[1:])) for call in calls]
         self._calls: list[RecordedCall] | None = bound
+        self.num_nodes: int | None = len(bound)
         self._created = list(created)
         self._constants = [(memory, memory.bytes.clone()) for memory in constants]
         # What no pool owns is kept, lest other tensors get the address of freed ones; it counts as freed all the same.
@@ -477,11 +478,6 @@ class EmulatorSegment:
         self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
         self._place = arena.add(self._created)
         poison(self._created)
-
-    @property
-    def num_nodes(self) -> int | None:
-        """Operators recorded, views left out; None after `reset`."""
-        return None if self._calls is None else len(self._calls)
 
     def replay(self) -> None:
         """Run the recorded operators again.
@@ -526,7 +522,7 @@ class EmulatorSegment:
         """Drop the graph; harmless the second time."""
         if self._calls is None:
             return
-        self._calls = None
+        self._calls = self.num_nodes = None
         self._arena.segments -= 1
         self._arena.retired.extend(self._created)
         self._created, self._outside, self._constants = [], [], []
