@@ -472,8 +472,8 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton is taken to write to nothing",
         "program/observe.py",
-        "        elif self._records_more(device):\n            self.unseen = device",
-        "        elif self._records_more(device):\n            device",
+        "        self._look_for_unseen(device, known=tensors is not None)\n",
+        "        if tensors is None:\n            self._look_for_unseen(device)\n",
         UNSEEN,
     ),
     Mutant(
