@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "torch's switch for lifting is left on",
         "program/host_modes.py",
-        "        _set_lifting(before)\n",
-        "        pass\n",
+        "            _set_lifting(lifts)\n",
+        "            pass\n",
         HOST,
     ),
     Mutant(
