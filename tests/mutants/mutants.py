@@ -339,7 +339,7 @@ MUTANTS = [
     Mutant(
         "memory keeps what the replays of a proof wrote",
         "manager/proof.py",
-        "self._closing.callback(self._memory.put, after)",
+        "self.callback(self._memory.put, after)",
         "pass",
         PROOFS,
     ),
