@@ -20,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_065,
+    "base": 1_060,
     "batch": 300,
-    "device": 1_750,
-    "program": 1_685,
+    "device": 1_706,
+    "program": 1_686,
     "distributed": 210,
     "manager": 1_235,
-    "guard": 900,
-    "call": 1_240,
+    "guard": 885,
+    "call": 1_246,
     "serve": 910,
 }
 # Extras, which the core would not miss.

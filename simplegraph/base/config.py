@@ -178,9 +178,6 @@ class CudaGraphConfig:
             raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
         if self.lengths and self.exact_shapes:
             raise ConfigError("length_dims pads lengths, and with exact_shapes (as in train_step) nothing is padded.")
-        self._check_limits()
-
-    def _check_limits(self) -> None:
         sizes = self.decode_capture_sizes or ()
         for odd in (size for size in sizes if size % self.uniform_query_len):
             told = f"decode_capture_sizes has {odd}; expected multiples of"
@@ -218,8 +215,9 @@ class CudaGraphConfig:
         environ = os.environ if environ is None else environ
         fields = {ENV_PREFIX + field.upper(): field for field, (_, kind) in _kinds().items() if kind.parse}
         others = (f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # which are `sg.audit`'s
-        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in (*fields, *others))
-        _warn_of_unknown(tuple(unknown), tuple(fields))
+        unknown = [name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in (*fields, *others)]
+        if unknown:
+            _warn_of_unknown(tuple(unknown), tuple(fields))
         changes, given = {}, [name for name in fields if name in environ]
         for variable in given:
             _, kind = _kinds()[fields[variable]]

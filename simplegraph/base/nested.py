@@ -8,7 +8,7 @@ import functools
 import numbers
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -30,12 +30,10 @@ class TreeSpec:
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Rebuild the nested value from its leaves."""
-        return self._build(iter(leaves))
-
-    def _build(self, leaves: Iterator[Any]) -> Any:
+        left = iter(leaves)  # an iterator is its own, so that children go on where the one before them ended
         if self.type is None:
-            return next(leaves)
-        children = [child._build(leaves) for child in self.children]
+            return next(left)
+        children = [child.unflatten(left) for child in self.children]
         if self.type is list:
             return children
         if self.type is tuple:
@@ -43,8 +41,8 @@ class TreeSpec:
         if self.type in (dict, OrderedDict):
             return self.type(zip(self.keys, children, strict=True))
         if self.context is not None:
-            unflatten: Callable[[list[Any], Any], Any] = self.context[0]
-            return unflatten(children, self.context[1])
+            rebuild: Callable[[list[Any], Any], Any] = self.context[0]
+            return rebuild(children, self.context[1])
         if issubclass(self.type, tuple):
             return self.type._make(children)  # type: ignore[attr-defined]
         # Not through __init__: it may validate, convert or copy what must stay the very same tensors.

@@ -71,7 +71,14 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if is_higher_order(func):
             return self.run(func, args, kwargs)
-        with _keys_without_mode(func, self._cast):
+        # Give it the dispatch keys that it has without a mode. A mode comes after autocast, and torch excludes all that
+        # comes before, lest it runs twice. What an operator calls in turn must find it, but for autocast where the
+        # operator's own autocast kernel, which excludes it, has run.
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with _keys_at_entry():  # as it was when Python called
+            excluded_before = torch._C._dispatch_tls_local_exclude_set()
+        hidden = _not_run_before(func, torch.is_inference_mode_enabled()) - excluded_before - self._cast
+        with torch._C._ForceDispatchKeyGuard(included, excluded - hidden):
             return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,19 +111,6 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def _hide_from_dynamo(mode: Any) -> None:
     mode.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
-
-
-def _keys_without_mode(func: Any, cast: Any) -> Any:
-    """Give an operator inside a dispatch mode the dispatch keys that it has without one.
-
-    A mode comes after autocast, and torch excludes all that comes before, lest it runs twice. What an operator calls
-    in turn must find it, but for autocast where the operator's own autocast kernel, which excludes it, has run.
-    """
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    with _keys_at_entry():  # as it was when Python called
-        excluded_before = torch._C._dispatch_tls_local_exclude_set()
-    hidden = _not_run_before(func, torch.is_inference_mode_enabled()) - excluded_before - cast
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded - hidden)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,14 +220,6 @@ def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         value = argument(args, kwargs, position, name)
         if value is not None:
             yield value
-
-
-_CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
-
-
-def drops_in_cudnn(func: Any, args: Sequence[Any]) -> bool:
-    """True if cuDNN drops between recurrent layers, by random numbers that no generator of torch's knows."""
-    return func is _CUDNN_RNN and bool(args[11] > 0 and args[12])  # the dropout, and whether it trains
 
 
 def strided_tensors(values: Iterable[Any]) -> list[Tensor]:

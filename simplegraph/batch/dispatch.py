@@ -99,11 +99,12 @@ class Dispatcher:
         if message is not None:
             logger.warning("simplegraph: %s", message)
         self._graphs: list[_Graphs] = []  # the kinds of graphs that the mode has, in the order they are tried
-        if self.mode.separate_routine() and self.mode.decode_mode() is CudaGraphMode.FULL:
+        decode, mixed = self.mode.decode_mode(), self.mode.mixed_mode()
+        if decode is CudaGraphMode.FULL and mixed is not decode:
             sizes = uniform_decode_sizes(config)
             self._graphs.append(_Graphs(CudaGraphMode.FULL, sizes, config.uniform_query_len, config))
-        if self.mode.mixed_mode() is not CudaGraphMode.NONE:
-            self._graphs.append(_Graphs(self.mode.mixed_mode(), mixed_sizes(config), None, config))
+        if mixed is not CudaGraphMode.NONE:
+            self._graphs.append(_Graphs(mixed, mixed_sizes(config), None, config))
         self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
 
     def dispatch(

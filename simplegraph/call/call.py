@@ -365,7 +365,21 @@ class KnownCalls:
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
         autocast, settings, modes = autocast_dtype(device.type), TorchSettings(), function_modes()
-        context = autocast, self._state_of(module), settings, modes, gradients
+        # The Python state that is part of the key: as declared, or else as extras know it, and a function's.
+        key = known = self._config.state_key or state_key_of(module)
+        if isinstance(module, FunctionModule):
+            module.resolve()
+            key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))
+        self.state_key = key
+        state = None if key is None else key(module)
+        try:
+            hash(state)
+        except TypeError:
+            raise InputError(
+                f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
+                "Return numbers, strings, or tuples of them."
+            ) from None
+        context = autocast, state, settings, modes, gradients
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
         binding = self.bindings.get(signature.values) or Binding(signature)
         layout = binding.layouts.get(spec)
@@ -374,10 +388,6 @@ class KnownCalls:
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
         return size, layout
-
-    def is_full(self, layout: CallLayout) -> bool:
-        """True if the layout would be of one signature too many."""
-        return layout.binding not in self.bindings.values() and len(self.bindings) >= self._config.max_signatures
 
     def is_outdated(self, module: Any) -> bool:
         """True if some signatures belong to a state that is over."""
@@ -398,23 +408,6 @@ class KnownCalls:
         """Note that a layout is the latest; in a new list, since other threads may walk the one before."""
         kept = (each for each in self.layouts if each.binding.layouts.get(each.spec) is each)
         self.layouts = [layout, *(each for each in kept if each is not layout)]
-
-    def _state_of(self, module: Any) -> Hashable:
-        """Read the Python state that is part of the key: as declared, or else as extras know it, and a function's."""
-        key = known = self._config.state_key or state_key_of(module)
-        if isinstance(module, FunctionModule):
-            module.resolve()
-            key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))
-        self.state_key = key
-        state = None if key is None else key(module)
-        try:
-            hash(state)
-        except TypeError:
-            raise InputError(
-                f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
-                "Return numbers, strings, or tuples of them."
-            ) from None
-        return state
 
     def check_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of a form that is known to be refused, unread. Raises CannotBind."""

@@ -149,15 +149,13 @@ class StaticInput:
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
-            count = torch.Size(self._shape(rows)).numel() if self._reference is None else 0
+            elements = abs(torch.Size(arg.shape).numel()) * (rows if self.batched else 1)
+            count = elements if self._reference is None else 0
             self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
         # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
         # refers to a method of its own is freed when garbage is collected, and buffers are large.
         self._views: dict[tuple[int, int, int], Tensor] = {}
-
-    def _shape(self, rows: int) -> tuple[int, ...]:
-        return tuple(rows if size == -1 else size for size in self.arg.shape)
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
@@ -171,7 +169,7 @@ class StaticInput:
         if key not in self._views:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            shape = self._shape(padded)
+            shape = [padded if size == -1 else size for size in self.arg.shape]
             ordered = [shape[dim] for dim in self.arg.order]
             places = [self.arg.order.index(dim) for dim in range(len(shape))]
             with torch.inference_mode(False), torch.no_grad():
@@ -197,7 +195,7 @@ class InputSet:
     Attributes:
         dirty: rows from here on hold their padding values (inputs with the batch first, only).
         handed_out: a caller holds views of the buffers, so what they contain is unknown.
-        own: where the buffers lie.
+        own: where the buffers lie; storages: the keys of their memory.
     """
 
     def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
@@ -209,7 +207,8 @@ class InputSet:
                 for arg, leaf in zip(args, leaves, strict=True)
                 if isinstance(arg, TensorArg)
             }
-        self.own = Spans(item.view(rows) for item in self.inputs.values() if item._reference is None)
+        own = [item.view(rows) for item in self.inputs.values() if item._reference is None]
+        self.own, self.storages = Spans(own), set(map(storage_key, own))
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
@@ -217,11 +216,9 @@ class InputSet:
 
     def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
         """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
-        tensors = {name: view(static) for name, static in self.inputs.items()}
-        return [
-            arg.leaf if isinstance(arg, ConstantArg) and not isinstance(arg, SameArg) else tensors[_input_name(arg)]
-            for arg in args
-        ]
+        given: dict[str, Any] = {arg.name: arg.leaf for arg in args if isinstance(arg, ConstantArg)}
+        given |= {name: view(static) for name, static in self.inputs.items()}
+        return [given[str(arg.key) if isinstance(arg, SameArg) else arg.name] for arg in args]
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int, first: int = 0) -> None:
@@ -257,21 +254,12 @@ class InputSet:
         """The storage keys of all inputs, by name."""
         return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()}
 
-    @property
-    def storages(self) -> set[int]:
-        """Keys of the memory that belongs to the buffers themselves."""
-        return {key for name, key in self.memory.items() if self.inputs[name]._reference is None}
-
-
-def _input_name(arg: Arg) -> str:
-    return str(arg.key) if isinstance(arg, SameArg) else arg.name
-
 
 def compared_pairs(args: Sequence[Arg]) -> list[tuple[int, int, bool]]:
     """List the pairs of arguments that the forward compares by identity, and if they are one tensor."""
-    compared = [at for at, arg in enumerate(args) if isinstance(arg, SameArg) or getattr(arg, "compared", False)]
-    pairs = itertools.combinations(compared, 2)
-    return [(one, other, _input_name(args[one]) == _input_name(args[other])) for one, other in pairs]
+    names = {at: arg.key for at, arg in enumerate(args) if isinstance(arg, SameArg)}
+    names |= {at: arg.name for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.compared}
+    return [(one, other, names[one] == names[other]) for one, other in itertools.combinations(sorted(names), 2)]
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:

@@ -41,10 +41,18 @@ class MemoryInUse:
 
     def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Take in what runs were seen to use; `inputs` are the keys of their inputs, `survey` is of their module."""
-        self.read.add(survey, observers, inputs)
-        held = {key for each in survey.tensors.values() for key in each.memory}
-        for observer in observers:  # an argument may be the module's own memory
-            self.launched |= observer.launched
+        read, held = self.read, {key for each in survey.tensors.values() for key in each.memory}
+        for observer in observers:
+            read.unseen = read.unseen or observer.reads_anything
+            for key, tensor in (*observer.external.items(), *observer.passed.items()):
+                if key in inputs:
+                    continue
+                read.keys.add(key)
+                known = read.elsewhere.get(key)
+                # If it moved since, its key means another's memory.
+                if key not in held and (known is None or storage_key(known) != key):
+                    read.elsewhere[key] = tensor
+            self.launched |= observer.launched  # an argument may be the module's own memory
             self.written |= {key for key in observer.written if key in held or key not in inputs}
 
     def check(self, call: Call) -> None:

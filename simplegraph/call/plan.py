@@ -78,7 +78,15 @@ class Plan:
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
-        self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
+        rows, padded = self.rows, self.padded
+        statics = [static for static in inputs.inputs.values() if static.batched and self.padding]
+        tails = [(s, s.part(padded, rows, padded)) for s in statics]  # the padding rows, and what goes into them
+        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
+        self._pads = _pads(numbers)
+        # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
+        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
+        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
+        self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
         written = call.binding.written
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._same = compared_pairs(args)
@@ -105,17 +113,6 @@ class Plan:
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """Surround a proof, whose eager run must find things where replays do."""
         return contextlib.nullcontext()
-
-    def _prepare_padding(self, statics: list[StaticInput]) -> None:
-        """View the padding rows, and prepare what goes into them."""
-        rows, padded = self.rows, self.padded
-        tails = [(s, s.part(padded, rows, padded)) for s in statics] if self.padding else []
-        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
-        self._pads = _pads(numbers)
-        # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
-        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
-        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
-        self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
 
     @property
     def unproven(self) -> bool:

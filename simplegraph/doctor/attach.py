@@ -329,7 +329,7 @@ class EmulatedGraphs:
 
     def __init__(self, watcher: Watcher) -> None:
         from simplegraph.device.emulator.device import EmulatorDevice
-        from simplegraph.device.emulator.recording import EmulatorSegment
+        from simplegraph.device.emulator.memory import EmulatorSegment
 
         self._watcher, self._device, self._segment = watcher, EmulatorDevice, EmulatorSegment
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -440,11 +440,6 @@ def computes_gradients(module: nn.Module) -> bool:
     return isinstance(module, FunctionModule) and module.computes_gradients
 
 
-def note_read(module: nn.Module, observers: Iterable[Any]) -> set[int]:
-    """Let a function's module know what runs read; see `FunctionModule.note_read`."""
-    return module.note_read(observers) if isinstance(module, FunctionModule) else set()
-
-
 def check_function(function: Any, what: str) -> None:
     """Refuse what is no function that a graph can stand for. Raises ConfigError."""
     if isinstance(function, nn.Module):

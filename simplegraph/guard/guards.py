@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.constants import WatchedValue
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import ANY_AUTOCAST
-from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts, storage_key
+from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Link, Survey, code_of
-from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import is_same, own_dict
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -111,7 +110,8 @@ class Reading:
         self._is_again = bool(again)
         self._again, self._first = _getter(again), _getter([first[id(live[at])] for at in again])
         self._once = _getter(sorted(first.values()))
-        self._layouts = _layouts_of(self._once(live))
+        once = self._once(live)
+        self._layouts, self._strides = list(map(_layout, once)), list(map(Tensor.stride, once))
         self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _opened(self, start: int) -> set[int]:
@@ -188,7 +188,7 @@ class Reading:
 
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
         """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
-        if _layouts_of(tensors) != self._layouts:
+        if list(map(_layout, tensors)) != self._layouts or list(map(Tensor.stride, tensors)) != self._strides:
             return False
         if _TensorGuards is not None and tensors:
             check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -218,9 +218,11 @@ def _levels(
             if depth == len(levels):
                 levels.append(([], [], []))
             parents, keys, containers = levels[depth]
-            at = slots.get((depth, container, _key(key)))
+            # Keys are told apart as dicts do, without asking tensors if they are equal.
+            slot = depth, container, id(key) if isinstance(key, Tensor) else (type(key), key)
+            at = slots.get(slot)
             if at is None:
-                at = slots[depth, container, _key(key)] = len(keys)
+                at = slots[slot] = len(keys)
                 parents.append(container)
                 keys.append(key)
             is_last = depth + 1 == len(chain)
@@ -232,15 +234,6 @@ def _levels(
                 if container == len(containers):
                     containers.append(step)
     return bases, levels
-
-
-def _layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
-    return [(_layout(tensor), tensor.stride()) for tensor in tensors]
-
-
-def _key(key: Any) -> Any:
-    """Tell keys apart as dicts do, without asking tensors if they are equal."""
-    return id(key) if isinstance(key, Tensor) else (type(key), key)
 
 
 def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -265,20 +258,6 @@ class MemoryRead:
     elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     unseen: str = ""
-
-    def add(self, survey: Survey, observers: Iterable[MemoryObserver], inputs: set[int]) -> None:
-        """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
-        held = {key for each in survey.tensors.values() for key in each.memory}
-        for observer in observers:
-            self.unseen = self.unseen or observer.reads_anything
-            for key, tensor in (*observer.external.items(), *observer.passed.items()):
-                if key in inputs:
-                    continue
-                self.keys.add(key)
-                known = self.elsewhere.get(key)
-                # If it moved since, its key means another's memory.
-                if key not in held and (known is None or storage_key(known) != key):
-                    self.elsewhere[key] = tensor
 
     def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
         """True if eager would build an autograd graph for a call with these leaves."""

@@ -23,7 +23,12 @@ _LATE = "UpBlock"
 
 def known_switches(module: nn.Module) -> Switches | None:
     """Find the switches of a module and of all below it; None if there are none. Imports no package."""
-    places = [(vars(child), name) for child in module.modules() for name in _names(child)]
+    places: list[tuple[dict[str, Any], str]] = []
+    for child in module.modules():
+        packages = {base.__module__.partition(".")[0] for base in type(child).__mro__}
+        names = [name for package in sorted(packages & _SWITCHES.keys()) for name in _SWITCHES[package]]
+        if _LATE in type(child).__name__ or not vars(child).keys().isdisjoint(names):
+            places += [(vars(child), name) for name in names]
     return Switches(places) if places else None
 
 
@@ -46,12 +51,6 @@ class Switches:
             key = tuple(map(_frozen, found))
             self._last = list(map(_copied, found)), key
         return key
-
-
-def _names(child: nn.Module) -> tuple[str, ...]:
-    packages = {base.__module__.partition(".")[0] for base in type(child).__mro__}
-    names = tuple(name for package in sorted(packages & _SWITCHES.keys()) for name in _SWITCHES[package])
-    return names if _LATE in type(child).__name__ or not vars(child).keys().isdisjoint(names) else ()
 
 
 def _copied(value: Any) -> Any:

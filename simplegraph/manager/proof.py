@@ -31,8 +31,10 @@ class Effects(NamedTuple):
     inputs: Sequence[Tensor]
 
 
-class ReplayProof:
+class ReplayProof(contextlib.ExitStack):
     """Runs a forward eagerly, once, and replays its graph as often as needed from the very same start.
+
+    When it is closed, memory and random generators are as eager left them.
 
     Args:
         table, graph: what is proven. Its replays in here are not counted.
@@ -52,13 +54,13 @@ class ReplayProof:
     def __init__(
         self, table: ProgramTable, graph: CapturedGraph, memory: SavedMemory, generators: Sequence[torch.Generator]
     ) -> None:
+        super().__init__()
         self._table = table
         self._graph = graph
         self._memory = memory
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self._closing = contextlib.ExitStack()
         self.draws, self.otherwise = False, ""
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
@@ -85,10 +87,10 @@ class ReplayProof:
             result = wait_collectives(run())
         self.rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
         self._after = after = self._memory.copy()
-        self._closing.callback(self._memory.put, after)
+        self.callback(self._memory.put, after)
         self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
         if self.draws:
-            self._closing.callback(put_random_states, self._generators, random_states(self._generators))
+            self.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, spec = flatten(result)
         self.otherwise = "" if spec == program.spec else "eager nests its outputs otherwise"
         memory = self._memory
@@ -208,10 +210,6 @@ class ReplayProof:
             return None
         noise = again()  # on all ranks, or on none
         return None if found is None else self.difference(actual, expected, noise=noise, memory=memory)
-
-    def close(self) -> None:
-        """Let memory and random generators be as eager left them."""
-        self._closing.close()
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]

@@ -281,6 +281,8 @@ class ProgramTable:
             failed: the errors.
             outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
         """
+        if not failed:
+            return
         for job, error in failed.items():
             self._forget_failure(job)
             self.failures[job.key] = error

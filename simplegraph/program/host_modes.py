@@ -89,9 +89,13 @@ class HostMode(OperatorMode, abc.ABC):
         Args:
             observer: a mode that is entered in here, and sees every operator before this one.
         """
-        self._recorder = ACTIVE.recorder
-        with _lifting_visible(), self if observer is None else observer.before(self):
-            yield
+        self._recorder, lifts = ACTIVE.recorder, _get_lifting()
+        _set_lifting(True)  # modes see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved
+        try:
+            with self if observer is None else observer.before(self):
+                yield
+        finally:
+            _set_lifting(lifts)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on plain tensors, and follow what it does with those on the CPU."""
@@ -207,17 +211,6 @@ class HostMode(OperatorMode, abc.ABC):
 # Private to torch; where it is absent, a number that is made on the device is refused by the capture, as a copy is.
 _get_lifting: Callable[[], bool] = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
 _set_lifting: Callable[[bool], object] = getattr(torch._C, "_set_only_lift_cpu_tensors", bool)
-
-
-@contextlib.contextmanager
-def _lifting_visible() -> Iterator[None]:
-    """Let modes of this thread see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved."""
-    before = _get_lifting()
-    _set_lifting(True)
-    try:
-        yield
-    finally:
-        _set_lifting(before)
 
 
 def target_device(kwargs: dict[str, Any]) -> str:

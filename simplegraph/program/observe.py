@@ -21,7 +21,6 @@ from simplegraph.base.operators import (
     OperatorMode,
     argument,
     defined,
-    drops_in_cudnn,
     facts_of,
     innermost_mode,
     strided_tensors,
@@ -240,6 +239,7 @@ def _holds_no_address(arg: Any) -> bool:
 
 
 _EIGENSOLVER = "cuSOLVER waits for the device ({}), and would fail from then on if that happened in a capture"
+_CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
 _CUDNN_DROPOUT = (
     "cuDNN drops between the layers of a recurrent module by random numbers of its own, for which it waits for the "
     "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
@@ -260,6 +260,7 @@ class MemoryObserver(OperatorMode):
         after: of the run before, whose memory this one goes on with: it counts as its own.
 
     Attributes:
+        captures: True if the observed run is a capture.
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
@@ -281,6 +282,7 @@ class MemoryObserver(OperatorMode):
     def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self.captures = device is not None
         self._last: tuple[int, int] | None = None
         self.unseen = self.reads_anything = ""
         self.external: dict[int, Tensor] = {}
@@ -301,11 +303,6 @@ class MemoryObserver(OperatorMode):
         self._own: set[int] = set() if after is None else set(after._own)
         self._follows = after is not None
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
-
-    @property
-    def captures(self) -> bool:
-        """True if the observed run is a capture."""
-        return self._device is not None
 
     def made(self, tensor: Tensor) -> bool:
         """True if the observed run made this memory."""
@@ -353,7 +350,7 @@ class MemoryObserver(OperatorMode):
             if facts.is_composite:  # under inference_mode it comes whole, and may not come to one
                 return self.take_apart(func, args, kwargs)
             self._refuse(_EIGENSOLVER.format(func))
-        if drops_in_cudnn(func, args) and self._made_inside is None:
+        if func is _CUDNN_RNN and args[11] > 0 and args[12] and self._made_inside is None:  # it drops, and trains
             self._refuse(_CUDNN_DROPOUT)
         self.may_draw = self.may_draw or facts.may_draw
         self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
@@ -414,20 +411,21 @@ class MemoryObserver(OperatorMode):
         self.launched |= given.keys() - self._own
         self._note_given(given, "a kernel of Triton")
         yield
-        if tensors is None:
-            self._look_for_unseen(device)
-        elif self._records_more(device):
-            self.unseen = device.torch_device.type
+        self._look_for_unseen(device, known=tensors is not None)
         self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
 
-    def _look_for_unseen(self, device: GraphDevice) -> None:
-        if self._records_more(device):
-            self.unseen = self.reads_anything = device.torch_device.type
+    def _look_for_unseen(self, device: GraphDevice, *, known: bool = False) -> None:
+        """Note if more was recorded since the last operator, or since the segment began.
 
-    def _records_more(self, device: GraphDevice) -> bool:
-        """True if more was recorded since the last operator, or since the segment began."""
+        Args:
+            device: where.
+            known: the work showed which tensors it can touch.
+        """
         now, last = device.recorded(), self._last
-        return now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0)
+        if now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0):
+            self.unseen = device.torch_device.type
+            if not known:
+                self.reads_anything = self.unseen
 
     def __enter__(self) -> MemoryObserver:
         kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)

@@ -53,7 +53,7 @@ class Program:
         generators: random generators that it may draw from.
         live: True while it can be replayed.
         constants: device copies of what the forward made from Python data, which the graph reads.
-        breaks: the steps that run eagerly.
+        breaks: the steps that run eagerly; segments: those that are graphs.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
         check_first: called before the first replay, which it refuses by raising; None once it has returned.
     """
@@ -68,18 +68,15 @@ class Program:
     live: bool = True
     constants: list[Tensor] = dataclasses.field(default_factory=list)
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
+    segments: tuple[Segment, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
     check_first: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self.breaks = tuple(step for step in self.steps if isinstance(step, Break))
+        self.segments = tuple(step for step in self.steps if not isinstance(step, Break))
         self.replay = functools.partial(_replay_first, weakref.ref(self))
         self._marks: list[Mark] = []
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The steps that are graphs."""
-        return tuple(step for step in self.steps if not isinstance(step, Break))
 
     @property
     def held(self) -> list[Any]:
@@ -112,7 +109,7 @@ class Program:
         self.live = False
         for segment in self.segments:
             segment.reset()
-        self.steps, self.breaks, self.outputs, self.constants = (), (), [], []
+        self.steps, self.breaks, self.segments, self.outputs, self.constants = (), (), (), [], []
         self.replay = _refuse_dropped
 
 
@@ -122,10 +119,26 @@ class Program:
 
 
 def _replay_first(program: weakref.ref[Any]) -> None:
-    """Replay each step for the first time, and learn how to replay it from now on."""
+    """Replay each step for the first time, and learn how to replay it from now on.
+
+    Random states show if a segment's kernels draw: no operator need show it.
+    """
     owner: Any = program()
+    replays: list[Callable[[], None]] = []
     with torch.no_grad():
-        replays = [_replay_step_first(owner, step) for step in owner.steps]
+        for step in owner.steps:
+            if isinstance(step, Break):
+                step.replay()
+                replays.append(step.replay)
+                continue
+            with CAPTURE_LOCK:
+                if owner.check_first is not None:
+                    owner.check_first()
+                    owner.check_first = None
+                before = random_states(owner.generators)
+                _replay_drawing(owner.device, step)
+                draws = drew(owner.generators, before)
+            replays.append(functools.partial(_replay_drawing, owner.device, step) if draws else step.replay)
     single = len(replays) == 1 and not owner.breaks
     owner.replay = replays[0] if single else functools.partial(_replay_timed, program, replays)
 
@@ -153,24 +166,6 @@ def _replay_steady(replays: Sequence[Callable[[], None]]) -> None:
 
 def _refuse_dropped() -> None:
     raise ReplayError("this graph was dropped; capture it again.")
-
-
-def _replay_step_first(program: Program, step: Segment | Break) -> Callable[[], None]:
-    """Replay a step for the first time, and return how to replay it from now on.
-
-    Random states show if a segment's kernels draw: no operator need show it.
-    """
-    if isinstance(step, Break):
-        step.replay()
-        return step.replay
-    with CAPTURE_LOCK:
-        if program.check_first is not None:
-            program.check_first()
-            program.check_first = None
-        before = random_states(program.generators)
-        _replay_drawing(program.device, step)
-        draws = drew(program.generators, before)
-    return functools.partial(_replay_drawing, program.device, step) if draws else step.replay
 
 
 def _replay_drawing(device: GraphDevice, segment: Segment) -> None:

@@ -116,21 +116,16 @@ def held_by(place: Any) -> Any:
     if base in _SEQUENCES:
         return tuple(base.__iter__(place))
     if base is object:
-        return _attributes(place, kind)
+        held: dict[str, Any] = {}  # filled slots, and attributes
+        for name, slot in _slots(kind).items():
+            with contextlib.suppress(AttributeError):
+                held[name] = slot.__get__(place)
+        held |= own_dict(place) or {}
+        held.pop(_RUNNER, None)
+        return held
     if kind is types.CellType:
         return {"cell_contents": place.cell_contents} if gc.get_referents(place) else {}  # an empty one
     return dict(vars(place)) if base is OPAQUE and issubclass(kind, (type, types.FunctionType)) else None
-
-
-def _attributes(thing: Any, kind: type) -> dict[str, Any]:
-    """Return an object's filled slots and attributes."""
-    held: dict[str, Any] = {}
-    for name, slot in _slots(kind).items():
-        with contextlib.suppress(AttributeError):
-            held[name] = slot.__get__(thing)
-    held |= own_dict(thing) or {}
-    held.pop(_RUNNER, None)
-    return held
 
 
 def own_dict(thing: Any) -> dict[str, Any] | None:
@@ -262,6 +257,9 @@ class Snapshot:
         tensors: False leaves out where tensors lie, and dispatches no operator.
         code: how many classes, functions and files of code a place may be away.
         breaks: False leaves out the code of eager breaks.
+
+    Attributes:
+        things: everything that was looked into.
     """
 
     def __init__(self, *roots: Any, tensors: bool = True, code: int = 0, breaks: bool = True) -> None:
@@ -306,13 +304,9 @@ class Snapshot:
                     for thing in (_beyond(value, before) if code else ())
                     if kinds[type(thing)] not in (None, Tensor)
                 )
+        self.things = [thing for thing, _ in self._ways.values()]
         held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)] if tensors else []
         self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
-
-    @property
-    def things(self) -> list[Any]:
-        """Everything that was looked into."""
-        return [thing for thing, _ in self._ways.values()]
 
     def changes(self, *, code: bool = False) -> dict[str, Any]:
         """Return what every place without code on the way holds that held something else, and tensors that were moved.

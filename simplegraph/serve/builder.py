@@ -27,7 +27,7 @@ from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
-from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read
+from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
@@ -163,7 +163,8 @@ class GraphBuilder:
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-        self.seen.add(call.survey, observers, inputs | note_read(call.module, observers))
+        unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
+        self.seen.add(call.survey, observers, inputs | unread)
         if self.state is not None:
             self.state.accept(call.survey)
 

@@ -347,7 +347,7 @@ class GraphRunner:
             dispatch = manager.dispatcher.dispatch(size, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
-        if known.is_full(layout):
+        if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size)
         known.use(layout)
         return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)

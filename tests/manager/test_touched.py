@@ -17,7 +17,7 @@ import simplegraph as sg
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
 from simplegraph.device.emulator.device import EmulatorDevice
-from simplegraph.device.emulator.recording import EmulatorSegment
+from simplegraph.device.emulator.memory import EmulatorSegment
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
 

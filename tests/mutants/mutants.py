@@ -339,7 +339,7 @@ MUTANTS = [
     Mutant(
         "memory keeps what the replays of a proof wrote",
         "manager/proof.py",
-        "self._closing.callback(self._memory.put, after)",
+        "self.callback(self._memory.put, after)",
         "pass",
         PROOFS,
     ),
@@ -353,8 +353,8 @@ MUTANTS = [
     Mutant(
         "torch's switch for lifting is left on",
         "program/host_modes.py",
-        "        _set_lifting(before)\n",
-        "        pass\n",
+        "            _set_lifting(lifts)\n",
+        "            pass\n",
         HOST,
     ),
     Mutant(
@@ -472,8 +472,8 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton is taken to write to nothing",
         "program/observe.py",
-        "        elif self._records_more(device):\n            self.unseen = device",
-        "        elif self._records_more(device):\n            device",
+        "        self._look_for_unseen(device, known=tensors is not None)\n",
+        "        if tensors is None:\n            self._look_for_unseen(device)\n",
         UNSEEN,
     ),
     Mutant(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplegraph.base.modes import outside_modes
 from simplegraph.device.emulator.device import emulator
-from simplegraph.device.emulator.recording import RecordedCall
+from simplegraph.device.emulator.memory import RecordedCall
 
 
 def launch(kernel: Callable[..., Any], *tensors: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import sys
@@ -21,11 +20,12 @@ from simplegraph.device.emulator.memory import (
     DEFAULT_STREAM,
     Arena,
     EmulatedThread,
+    EmulatorSegment,
     Memory,
     MemoryView,
     Streams,
 )
-from simplegraph.device.emulator.recording import EmulatedCapture, EmulatorSegment
+from simplegraph.device.emulator.recording import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.protocol import GraphPool, KnownMemory
 
@@ -67,9 +67,9 @@ class EmulatorDevice:
         self.synchronizations = 0
         self.cache_releases = 0
         self.drawing_stream = DEFAULT_STREAM
-        self.waits: collections.deque[tuple[int, int]] = collections.deque(maxlen=1000)
         self._thread = EmulatedThread()
         self._streams = Streams()
+        self.waits = self._streams.waits
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._sizes: dict[int, int] = {}
 
@@ -108,7 +108,7 @@ class EmulatorDevice:
             try:
                 yield
             finally:
-                self._wait(caller, CAPTURE_STREAM)
+                self._streams.wait(caller, CAPTURE_STREAM)
 
     def own_allocations(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -122,7 +122,7 @@ class EmulatorDevice:
     def wait_for(self, stream: int) -> None:
         if stream != self.current_stream():
             self._thread.refuse_in_capture("the capture stream waited for work that is not captured")
-        self._wait(self.current_stream(), stream)
+        self._streams.wait(self.current_stream(), stream)
 
     def is_capturing(self) -> bool:
         return self._thread.recording is not None
@@ -210,7 +210,7 @@ class EmulatorDevice:
     def synchronize(self) -> None:
         self._thread.refuse_in_capture("the device was synchronised, which a capture does not permit")
         self.synchronizations += 1
-        self._streams.wait_for_all()
+        self._streams.done = self._streams.ticks.copy()
 
     def release_cached_memory(self) -> None:
         self.cache_releases += 1
@@ -242,7 +242,11 @@ class EmulatorDevice:
         if memory is None:
             return tensor
         with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return MemoryView.of(tensor, memory).tensor(memory.lent())
+            # An alias, whose address is not final, that keeps the memory from being given back; the pool may reuse it.
+            address, nbytes = memory.storage.data_ptr(), memory.storage.nbytes()
+            storage: Any = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
+            storage.memory = memory  # a storage keeps its attributes, whatever becomes of the Python object
+            return MemoryView.of(tensor, memory).tensor(storage)
 
     def _captured(self, tensor: Tensor) -> Memory | None:
         """Find the captured memory that a tensor, owning or borrowed, lies in; that of a capture under way as well."""
@@ -254,10 +258,6 @@ class EmulatorDevice:
         recording = self._thread.recording
         made: Memory | None = recording.made(tensor) if recording is not None else None
         return made or self._memories.get(address)
-
-    def _wait(self, stream: int, other: int) -> None:
-        self.waits.append((stream, other))
-        self._streams.wait(stream, other)
 
 
 @functools.cache

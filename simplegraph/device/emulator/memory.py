@@ -1,4 +1,4 @@
-"""Memory that a capture touches, as a replay finds it again, and the pool that it lives in."""
+"""Memory that a capture touches, as a replay finds it again, the pool that it lives in, and the replay."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
-from simplegraph.base.errors import EmulatorError
+from simplegraph.base.errors import EmulatorError, ReplayError
+from simplegraph.base.modes import autocast_dtype
+from simplegraph.base.operators import OperatorFacts
+from simplegraph.device.emulator import rules
 
 _CPU = torch.device("cpu")
 DEFAULT_STREAM = 0
-_new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
+_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
@@ -52,13 +56,6 @@ class Memory:
         """The same address without a share in its ownership: what a CUDA graph has of its memory."""
         return torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
 
-    def lent(self) -> Any:
-        """Return an alias that keeps the memory from being given back, though the pool may use it again."""
-        address = self.storage.data_ptr()  # not final while it is captured
-        storage: Any = torch._C._construct_storage_from_data_pointer(address, _CPU, self.storage.nbytes())
-        storage.memory = self  # a storage keeps its attributes, whatever becomes of the Python object
-        return storage
-
     def __del__(self) -> None:
         if self.pool is not None:
             self.pool.sizes.pop(vars(self).get("address", 0), None)
@@ -78,7 +75,7 @@ class Memory:
     def save(self) -> None:
         """Remember what it holds before a captured write."""
         if self.saved is None:
-            self.saved = _copy_of(self.storage)
+            self.saved = self.storage.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Put back what `save` remembered."""
@@ -91,7 +88,7 @@ class Memory:
     def freeze(self) -> None:
         """Remember the value of a number, before anything writes to it."""
         if self.value is None:
-            self.value = _copy_of(self.storage)
+            self.value = self.storage.clone()  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +117,6 @@ class MemoryView:
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return _new_storage(storage.nbytes()).copy_(storage)
-
-
 def poison(memories: Iterable[Memory]) -> None:
     """Make memory undefined."""
     with torch.inference_mode():
@@ -136,35 +129,29 @@ def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
 
 
+@dataclasses.dataclass(eq=False)
 class Streams:
-    """Knows which work on which stream comes before which."""
+    """Which work on which stream comes before which.
 
-    def __init__(self) -> None:
-        self._ticks: collections.Counter[int] = collections.Counter()
-        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-        self._done: collections.Counter[int] = collections.Counter()
+    Attributes:
+        ticks: how much work each stream got; seen: of each stream, how much of the others' comes before its next.
+        done: how much was over when the device was synchronized.
+        waits: the last (stream, stream waited for) pairs, for tests.
+    """
 
-    def use(self, stream: int, last: tuple[int, int]) -> tuple[int, int]:
-        """Queue work that must come after a pool's last; return what the next must come after.
-
-        Raises:
-            EmulatorError: the stream does not wait for it.
-        """
-        other, tick = last
-        if max(self._seen[stream][other], self._done[other]) < tick:
-            raise EmulatorError(
-                f"stream {stream} replays into a pool that stream {other} may still be using; "
-                "call wait_for(pool.stream) before."
-            )
-        self._ticks[stream] += 1
-        self._seen[stream][stream] = self._ticks[stream]
-        return stream, self._ticks[stream]
+    ticks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    seen: dict[int, collections.Counter[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    done: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    waits: collections.deque[tuple[int, int]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=1000)
+    )
 
     def wait(self, stream: int, other: int) -> None:
-        self._seen[stream] |= self._seen[other]
-
-    def wait_for_all(self) -> None:
-        self._done = self._ticks.copy()
+        """Let what comes next on a stream come after what another one got."""
+        self.waits.append((stream, other))
+        self.seen[stream] |= self.seen[other]
 
 
 class EmulatedThread(threading.local):
@@ -251,12 +238,154 @@ class Arena:
         """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.
 
         The first segment of a Program begins anew; a backward may be replayed twice after its forward.
+
+        Raises:
+            EmulatorError: the stream does not wait for the pool's last replay, or a capture is under way.
         """
         if self._thread.recording is not None:
             self._thread.recording.fail("a graph was replayed in a capture, which is not permitted")
-        self._used = self._streams.use(self._thread.stream, self._used)
+        streams, stream, (other, tick) = self._streams, self._thread.stream, self._used
+        if max(streams.seen[stream][other], streams.done[other]) < tick:
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {other} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
+        streams.ticks[stream] += 1
+        self._used = stream, streams.ticks[stream]
+        streams.seen[stream][stream] = streams.ticks[stream]
         if self._last[0] != place[0] or place[1] == 1:
             poison(self._dirty)
             self._dirty.clear()
         self._dirty.extend(created)
         self._last = place
+
+
+class RecordedCall(NamedTuple):
+    """A recorded operator. Its tensors are views of memory until the capture ends.
+
+    Attributes:
+        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
+    """
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: Sequence[tuple[int, Any]]
+
+
+def as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
+    """Return an operator as a replay calls it: in the autocast and grad mode in force now, and over when it returns.
+
+    It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
+    """
+    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts.is_collective
+    if not (grad or dtype or waits):
+        return func  # type: ignore[no-any-return]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+        with torch.set_grad_enabled(grad), autocast:
+            result = func(*args, **kwargs)
+        for leaf in rules.leaves(result) if waits else ():
+            if isinstance(leaf, Tensor):
+                torch.ops._c10d_functional.wait_tensor(leaf)
+            elif hasattr(leaf, "wait"):
+                leaf.wait()
+        return result
+
+    return functools.update_wrapper(call, func, (), ())
+
+
+class EmulatorSegment:
+    """A graph's worth of recorded operators.
+
+    Args:
+        arena: the pool it was captured into.
+        calls: the operators, in order.
+        created: memory that they allocated.
+        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        outside: memory that must be alive for a replay.
+        reused: memory of earlier segments of the Program that was free when its capture began.
+
+    Attributes:
+        num_nodes: operators recorded, views left out; None after `reset`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        calls: list[RecordedCall],
+        created: Iterable[Memory],
+        constants: Iterable[Memory],
+        outside: Iterable[Memory],
+        reused: Sequence[Memory],
+    ) -> None:
+        self._arena = arena
+        self._calls: list[RecordedCall] | None = calls
+        self.num_nodes: int | None = len(calls)
+        self._created = list(created)
+        self._constants = [(memory, memory.bytes.clone()) for memory in constants]
+        # What no pool owns is kept, lest other tensors get the address of freed ones; it counts as freed all the same.
+        self._outside = [
+            (_weak_reference(it.storage), it if it.pool is None else None, it.address, it.seen_as)
+            for it in outside
+            if it.address
+        ]
+        # From here on in the Program this segment may have written to it.
+        self._undefined_before = reused
+        self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
+        self._place = arena.add(self._created)
+        poison(self._created)
+
+    def replay(self) -> None:
+        """Run the recorded operators again.
+
+        Raises:
+            ReplayError: the segment was reset.
+            EmulatorError: memory it reads was freed or moved, a capture is under way, or the pool was
+                used on another stream that the current one does not wait for.
+        """
+        if self._calls is None:
+            raise ReplayError("this graph was dropped; capture it again.")
+        owned = []  # until the end of the replay
+        for weak, kept, address, seen_as in self._outside:
+            freed = kept is not None and kept.reusable()
+            storage = None if freed else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None or storage.data_ptr() != address:
+                raise EmulatorError(
+                    f"replay reads memory that was freed: {seen_as}. "
+                    "A graph keeps nothing alive; whoever captured it must own what it reads."
+                )
+            owned.append(storage)
+        for memory in self._created:
+            if memory.storage.data_ptr() != memory.address:
+                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
+        self._arena.enter(self._place, self._created)
+        poison(self._undefined_before)
+        with torch._C._DisableAutocast(), torch.inference_mode():
+            for memory, value in self._constants:
+                memory.bytes.copy_(value)
+            for func, args, kwargs, outputs in self._calls:
+                result = func(*args, **kwargs)
+                if outputs:
+                    results = [result] if isinstance(result, Tensor) else rules.leaves(result)
+                    for place, target in outputs:
+                        target.copy_(results[place])
+        poison(self._undefined_after)
+
+    def wait(self) -> None:
+        """Return at once: nothing is left to do after a capture."""
+
+    def reset(self) -> None:
+        """Drop the graph; harmless the second time."""
+        if self._calls is None:
+            return
+        self._calls = self.num_nodes = None
+        self._arena.segments -= 1
+        self._arena.retired.extend(self._created)
+        self._created, self._outside, self._constants = [], [], []
+        self._undefined_before = self._undefined_after = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):  # else it never came to life
+            self.reset()

@@ -1,29 +1,33 @@
-"""See, run and record every operator of a thread between begin and end, and replay what was recorded."""
+"""See, run and record every operator of a thread between begin and end."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, overrides
-from torch.multiprocessing import reductions
 from torch.utils import _python_dispatch
 
 from simplegraph.base.constants import SERVING
-from simplegraph.base.errors import EmulatorError, ReplayError
-from simplegraph.base.modes import autocast_dtype
+from simplegraph.base.errors import EmulatorError
 from simplegraph.base.operators import OperatorFacts, OperatorMode, facts_of, is_higher_order, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
-from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, poison
+from simplegraph.device.emulator.memory import (
+    Arena,
+    EmulatorSegment,
+    Memory,
+    MemoryView,
+    RecordedCall,
+    as_recorded,
+)
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
 _operators: Any = _python_dispatch
-_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
 
 _RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
 # What a capture draws is thrown away, so it may start from an unlikely seed: any other is a reseeding.
@@ -43,17 +47,6 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._check(func, args, kwargs)
-        if func is torch.nn.functional.one_hot:
-            return self._one_hot(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
-            self._recording.named_hosts.append(result)
-        if self._moves_to_device(func, args, kwargs) and self._recording.is_host(result):
-            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
-        return result
-
-    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         recording = self._recording
         reads = func in self.READS or (func is Tensor.to and self._names_host(args[1:], kwargs))
         if reads and not recording.is_host(args[0]):
@@ -65,6 +58,19 @@ class _FunctionMode(overrides.TorchFunctionMode):
             recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
         if func in self.SPLITS and not all(map(recording.is_host, rules.tensors(args[1:], kwargs))):
             recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
+        if func is torch.nn.functional.one_hot:
+            return self._one_hot(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
+            recording.named_hosts.append(result)
+        # A GPU would have the result of these, for all that they make or move on the host.
+        moves = func is Tensor.new_tensor
+        if func is Tensor.to or func in self.FACTORIES:
+            given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
+            moves = bool(given) and not self._names_host(args[1:], kwargs)
+        if moves and recording.is_host(result):
+            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
+        return result
 
     def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
@@ -72,13 +78,6 @@ class _FunctionMode(overrides.TorchFunctionMode):
         return "cpu" in [arg for arg in given if isinstance(arg, str)] or any(
             arg is host for arg in given for host in self._recording.named_hosts
         )
-
-    def _moves_to_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """True if a GPU would have the result, for all that this makes or moves on the host."""
-        if func is not Tensor.to and func not in self.FACTORIES:
-            return func is Tensor.new_tensor
-        given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
-        return bool(given) and not self._names_host(args[1:], kwargs)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
@@ -108,11 +107,6 @@ def _modes_lifted() -> Iterator[None]:
                 _operators._push_mode(mode)
 
 
-def _identity(generator: Any) -> int:
-    """Identify a generator also when an operator's arguments come to Python in new wrappers."""
-    return int(generator._cdata)
-
-
 class EmulatedCapture(OperatorMode):
     """A capture under way, which sees every operator: the calls so far, the memory they touched, what to put back.
 
@@ -139,8 +133,9 @@ class EmulatedCapture(OperatorMode):
         self.broken: EmulatorError | None = None
         self.named_hosts: list[torch.device] = []
         self.calls: list[RecordedCall] = []
-        self._random = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
-        self._known_generators = {_identity(generator) for generator, _ in self._random}
+        self._random: list[tuple[Any, Tensor]] = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
+        # By what torch wraps: an operator's arguments come to Python in new wrappers.
+        self._known_generators = {generator._cdata for generator, _ in self._random}
         self._works: list[Any] = []  # owned: torch calls our `wait` only while the Python object lives
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
@@ -167,26 +162,34 @@ class EmulatedCapture(OperatorMode):
         self.broken = self.broken or error
         raise error
 
-    def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Refuse what a capture on CUDA refuses; return the tensors among the arguments."""
+    def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
+        """Refuse what a capture on CUDA refuses.
+
+        Returns:
+            The tensors among the arguments; and if the operator runs on the CPU beside a GPU, too, and is over when the
+            capture is.
+        """
         if self._reseeded():
             self.fail(_RESEEDED)
         given = rules.leaves((args, kwargs))
         for leaf in given:
-            if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
+            if isinstance(leaf, torch.Generator) and leaf._cdata not in self._known_generators:  # type: ignore[attr-defined]
                 self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        if self._all_host(func, args, kwargs, inputs):
-            return inputs
-        if rules.reads_value(func, name, kwargs) or rules.waits_for_value(func, name, args, kwargs, self.is_host):
+        of_host = bool(inputs) and all(map(self.is_host, inputs))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if of_host and not draws and not rules.tensors(*written_args(func, args, kwargs)):
+            return inputs, True
+        if rules.reads_value(func, name, args, kwargs, self.is_host):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
-        if rules.masks(name, args) and not self._fills_by_mask(args):
+        indices = rules.tensors(args[1]) if name in rules.TAKES_MASK else ()
+        if any(index.dtype in rules.MASKS for index in indices) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
         is_lift = name == "lift_fresh" and not SERVING.active
         # Python data that is more than a number, and that a GPU would have to fetch.
         if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
-        return inputs
+        return inputs, False
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator, taken apart where it is made of others."""
@@ -196,23 +199,23 @@ class EmulatedCapture(OperatorMode):
             with self, _FunctionMode(self):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         facts = facts_of(func)
-        inputs = self.check(func, facts.name, args, kwargs)
+        inputs, of_host = self.check(func, facts.name, args, kwargs)
         if facts.is_composite:
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
             with self, _FunctionMode(self):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        if any(tensor.is_meta for tensor in inputs):
+            return func(*args, **kwargs)
+        if of_host:
+            return self._frozen(func, func(*args, **kwargs))
         return self._record(func, facts, args, kwargs, inputs)
 
     def _record(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        if any(tensor.is_meta for tensor in inputs):
-            return func(*args, **kwargs)
-        if self._all_host(func, args, kwargs, inputs):
-            return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
             if facts.name == "lift_fresh" and memory.pool is None:
@@ -220,7 +223,7 @@ class EmulatedCapture(OperatorMode):
         written = rules.tensors(*written_args(func, args, kwargs))
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = _as_recorded(func, facts)
+        call = as_recorded(func, facts)
         if facts.is_collective:
             with _Unsent(self._works):  # without a word to the other ranks: one may fail to get here at all
                 result = func(*args, **kwargs)
@@ -229,19 +232,15 @@ class EmulatedCapture(OperatorMode):
         results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
-        of_host = rules.host_results(func, facts.name, args, kwargs, self.is_host)
-        self._frozen(func, [tensor for place, tensor in results if place in of_host])
+        argument, place = rules.ON_HOST.get(facts.name, ("", 0))
+        if argument and self.is_host(rules.arguments(func, args, kwargs)[argument]):
+            self._frozen(func, rules.leaves(result)[place])
         created = self._create(func, results)
-        if rules.does_work(func, facts, written, created):
+        no_work = facts.is_uninitialised or torch.Tag.inplace_view in func.tags
+        if not no_work and (written or created or func.namespace != "aten" or "assert" in facts.name):
             tree = call, args, kwargs, created
             self.calls.append(RecordedCall(*map_tree(Tensor, functools.partial(self.view, func), tree)))
         return result
-
-    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
-        """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        if not inputs or not all(map(self.is_host, inputs)) or torch.Tag.nondeterministic_seeded in func.tags:
-            return False
-        return not rules.tensors(*written_args(func, args, kwargs))
 
     def _frozen(self, func: Any, result: Any) -> Any:
         """Keep as constants what an operator of the host returned."""
@@ -280,7 +279,10 @@ class EmulatedCapture(OperatorMode):
                 memory.storage = memory.value
                 constants.add(memory)
         outside = set(self._memories.values()) - self._created - constants
-        return EmulatorSegment(self.arena, self.calls, self._created, constants, outside, self._reused)
+        tensor_of = functools.cache(MemoryView.tensor)
+        with torch.inference_mode():  # the views are final by now
+            bound = [RecordedCall(call.func, *map_tree(MemoryView, tensor_of, call[1:])) for call in self.calls]
+        return EmulatorSegment(self.arena, bound, self._created, constants, outside, self._reused)
 
     def left_alive(self) -> set[int]:
         """List the addresses of memory that was made so far and that something owns; empty memory has none."""
@@ -322,8 +324,10 @@ class EmulatedCapture(OperatorMode):
         keyed = [(storage_key(result[1]), result) for result in results]
         new = {key: tensor for key, (_, tensor) in keyed if key not in self._memories}
         for key, tensor in new.items():
-            poison = rules.poison_byte(tensor.dtype)
-            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison)
+            is_number = tensor.is_floating_point() or tensor.is_complex()
+            # The byte that, repeated, no program takes for a value of the dtype.
+            poison_byte = 0xFF if is_number else 0x01 if tensor.dtype is torch.bool else 0xC0
+            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison_byte)
             self._created.add(self._memories[key])
         return [result for key, result in keyed if key in new]
 
@@ -341,27 +345,13 @@ class EmulatedCapture(OperatorMode):
         return memory is not None and memory.value is not None
 
 
-def _as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
-    """Return an operator as a replay calls it: in the autocast and grad mode in force now, and over when it returns.
-
-    It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
-    """
-    grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts.is_collective
-    if not (grad or dtype or waits):
-        return func  # type: ignore[no-any-return]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
-        with torch.set_grad_enabled(grad), autocast:
-            result = func(*args, **kwargs)
-        for leaf in rules.leaves(result) if waits else ():
-            if isinstance(leaf, Tensor):
-                torch.ops._c10d_functional.wait_tensor(leaf)
-            elif hasattr(leaf, "wait"):
-                leaf.wait()
-        return result
-
-    return functools.update_wrapper(call, func, (), ())
+def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """Change every instance of `kind` in lists, tuples and dicts; torch's pytree takes twice as long, and adds up."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)([map_tree(kind, change, item) for item in tree])
+    return {key: map_tree(kind, change, item) for key, item in tree.items()} if type(tree) is dict else tree
 
 
 def _run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
@@ -414,124 +404,3 @@ def _work_type() -> Any:
             return True
 
     return Work
-
-
-class RecordedCall(NamedTuple):
-    """A recorded operator. Its tensors are views until the capture ends, then tensors.
-
-    Attributes:
-        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
-    """
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    outputs: Sequence[tuple[int, Any]]
-
-
-def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
-    """Change every instance of `kind` in lists, tuples and dicts; torch's pytree takes twice as long, and adds up."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if type(tree) in (list, tuple):
-        return type(tree)([map_tree(kind, change, item) for item in tree])
-    return {key: map_tree(kind, change, item) for key, item in tree.items()} if type(tree) is dict else tree
-
-
-class EmulatorSegment:
-    """A graph's worth of recorded operators.
-
-    Args:
-        arena: the pool it was captured into.
-        calls: the operators, in order, on views of the memory that they use.
-        created: memory that they allocated.
-        constants: memory of Python numbers; a replay may write to it, and begins with their values.
-        outside: memory that must be alive for a replay.
-        reused: memory of earlier segments of the Program that was free when its capture began.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        calls: list[RecordedCall],
-        created: Iterable[Memory],
-        constants: Iterable[Memory],
-        outside: Iterable[Memory],
-        reused: Sequence[Memory],
-    ) -> None:
-        self._arena = arena
-        tensor_of = functools.cache(MemoryView.tensor)
-        with torch.inference_mode():  # the views are final by now
-            bound = [RecordedCall(call.func, *map_tree(MemoryView, tensor_of, call[1:])) for call in calls]
-        self._calls: list[RecordedCall] | None = bound
-        self._created = list(created)
-        self._constants = [(memory, memory.bytes.clone()) for memory in constants]
-        # What no pool owns is kept, lest other tensors get the address of freed ones; it counts as freed all the same.
-        self._outside = [
-            (_weak_reference(it.storage), it if it.pool is None else None, it.address, it.seen_as)
-            for it in outside
-            if it.address
-        ]
-        # From here on in the Program this segment may have written to it.
-        self._undefined_before = reused
-        self._undefined_after = [memory for memory in arena.of_group(reusable=True) if memory not in reused]
-        self._place = arena.add(self._created)
-        poison(self._created)
-
-    @property
-    def num_nodes(self) -> int | None:
-        """Operators recorded, views left out; None after `reset`."""
-        return None if self._calls is None else len(self._calls)
-
-    def replay(self) -> None:
-        """Run the recorded operators again.
-
-        Raises:
-            ReplayError: the segment was reset.
-            EmulatorError: memory it reads was freed or moved, a capture is under way, or the pool was
-                used on another stream that the current one does not wait for.
-        """
-        if self._calls is None:
-            raise ReplayError("this graph was dropped; capture it again.")
-        owned = []  # until the end of the replay
-        for weak, kept, address, seen_as in self._outside:
-            freed = kept is not None and kept.reusable()
-            storage = None if freed else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is None or storage.data_ptr() != address:
-                raise EmulatorError(
-                    f"replay reads memory that was freed: {seen_as}. "
-                    "A graph keeps nothing alive; whoever captured it must own what it reads."
-                )
-            owned.append(storage)
-        for memory in self._created:
-            if memory.storage.data_ptr() != memory.address:
-                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
-        self._arena.enter(self._place, self._created)
-        poison(self._undefined_before)
-        with torch._C._DisableAutocast(), torch.inference_mode():
-            for memory, value in self._constants:
-                memory.bytes.copy_(value)
-            for func, args, kwargs, outputs in self._calls:
-                result = func(*args, **kwargs)
-                if outputs:
-                    results = [result] if isinstance(result, Tensor) else rules.leaves(result)
-                    for place, target in outputs:
-                        target.copy_(results[place])
-        poison(self._undefined_after)
-
-    def wait(self) -> None:
-        """Return at once: nothing is left to do after a capture."""
-
-    def reset(self) -> None:
-        """Drop the graph; harmless the second time."""
-        if self._calls is None:
-            return
-        self._calls = None
-        self._arena.segments -= 1
-        self._arena.retired.extend(self._created)
-        self._created, self._outside, self._constants = [], [], []
-        self._undefined_before = self._undefined_after = []
-
-    def __del__(self) -> None:
-        if hasattr(self, "_place"):  # else it never came to life
-            self.reset()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from simplegraph.base.operators import OperatorFacts
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
@@ -17,7 +15,8 @@ COMPILED = "compiled code ran, whose kernels no emulator sees"
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "_linalg_check_errors"}
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _NESTING = (tuple, list, dict)
-_TAKES_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
+TAKES_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
+MASKS = (torch.bool, torch.uint8)
 
 
 def tensors(*values: Any) -> list[Tensor]:
@@ -38,36 +37,6 @@ def operator_label(func: Any) -> str:
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
 
 
-def reads_value(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """True if the host needs a tensor's value to go on."""
-    if name in _READS:
-        return True
-    if name in {*_TAKES_MASK, "equal"} or kwargs.get("output_size") is not None:
-        return False  # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
-    return not _READING_TAGS.isdisjoint(func.tags)
-
-
-def masks(name: str, args: Sequence[Any]) -> list[Tensor]:
-    """List the boolean masks among the indices of an indexing operator."""
-    if name not in _TAKES_MASK:
-        return []
-    return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
-
-
-def does_work(func: Any, facts: OperatorFacts, written: Sequence[Tensor], created: Sequence[Any]) -> bool:
-    """True if a device would have anything to do for the operator."""
-    if facts.is_uninitialised or torch.Tag.inplace_view in func.tags:
-        return False
-    return bool(written or created) or func.namespace != "aten" or "assert" in facts.name
-
-
-def poison_byte(dtype: torch.dtype) -> int:
-    """The byte that, repeated, no program takes for a value of `dtype`."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return 0xFF
-    return 0x01 if dtype is torch.bool else 0xC0
-
-
 # Operators for which CUDA's kernels wait for a value on the host, where the CPU's need none, or have one there. Read
 # from torch's sources, releases 2.9 to 2.11, and seen with 2.11; `python -m tests.parity` compares with a GPU.
 
@@ -75,10 +44,8 @@ def poison_byte(dtype: torch.dtype) -> int:
 _Waits = Callable[[dict[str, Any]], Any]
 
 
-def waits_for_value(
-    func: Any, name: str, args: Any, kwargs: dict[str, Any], is_number: Callable[[Tensor], bool]
-) -> bool:
-    """True if the operator would wait for the device in a capture on CUDA, inside of its own kernel.
+def reads_value(func: Any, name: str, args: Any, kwargs: dict[str, Any], is_number: Callable[[Tensor], bool]) -> bool:
+    """True if the host needs a tensor's value to go on, or would wait for it in a capture, inside of CUDA's kernel.
 
     Args:
         func: the operator.
@@ -87,30 +54,28 @@ def waits_for_value(
         kwargs: the same by name.
         is_number: True for a tensor that holds a number from Python, which is on the CPU there, too.
     """
+    # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
+    is_known = name in {*TAKES_MASK, "equal"} or kwargs.get("output_size") is not None
+    if name in _READS or (not is_known and not _READING_TAGS.isdisjoint(func.tags)):
+        return True
     waits = _WAITS.get(name.removesuffix("_")) or _WAITS.get(name)
     if waits is None:
         return False
-    given = _arguments(func, args, kwargs)
+    given = arguments(func, args, kwargs)
     numbers = {key for key, value in given.items() if isinstance(value, Tensor) and is_number(value)}
     first = next((value for value in given.values() if isinstance(value, Tensor)), None)
     return first is not None and first.numel() > 0 and bool(waits({k: v for k, v in given.items() if k not in numbers}))
 
 
-def host_results(
-    func: Any, name: str, args: Any, kwargs: dict[str, Any], is_host: Callable[[Tensor], bool]
-) -> Sequence[int]:
-    """List the places of the results that lie on the CPU beside a GPU, too, if what they follow from does."""
-    argument, place = _ON_HOST.get(name, ("", 0))
-    return (place,) if argument and is_host(_arguments(func, args, kwargs)[argument]) else ()
-
-
-def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by name, defaults included."""
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     return given | dict(zip(given, args, strict=False)) | kwargs
 
 
-# Which argument torch wants on the CPU, and the place of the result that follows from it.
-_ON_HOST = {"_pack_padded_sequence": ("lengths", 1), "_pad_packed_sequence": ("batch_sizes", 1)}
+# Which argument torch wants on the CPU, and the place of the result that follows from it, and is there, too, if that
+# argument is, also beside a GPU.
+ON_HOST = {"_pack_padded_sequence": ("lengths", 1), "_pad_packed_sequence": ("batch_sizes", 1)}
 
 
 def _reads(*names: str) -> _Waits:
