@@ -23,7 +23,7 @@ CORE = {
     "base": 1_060,
     "batch": 300,
     "device": 1_706,
-    "program": 1_686,
+    "program": 1_690,
     "distributed": 210,
     "manager": 1_235,
     "guard": 885,

@@ -38,6 +38,7 @@ from simplegraph.program.snapshot import Snapshot, in_memory, tensors_in
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
+_MOMENTS = 20  # ms
 _MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
 _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
 
@@ -124,8 +125,12 @@ def refuse_escapes(
     if kept and not state.collected:  # once: it takes longer than twenty captures
         state.collected = True
         gc.collect()
-    if not _living(kept):
-        return
+    for _ in range(
+        _MOMENTS
+    ):  # a thread of autograd lets go of its last gradient a moment after `backward` has returned
+        if not _living(kept):
+            return
+        time.sleep(0.001)
     own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
     returned = any(address in own_memory for _, address in kept)
     names, undefined = _put_back(kept, state)

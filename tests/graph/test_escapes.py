@@ -6,6 +6,8 @@ import collections
 import functools
 import gc
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.select import graph_device
+from simplegraph.program import session
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession, PythonState
 
@@ -219,3 +222,34 @@ def test_a_tensor_kept_anywhere_is_refused_by_name_and_taken_away(
     alive = [tensor for tensor in owning if tensor.untyped_storage().data_ptr() in made]
     assert ("undefined" in str(error.value)) == bool(alive)
     assert gone == (not alive)
+
+
+def test_a_tensor_that_another_thread_holds_for_a_moment_does_not_escape(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A thread of autograd lets go of its last gradient after `backward` has returned."""
+    x = torch.ones(4, device=device)
+    asked, told = threading.Event(), threading.Event()
+
+    def hold(tensors: list[Tensor]) -> None:
+        asked.wait(10)
+        tensors.clear()
+        told.set()
+
+    def moment(seconds: float) -> None:
+        assert 0 < seconds < 0.1
+        asked.set()
+        told.wait(10)
+
+    monkeypatch.setattr(session, "time", types.SimpleNamespace(sleep=moment, perf_counter=time.perf_counter))
+    threads = []
+
+    def run() -> Tensor:
+        y = x * 2
+        threads.append(threading.Thread(target=hold, args=([y],)))
+        threads[0].start()
+        return y
+
+    capture(run)
+    threads[0].join()
+    assert told.is_set()
