@@ -166,6 +166,7 @@ def _found(name: str) -> Any:
 
 def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
     """Inject eight faults one after the other; return what is found of each, by the next look at every graph."""
+    gc.unfreeze()  # the engine froze its objects, and the collector lists none of those
     runner = _found("GPUModelRunner")
 
     def layer(number: int) -> Any:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 CORE = {
     "base": 1_060,
     "batch": 300,
-    "device": 1_706,
+    "device": 1_710,
     "program": 1_690,
     "distributed": 210,
     "manager": 1_235,

@@ -26,14 +26,20 @@ from simplegraph.base import patches
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
-from simplegraph.device.cuda.inventory.nodes import KernelFunction, KernelParameters, NodeReader, Piece, ProcessMemory
+from simplegraph.device.cuda.inventory.nodes import (
+    KernelFunction,
+    NodeReader,
+    Piece,
+    ProcessMemory,
+    joined,
+    places_of,
+)
 from simplegraph.device.cuda.inventory.reading import device_memory
 from simplegraph.fused.first_use import without_collections
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
-_FIELDS = struct.Struct("<Q7I4xQQQ136x")  # of KernelParameters: function, sizes, parameters, extra, kernel
-_GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams")
-_OTHERS = ("cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
+_GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams", "Clone")
+_OTHERS = ("cuGraphDestroy", "cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
 _CALLS = (*(f"cuGraph{name}" for name in _GRAPH), *_OTHERS)
 
 
@@ -57,9 +63,9 @@ class CaptureReading:
 
     Attributes:
         parse: returns the nodes, in the driver's order; later, since a capture should not wait for it.
-        notes: what could not be read, and how often.
-        unread: the first node whose parameters could not be read; -1 if there is none.
-        seconds: that reading took.
+        notes: what could not be read, and how often; known with the nodes.
+        unread: the first node whose parameters could not be read; -1 if there is none, and before the nodes are known.
+        seconds: that the capture waited.
     """
 
     parse: Callable[[], Sequence[Node]] = tuple
@@ -108,7 +114,7 @@ class CudaGraphs:
         self._hooks: Any = importlib.import_module("torch.cuda.graphs")
         self._public = hasattr(self._hooks, "register_graph_capture_end_hook")
         self._handles: dict[str, Any] = {}
-        self._functions: dict[tuple[int, int], KernelFunction] = {}
+        self._functions: dict[tuple[int | None, int | None], KernelFunction] = {}
         self.span = _ADDRESSES
 
     def attach(self) -> None:
@@ -215,76 +221,87 @@ class CudaGraphs:
         return 0 if failed else graph.value or 0
 
     def _read(self, handle: int) -> CaptureReading:
-        """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a capture."""
-        started, reading = time.perf_counter(), CaptureReading()
-        try:
-            with ProcessMemory() as memory:
-                reader = _ShapedReader(self._driver, memory)
-                reader.known = self._functions
-                reader.walk([handle] if handle else [])
-                reading.unread = reader.read()
-            reading.parse, reading.notes = lambda: reader.described(*self.span), reader.notes
-        except Exception as error:
-            reading.notes[f"{type(error).__name__}: {error}"] += 1
+        """Keep a copy of a graph, which is gone after its capture; its nodes are read from that when somebody asks."""
+        started, reading, copy = time.perf_counter(), CaptureReading(), ctypes.c_void_p()
+        if handle and not self._driver.cuGraphClone(ctypes.byref(copy), ctypes.c_void_p(handle)):
+            drop = weakref.finalize(reading, self._driver.cuGraphDestroy, ctypes.c_void_p(copy.value))
+            drop.atexit = False  # the driver has ended then
+
+            def parse() -> Sequence[Node]:
+                nodes = self._nodes(copy.value or 0, reading)
+                drop()
+                return nodes
+
+            reading.parse = parse
+        else:  # nodes that allocate memory cannot be copied
+            nodes = self._nodes(handle, reading)
+            reading.parse = lambda: nodes
         reading.seconds = time.perf_counter() - started
         return reading
 
+    def _nodes(self, graph: int, reading: CaptureReading) -> Sequence[Node]:
+        """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a program."""
+        try:
+            with ProcessMemory() as memory:
+                reader = _ShapedReader(self._driver, memory, notes=reading.notes)
+                reader._functions = self._functions
+                reader.walk([graph] if graph else [])
+                nodes = reader.described(*self.span)
+                reading.unread = reader.unread
+                return nodes
+        except Exception as error:
+            reading.notes[f"{type(error).__name__}: {error}"] += 1
+            return ()
+
 
 class _ShapedReader(NodeReader):
-    """Copies what launches are passed, fast enough for a capture, and reads it afterwards, with shapes of launch.
+    """Reads shapes of launch, too, and parameters that are passed in one buffer.
 
     Attributes:
-        known: functions that other graphs launched, too, by their handles.
+        unread: the first node whose parameters could not be read; -1 if there is none.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.known: dict[tuple[int, int], KernelFunction] = {}
+        self.unread = -1
         self._shapes: dict[int, tuple[KernelFunction, Sequence[int]]] = {}
-        self._indices: list[int] = []
-        self._structures: Any = (KernelParameters * 32)()
-        self._copied: list[tuple[int, KernelFunction, list[bytes]]] = []
+        self._passed: list[tuple[int, KernelFunction, int, int]] = []
 
     def _launch(self, index: int, node: Any) -> None:
-        at = len(self._indices)
-        if at == len(self._structures):
-            grown = (KernelParameters * (4 * at))()
-            ctypes.memmove(grown, self._structures, at * _FIELDS.size)
-            self._structures = grown
-        if self.driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(self._structures[at])):
+        kernel = self._kernel
+        if self.driver.cuGraphKernelNodeGetParams_v2(node, self._kernel_at):
             self.notes["kernel"] += 1
-        else:
-            self._indices.append(index)
+            return
+        handles = kernel.func, kernel.kern
+        function = self._functions.get(handles)
+        if function is None:
+            function = self._functions[handles] = self._function(*handles)
+        self._shapes[index] = function, tuple(kernel.sizes)
+        if function.layout:
+            self._passed.append((index, function, kernel.params or 0, kernel.extra or 0))
+        elif not function.known:
+            self._miss(index, function)
 
-    def read(self) -> int:
-        """Copy the parameters of launches; return the first node whose parameters cannot be read, -1 for none."""
-        launches, unread = [], -1
-        told = _FIELDS.iter_unpack(memoryview(self._structures).cast("B")[: len(self._indices) * _FIELDS.size])
-        for index, (func, *sizes, params, extra, kern) in zip(self._indices, told, strict=True):
-            function = self.known.get((func, kern))
-            if function is None:
-                function = self.known[func, kern] = self._function(func, kern)
-            self._shapes[index] = function, sizes
-            if function.layout:
-                launches.append((index, function, params, extra))
-        # Parameters lie where a list of addresses says, or, as cuBLAS passes them, in one buffer.
-        lists = self.memory.read([(at, 8 * len(it.layout)) if at else (extra, 32) for _, it, at, extra in launches])
-        pieces = [
-            _pieces(function, words, packed=not params)
-            for (_, function, params, _), words in zip(launches, lists, strict=True)
-        ]
-        parts = iter(self.memory.read([piece for each in pieces for piece in each]))
-        for (index, function, *_), each in zip(launches, pieces, strict=True):
-            copied = [next(parts) for _ in each]
-            if copied and None not in copied:
-                self._copied.append((index, function, copied))
-            else:
-                self.notes[f"parameters of {function.name}"] += 1
-                unread = index if unread < 0 else unread
-        return unread
+    def _miss(self, index: int, function: KernelFunction) -> None:
+        self.notes[f"parameters of {function.name}"] += 1
+        self.unread = index if self.unread < 0 else self.unread
 
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
-        return [(index, it, it.unpack(_laid_out(it, parts))) for index, it, parts in self._copied]
+        # Parameters lie where a list of addresses says, or, as cuBLAS passes them, in one buffer.
+        places = [(at, 8 * len(it.layout)) if at else (extra, 32) for _, it, at, extra in self._passed]
+        pieces = [
+            _pieces(function, words, packed=not params)
+            for (_, function, params, _), words in zip(self._passed, self.memory.read(places), strict=True)
+        ]
+        parts = iter(self.memory.read([piece for each in pieces for piece in each]))
+        read = []
+        for (index, function, *_), each in zip(self._passed, pieces, strict=True):
+            found = [next(parts) for _ in each]
+            if found and None not in found:
+                read.append((index, function, function.unpack(joined(function, found))))
+            else:
+                self._miss(index, function)
+        return read
 
     def described(self, low: int, high: int) -> list[Node]:
         """Return the nodes, with the words of their parameters that lie between two addresses."""
@@ -307,19 +324,7 @@ def _pieces(function: KernelFunction, told: bytes | None, *, packed: bool) -> Se
     if packed:  # pairs: CU_LAUNCH_PARAM_BUFFER_POINTER is 1
         start = dict(zip(words[::2], words[1::2], strict=True)).get(1)
         return [(start, function.size)] if start else ()
-    if [word - words[0] for word in words] == function.offsets:
-        return [(words[0], function.size)]
-    return [(word, size) for word, (_, size) in zip(words, function.layout, strict=False)]
-
-
-def _laid_out(function: KernelFunction, parts: Sequence[bytes]) -> bytes:
-    """Lay parameters as the function gets them."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = bytearray(function.size)
-    for offset, part in zip(function.offsets, parts, strict=True):
-        whole[offset : offset + len(part)] = part
-    return bytes(whole)
+    return places_of(function, words) if words else ()
 
 
 class EmulatedGraphs:

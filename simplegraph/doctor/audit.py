@@ -38,7 +38,7 @@ KINDS = {
 }
 FOUND: collections.Counter[str] = collections.Counter()  # by kind, of every audit of this process
 _AT_ONCE = 10  # surveys for a first replay, which do not wait for that
-_REST = 40  # a survey is followed by so many times its own duration without one
+_REST = 100  # a survey is followed by so many times its own duration without one
 _INSIDE = (contextlib.__file__, *(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent)))
 
 
@@ -260,8 +260,8 @@ class Audit:
                 "reading_seconds": round(graph.reading.seconds, 6),
                 "replays": graph.replays,
                 "dropped": graph.dropped,
-                "notes": dict(graph.reading.notes),
                 "nodes": [[names[part] for part in node] for node in graph.nodes],
+                "notes": dict(graph.reading.notes),
                 "memory": dict(collections.Counter(use.owner.state.name.lower() for use in graph.uses.values())),
             }
             for graph in self.graphs
@@ -319,6 +319,9 @@ class Audit:
         graph = self._by_id.pop(key, None)
         if graph is not None:
             graph.dropped = True
+            if not sys.is_finalizing():
+                with self._telling():
+                    _ = graph.reading.nodes  # before a library unloads its kernels
 
     def replay_begins(self, key: Any) -> None:
         graph = self._by_id.get(id(key))

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -65,7 +65,25 @@ class DeviceMemory:
 
 
 class StandInDriver(Driver):
-    """Knows the graph that is captured, and no memory but the allocator's."""
+    """Knows the graph that is captured, copies of earlier ones, and no memory but the allocator's."""
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        copies: dict[int, list[Any]] = getattr(self, "copies", {})
+        super().__init__(nodes)
+        self.copies = copies
+        self.graphs |= copies
+        for copied in copies.values():
+            self._take(copied)
+
+    def cuGraphClone(self, copy: Any, graph: Any) -> int:
+        copy._obj.value = number = 1000 + len(self.copies)
+        self.copies[number] = self.graphs[number] = self.graphs[graph.value]
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        self.graphs.pop(graph.value)
+        self.copies[graph.value] = []
+        return 0
 
     def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, graph: Any, *rest: Any) -> int:
         graph._obj.value = 1

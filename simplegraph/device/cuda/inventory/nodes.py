@@ -318,7 +318,7 @@ class NodeReader:
         # In steps, each of which reads for all launches: first where parameters lie, then what is there.
         lists = self.memory.read([(params or 0, 8 * len(function.layout)) for _, function, params in self._launches])
         pieces = [
-            [] if told is None else _places(function, struct.unpack(f"<{len(function.layout)}Q", told))
+            [] if told is None else places_of(function, struct.unpack(f"<{len(function.layout)}Q", told))
             for (_, function, _), told in zip(self._launches, lists, strict=True)
         ]
         found = iter(self.memory.read([piece for each in pieces for piece in each]))
@@ -328,8 +328,7 @@ class NodeReader:
             if not parts or None in parts:
                 self.notes[f"parameters of {function.name}"] += 1
             else:
-                passed = parts[0] if len(parts) == 1 else _joined(function, parts)
-                read.append((index, function, function.unpack(passed)))
+                read.append((index, function, function.unpack(joined(function, parts))))
         return read
 
     def _function(self, func: int | None, kern: int | None) -> KernelFunction:
@@ -357,7 +356,7 @@ class NodeReader:
         return None
 
 
-def _places(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
+def places_of(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
     """Return where parameters lie: in one piece if that is how the function gets them."""
     start = pointers[0]
     if [pointer - start for pointer in pointers] == function.offsets:
@@ -365,8 +364,10 @@ def _places(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
     return [(pointer, size) for pointer, (_, size) in zip(pointers, function.layout, strict=True)]
 
 
-def _joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
-    """Lay parameters as the function gets them."""
+def joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
+    """Lay parameters as the function gets them; one part is all of them."""
+    if len(parts) == 1:
+        return parts[0] or b""
     whole = bytearray(function.size)
     for offset, part in zip(function.offsets, parts, strict=True):
         whole[offset : offset + len(part or b"")] = part or b""
