@@ -190,22 +190,24 @@ def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
         rotary.cos_sin_cache = rotary.cos_sin_cache.clone()
 
     def take_output() -> None:
+        """Free what the graphs return, and allocate until another tensor has that memory."""
         output = runner.cudagraph_manager.hidden_states
         address, nbytes = output.data_ptr(), output.untyped_storage().nbytes()
+        segments = torch.cuda.memory_snapshot()
+        own = next(it for it in segments if it["address"] <= address < it["address"] + it["total_size"])
         output.untyped_storage().resize_(0)
-        kept.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
-        while kept[-1].data_ptr() != address:
-            kept.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
-            if len(kept) > 50:
-                raise RuntimeError("the allocator gave that memory to nobody")
+        with torch.cuda.stream(torch.cuda.ExternalStream(own["stream"]) if own["stream"] else None):
+            while not kept or not kept[-1].data_ptr() <= address < kept[-1].data_ptr() + nbytes:
+                if len(kept) > 1000:
+                    raise RuntimeError(f"the allocator gave that memory to nobody; its segment is {own}")
+                kept.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
 
     def drop_pool() -> None:
+        """Release the pool as often as graphs use it, and unmap what is free then."""
         torch.cuda.synchronize()
-        for _ in range(len(audit.graphs) + 8):
-            try:
-                torch._C._cuda_releasePool(0, tuple(runner.cudagraph_manager.pool))
-            except RuntimeError:
-                break
+        pool = tuple(runner.cudagraph_manager.pool)
+        for _ in [graph for graph in audit.graphs if str(pool) in graph.pools]:
+            torch._C._cuda_releasePool(0, pool)
         torch.cuda.empty_cache()
 
     kept: list[torch.Tensor] = []

@@ -155,7 +155,7 @@ def _several_gpus() -> list[Job]:
         _ranks("h200x2_tp2", 2, ("two-gpus",), "--rounds", "1"),
         _ranks("h200x2_tp2_compiled", 2, ("two-gpus",), "--arms", compiled),
         _ranks("h200x2_dtensor", 2, ("dtensor",), "--rounds", "1", *dtensor),
-        _ranks("h200x2_two_batch", 2, ("two-batch",), module="bench.two_batch"),
+        _ranks("h100x2_two_batch", 2, ("two-batch",), module="bench.two_batch"),
         _ranks("h200x4_tp4_70b", 4, ("four-gpus",), "--model", "70b", "--rounds", "1", "--arms", "simplegraph,eager"),
         _ranks("h200x4_tp4_70b_compiled", 4, ("four-gpus",), "--model", "70b", "--arms", compiled),
         _ranks(

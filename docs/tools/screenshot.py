@@ -1,7 +1,8 @@
-"""Takes the picture of a report's page in a headless Chromium: ``python -m docs.tools.screenshot``."""
+"""Takes pictures of reports in a headless Chromium: ``python -m docs.tools.screenshot``."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ from torch import nn
 import simplegraph as sg
 from bench.tools.measure import say
 from docs.tools.raw import ROOT
+from simplegraph.doctor.audit_page import write_report
 
 PICTURE = ROOT / "docs" / "_static" / "report.png"
+AUDITED, AUDIT_PICTURE = ROOT / "bench" / "results" / "h200_vllm_audit_report.json", PICTURE.with_name("audit.png")
 _SWITCHES = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
 _SWITCHES += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
@@ -61,11 +64,12 @@ def photograph(page: Path, picture: Path) -> None:
 
 
 def store() -> None:
-    """Write the page of an example and its picture."""
+    """Write the page of an example, that of an audit of vLLM, and their pictures."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "graphs.html"
         example().report().save(page)
         photograph(page, PICTURE)
+        photograph(write_report(json.loads(AUDITED.read_text()), Path(folder) / "audit.html"), AUDIT_PICTURE)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def consensus() -> str:
 
 def two_batch() -> str:
     """Return milliseconds of steps as a whole and as two micro-batches."""
-    found = load("h200x2_two_batch")["results"]
+    found = load("h100x2_two_batch")["results"]
     rows = []
     for each in found["steps"]:
         times = [f"{each['ms'][arm]:.2f}" for arm in ("whole", "halves")]

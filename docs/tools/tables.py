@@ -19,6 +19,7 @@ MIB = 2**20
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
+    ROOT / "docs" / "audit.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
@@ -373,7 +374,48 @@ def _host() -> str:
 
 
 def _sleep() -> str:
-    return grid(["", "8B shape, 51 sizes"], sleep.rows(load("h200_sleep")))
+    older, newer = (sleep.rows(load(file)) for file in ("h200_sleep", "h100_sleep"))
+    rows = [[*row, found] for row, (_, found) in zip(older, newer, strict=True)]
+    return grid(["8B shape, 51 sizes", "H200, 581db03", "H100, 4584a05"], rows)
+
+
+def _serving_rates() -> str:
+    keys = {"ttft": "time to first token", "tpot": "time per output token", "itl": "between tokens"}
+    rows = [
+        [name.replace(", fa3", ""), *(f"{run[f'{key}_{which}_ms']:.1f}" for key in keys for which in ("median", "p99"))]
+        for name, run in load("h100_serve_rates")["results"].items()
+    ]
+    head = (text for name in keys.values() for text in (f"{name}, median, ms", "99th percentile"))
+    return grid(["mode, requests a second", *head], rows)
+
+
+def _vllm_audit() -> str:
+    found = load("h200_vllm_audit")
+    plain = {"full": ("fullbase", "fullbase2"), "default": ("defbase", "defbase2")}
+    names = {"full": "full graphs, no compiler", "default": "compiled, piecewise and full"}
+    columns = []
+    for mode, name in names.items():
+        run, audit = found[mode], found[mode]["audit"]
+        steps = [(each["without"][0], each["every 100th"][0]) for each in run["decode"].values()]
+        without = sorted(found["without audit"][each]["GPUModelRunner.capture_model"] for each in plain[mode])
+        columns.append(
+            {
+                "": name,
+                "graphs inventoried": f"{audit['inventoried']:,} of {audit['graphs']:,}",
+                "their nodes": f"{audit['nodes']:,}",
+                "findings without a fault": str(len(run["no fault"])),
+                "capture, s": f"{audit['capture_model seconds']:.2f}",
+                "of it the audit's own, s": f"{audit['of it the audit']:.2f} ({audit['share']:.1%})",
+                "captures of two processes without an audit, s": " and ".join(f"{each:.2f}" for each in without),
+                "a step at batch 1, 8, 64, 256, ms": " / ".join(f"{without:.2f}" for without, _ in steps),
+                "with every 100th replay checked": " / ".join(f"{checked:.2f}" for _, checked in steps),
+                "one check, ms": f"{run['costs']['check ms']:.1f}",
+                "a replay that is not checked, us": f"{run['costs']['hook us']:.1f}",
+                "the report, s": f"{run['report']['seconds']:.2f}",
+            }
+        )
+    rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
+    return grid(rows[0], rows[1:])
 
 
 def _training() -> str:
@@ -444,6 +486,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "first-token": lambda: _first_token(extra("h200_engine", "test_first_token")["results"]),
     "first-token-process": lambda: _first_token(load("h200_first_token")["results"]),
     "serving": _serving,
+    "serving-rates": _serving_rates,
+    "vllm-audit": _vllm_audit,
     "serving-speculation": speculation,
     "kinds-equal": kinds_equal,
     "kinds-steps": kinds_steps,

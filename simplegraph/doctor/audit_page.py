@@ -17,9 +17,11 @@ _HEADER = ("graph", "captured in", "reading", "replays", "captured at", "pools",
 _FINDING = ("kind", "address", "then", "now", "kernel", "allocated at", "graphs")
 _STYLE = """
 summary { cursor: pointer; padding: .2rem 0; } details { border-bottom: 1px solid var(--line); }
+details { content-visibility: auto; contain-intrinsic-size: auto 2rem; }
 .strip { display: flex; height: 1.1rem; margin: .4rem 0; gap: 1px; } .strip i { background: var(--bar); }
 .strip i:nth-child(even) { opacity: .55; } ol { padding-left: 1.5rem; } li { overflow-wrap: anywhere; }
 .bad { color: #c92a2a; font-weight: 600; } td { overflow-wrap: anywhere; } td:first-child { white-space: normal; }
+h2 + table td:nth-child(-n+2) { white-space: nowrap; overflow-wrap: normal; }
 """
 
 

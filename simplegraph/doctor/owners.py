@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -161,13 +162,13 @@ class MemorySurvey:
         self._owners: dict[int, MemoryOwner] = {}
         self._found: dict[int, MemoryOwner | None] = {}
         objects = gc.get_objects()
-        kinds = set(map(type, objects))
-        tensors = {kind for kind in kinds if issubclass(kind, Tensor)}
-        modules = {kind for kind in kinds if issubclass(kind, nn.Module)}
-        for held in [it for it in objects if type(it) in tensors]:
+        kinds = list(map(type, objects))  # an engine has a million
+        wanted = {kind for kind in set(kinds) if issubclass(kind, (Tensor, nn.Module))}
+        chosen = list(itertools.compress(objects, map(wanted.__contains__, kinds)))
+        for held in (it for it in chosen if issubclass(type(it), Tensor)):
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
                 self._note_tensor(held, device)
-        for slot in _slots([it for it in objects if type(it) in modules], device):
+        for slot in _slots([it for it in chosen if issubclass(type(it), nn.Module)], device):
             owner = self.find(slot.start)
             if owner is not None:
                 owner.slots.append(slot)
