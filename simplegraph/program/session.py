@@ -125,9 +125,8 @@ def refuse_escapes(
     if kept and not state.collected:  # once: it takes longer than twenty captures
         state.collected = True
         gc.collect()
-    for _ in range(
-        _MOMENTS
-    ):  # a thread of autograd lets go of its last gradient a moment after `backward` has returned
+    # A thread of autograd lets go of its last gradient a moment after `backward` has returned.
+    for _ in range(_MOMENTS):
         if not _living(kept):
             return
         time.sleep(0.001)

@@ -220,3 +220,29 @@ def test_an_attribute_that_garbage_collection_shrinks_while_it_is_read_is_no_err
         gc.set_threshold(*before)
     close(model(x), module(x))
     assert model.graph_stats.replays == 1
+
+
+def test_a_tensor_that_the_first_run_of_captures_adds_is_the_modules(device):
+    """It is free when the module lets it go, and replaced by the next call."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables = {}
+
+        def forward(self, x):
+            if not self.tables:
+                self.tables["scale"] = torch.full((WIDTH,), 2.0, device=x.device)
+            return x * self.tables["scale"]
+
+    model = sg.wrap(Lazy().eval(), capture_sizes=[2, 4], batch_dims={"x": 0}, progress=False)
+    model.capture_graphs(rows(4, device))
+    for count in (4, 2, 4, 2):
+        x = rows(count, device)
+        close(model(x), x * 2)
+    assert model.graph_stats.replays > 0
+    scale = weakref.ref(model.tables["scale"])
+    model.tables["scale"] = torch.full((WIDTH,), 3.0, device=device)
+    assert scale() is None
+    x = rows(4, device)
+    close(model(x), x * 3)

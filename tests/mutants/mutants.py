@@ -379,6 +379,27 @@ MUTANTS = [
         HOST,
     ),
     Mutant(
+        "a sort of all rows is not noticed",
+        "program/observe.py",
+        "in _SORTING and tensors[0].is_floating_point()",
+        "in _SORTING and False",
+        PROOFS,
+    ),
+    Mutant(
+        "a sort of rows into groups counts as one by their values",
+        "program/observe.py",
+        "in _SORTING and tensors[0].is_floating_point()",
+        "in _SORTING",
+        PROOFS,
+    ),
+    Mutant(
+        "what the module holds is not looked at again after a run",
+        "call/call.py",
+        'vars(self).pop("survey", None)',
+        "pass",
+        (*STALE, *PROOFS),
+    ),
+    Mutant(
         "a choice among all rows is not noticed",
         "program/observe.py",
         "if facts_of(func).name in _PICKING:",
