@@ -38,7 +38,8 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.
 _PICKING = {"max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"}
 _PICKING |= {"median", "nanmedian", "quantile", "nanquantile", "mode"}
 _PICKING |= {"adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
-_SORTING = {"sort", "argsort", "msort"}
+_PICKING |= {f"max_pool{dims}d{kind}" for dims in (1, 2, 3) for kind in ("", "_with_indices")}
+_SORTING = {"sort", "argsort", "msort", "topk"}
 _NUMBER_REMEDY = (
     "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
     "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
@@ -104,11 +105,6 @@ class NumbersSeen:
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
             if found and (_makes_number(func, args, kwargs) or any(inexact)):
                 self.segments.append(PassedNumbers(func, tuple(found), running_line()))
-        # The order of one row among padding rows changes with its values, and says nothing. Integers may be groups.
-        if (name := facts_of(func).name) in _SORTING and tensors[0].is_floating_point():
-            dim = 0 if name == "msort" else argument(args, kwargs, 1, "dim")
-            ordered = tensors[0].shape[-1 if dim is None else dim :][:1]
-            self.choices.append(ChosenRows(func, (ordered,), (), frozenset(), running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
@@ -116,10 +112,19 @@ class NumbersSeen:
             with without_modes():
                 self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
 
-    def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Note an operator that picks values, as a maximum does; this runs for every operator observed."""
-        if facts_of(func).name in _PICKING:
+    def note_choice(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        """Note an operator that picks or sorts values; this runs for every operator observed.
+
+        The order of one row among padding rows changes with its values, and says nothing. Integers may be groups.
+        """
+        name = facts_of(func).name
+        if name in _PICKING or (name in _SORTING and given[0].is_floating_point()):
             passed, returned = (tuple(tensor.shape for tensor in tensors) for tensors in (given, made))
+            if name in _SORTING:
+                dim = 0 if name == "msort" else argument(args, kwargs, 1 + (name == "topk"), "dim")
+                passed, returned = (given[0].shape[-1 if dim is None else dim :][:1],), ()
             memory = frozenset(map(storage_key, made))
             self.choices.append(ChosenRows(func, passed, returned, memory, running_line()))
         elif func in _READS:  # for a branch of Python's, which no capture takes
@@ -376,7 +381,7 @@ class MemoryObserver(OperatorMode):
             self._last = self._device.recorded()
         made = strided_tensors((result,))
         if inside is None:
-            self.numbers.note_choice(func, tensors, made)
+            self.numbers.note_choice(func, args, kwargs, tensors, made)
         for tensor in made:
             self.dtypes.add(tensor.dtype)
             key = tensor.untyped_storage()._cdata

@@ -22,7 +22,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.call.call import Call, invoke
+from simplegraph.call.call import Call
 from simplegraph.call.memory import drawn_generators
 from simplegraph.call.plan import NOTHING
 from simplegraph.device.memory import SavedMemory, put_random_states, random_states
@@ -93,7 +93,7 @@ class PairRunner(GraphRunner):
             raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, "training graphs are captured by the calls that they serve")
         if notes.seen is None:
             self.stats.ran_eagerly(Reason.GRAD, "graphs are captured once a backward of such a call was seen", rows)
-            result = invoke(call.module, call.args, call.kwargs)
+            result = call.run(call.args, call.kwargs)
             builder.watch(call, result)
             return result
         if builder.last.pending:  # a capture would write over what it needs
@@ -231,7 +231,7 @@ class PairProof(PairReplay):
     def _run(self) -> list[Tensor]:
         call = self._call
         arguments = StandIns(call, call.leaves, self._builder.leaves_of(call.module))
-        outputs = arguments.written(flatten(arguments.run(functools.partial(invoke, call.module)))[0])
+        outputs = arguments.written(flatten(arguments.run(call.run))[0])
         targets = arguments.targets
         self._eager = outputs, [targets[number] for number in self.plan.leaves]
         return outputs

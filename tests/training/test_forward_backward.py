@@ -786,6 +786,30 @@ def test_static_gradients_of_outputs_hold_any_layout(device):
 
 
 @pytest.mark.proofs
+def test_a_tensor_that_the_eager_run_of_a_proof_adds_to_a_cache_leaves_the_graphs(device):
+    armed: list[bool] = []
+
+    class Caching(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, 3)
+            self.cache = {"scale": torch.ones(3, device=device)}
+
+        def forward(self, x):
+            if armed and not graph_device(device).is_capturing():
+                self.cache.setdefault("later", torch.ones(3, device=device))
+            return super().forward(x) * self.cache["scale"]
+
+    plain, model = twins(Caching, device)
+    for turn, (x, _) in enumerate(batches(5, device)):
+        if turn == 1:  # the call that is captured and proven
+            armed.append(True)
+        assert torch.equal(step(model, x), step(plain, x))
+    assert_same(model, plain)
+    assert "later" in model.cache
+    assert reasons(model) == {"first_call": 1, "proof": 1}
+
+
+@pytest.mark.proofs
 def test_a_forward_that_does_something_else_in_its_capture_is_found_by_its_proof(device):
     class Sly(nn.Module):
         def __init__(self) -> None:
