@@ -381,15 +381,15 @@ MUTANTS = [
     Mutant(
         "a sort of all rows is not noticed",
         "program/observe.py",
-        "in _SORTING and tensors[0].is_floating_point()",
-        "in _SORTING and False",
+        "or (name in _SORTING and given[0].is_floating_point()):",
+        "or False:",
         PROOFS,
     ),
     Mutant(
         "a sort of rows into groups counts as one by their values",
         "program/observe.py",
-        "in _SORTING and tensors[0].is_floating_point()",
-        "in _SORTING",
+        "or (name in _SORTING and given[0].is_floating_point()):",
+        "or name in _SORTING:",
         PROOFS,
     ),
     Mutant(
@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "a choice among all rows is not noticed",
         "program/observe.py",
-        "if facts_of(func).name in _PICKING:",
-        "if False:",
+        "if name in _PICKING or (",
+        "if (",
         PROOFS,
     ),
     Mutant(
