@@ -108,7 +108,7 @@ def _serving() -> list[Job]:
     files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
     rates = ("bench.serve", "--attention", "fa3", "--arms", "eager,full,full-and-piecewise", "--rate", "20,40,80")
     return [
-        Job("h200_serve_rates", _command(*rates, "--requests", "40"), seconds=150),
+        Job("h100_serve_rates", _command(*rates, "--requests", "40"), ("serving-rates",), seconds=200),
         *(
             Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
             for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
