@@ -30,7 +30,7 @@ class TreeSpec:
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Rebuild the nested value from its leaves."""
-        left = iter(leaves)  # an iterator is its own, so that children go on where the one before them ended
+        left = iter(leaves)  # of an iterator this is the iterator itself: each child takes up where the last one ended
         if self.type is None:
             return next(left)
         children = [child.unflatten(left) for child in self.children]

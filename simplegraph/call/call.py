@@ -240,7 +240,7 @@ class Call:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """What the module holds, since the forward ran last."""
+        """List what the module holds; a run of the forward, which may change that, makes the next use look again."""
         return Survey(self.module)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

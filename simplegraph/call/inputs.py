@@ -149,8 +149,8 @@ class StaticInput:
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
-            elements = abs(torch.Size(arg.shape).numel()) * (rows if self.batched else 1)
-            count = elements if self._reference is None else 0
+            shape = torch.Size([rows if size == -1 else size for size in arg.shape])
+            count = shape.numel() if self._reference is None else 0
             self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
         # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what

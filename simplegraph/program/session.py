@@ -38,7 +38,7 @@ from simplegraph.program.snapshot import Snapshot, in_memory, tensors_in
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
-_MOMENTS = 20  # ms
+_GRACE = 20  # ms in which other threads may let go of a tensor
 _MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
 _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
 
@@ -126,7 +126,7 @@ def refuse_escapes(
         state.collected = True
         gc.collect()
     # A thread of autograd lets go of its last gradient a moment after `backward` has returned.
-    for _ in range(_MOMENTS):
+    for _ in range(_GRACE):
         if not _living(kept):
             return
         time.sleep(0.001)

@@ -357,6 +357,35 @@ def test_parameters_in_one_buffer_are_read(cuda: tuple[Any, DeviceMemory]) -> No
     assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("freed", "gemm")]
 
 
+@pytest.mark.parametrize("refused", [False, True], ids=["copied", "not copied"])
+def test_a_graph_is_read_from_a_copy_which_is_destroyed_then_or_at_once_if_there_can_be_none(
+    cuda: tuple[Any, DeviceMemory], monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Graphs with nodes that allocate memory cannot be copied."""
+    kind, memory = cuda
+    if refused:
+        monkeypatch.setattr(kind.driver, "cuGraphClone", lambda *_: 1)
+    with sg.audit(every=1) as audit:
+        x = memory.tensor(0)
+        graph = capture(kind(), ("scale", (x,)))
+        assert [bool(nodes) for nodes in kind.driver.copies.values()] == [True] * (not refused)
+        graph.replay()
+        assert not any(kind.driver.copies.values())
+        del x
+        graph.replay()
+    assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("freed", "scale")]
+
+
+def test_a_graph_that_is_dropped_before_a_replay_is_read_and_its_copy_destroyed(cuda: tuple[Any, DeviceMemory]) -> None:
+    kind, memory = cuda
+    with sg.audit() as audit:
+        capture(kind(), ("scale", (memory.tensor(0),))).reset()
+        assert not any(kind.driver.copies.values())
+    (graph,) = audit.graphs
+    assert graph.dropped
+    assert [name for name, *_ in graph.nodes] == ["scale"]
+
+
 def test_a_capture_is_not_disturbed_by_the_collector(cuda: tuple[Any, DeviceMemory]) -> None:
     """A graph that it destroyed while another is captured would break that capture."""
     kind, memory = cuda

@@ -131,7 +131,7 @@ def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
 
 @dataclasses.dataclass(eq=False)
 class Streams:
-    """Which work on which stream comes before which.
+    """Tracks which work on which stream comes before which.
 
     Attributes:
         ticks: how much work each stream got; seen: of each stream, how much of the others' comes before its next.
