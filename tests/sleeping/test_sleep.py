@@ -121,6 +121,34 @@ def test_what_needs_sleeping_memory_is_refused_with_the_remedy(device: torch.dev
     assert not {"forward", "_apply", "load_state_dict", "state_dict", "__getstate__"} & vars(model).keys()
 
 
+def test_a_module_inside_its_wrapper_waits_for_its_cache_when_weights_are_awake(device: torch.device) -> None:
+    """Its layers run, whose own weights are there; the forward reads the cache."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            with sg.sleepable("caches", device):
+                self.cache = torch.ones(WIDTH, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.cache
+
+    with sg.sleepable(device=device):
+        model = sg.wrap(Cached().to(device).eval(), capture_sizes=[2], progress=False)
+    with torch.inference_mode():
+        x = torch.randn(2, WIDTH, device=device)
+        model.capture_graphs(x)
+        wanted = model(x)
+        model.sleep(caches="host")
+        model.wake(parts=["weights"])
+        assert torch.isfinite(sg.unwrap(model).layer(x)).all()
+        with pytest.raises(sg.AsleepError, match=r"wake\(\)"):
+            sg.unwrap(model)(x)
+        model.wake()
+        assert torch.equal(model(x), wanted)
+
+
 def test_eager_calls_are_refused_too(device: torch.device) -> None:
     model, x, wanted = captured(device)
     model.sleep()
