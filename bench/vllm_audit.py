@@ -8,6 +8,7 @@ loading of plugins, so ``SIMPLEGRAPH_AUDIT`` must be set; without it the same is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import itertools
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,21 @@ def _found(name: str) -> Any:
     return next(it for it in gc.get_objects() if type(it).__name__ == name)
 
 
+@contextlib.contextmanager
+def in_pool(segment: dict[str, Any]) -> Iterator[None]:
+    """Context in which this stream's allocations come from the pool that a segment belongs to."""
+    pool = tuple(segment["segment_pool_id"])
+    if pool == (0, 0):
+        yield
+        return
+    torch._C._cuda_beginAllocateCurrentStreamToPool(0, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(0, pool)
+        torch._C._cuda_releasePool(0, pool)
+
+
 def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
     """Inject eight faults one after the other; return what is found of each, by the next look at every graph."""
     gc.unfreeze()  # the engine froze its objects, and the collector lists none of those
@@ -196,7 +212,7 @@ def faults(llm: Any, audit: Audit) -> dict[str, list[str]]:
         segments = torch.cuda.memory_snapshot()
         own = next(it for it in segments if it["address"] <= address < it["address"] + it["total_size"])
         output.untyped_storage().resize_(0)
-        with torch.cuda.stream(torch.cuda.ExternalStream(own["stream"]) if own["stream"] else None):
+        with torch.cuda.stream(torch.cuda.ExternalStream(own["stream"]) if own["stream"] else None), in_pool(own):
             while not kept or not kept[-1].data_ptr() <= address < kept[-1].data_ptr() + nbytes:
                 if len(kept) > 1000:
                     raise RuntimeError(f"the allocator gave that memory to nobody; its segment is {own}")
