@@ -44,29 +44,34 @@ class Job:
         return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
 
 
-# What README and the first screen of docs/figures.md show, by its worth: measured together, at one commit, on one GPU.
-HEADLINE = (
-    "h200_model_calls",
-    "h200_startup",
-    "h200_training_pairs",
-    "h200_training_memory",
-    "h200_optimized",
-    "h200_host_overhead",
-    "h200_training",
-    "h200_transformers",
-)
+HEADLINE = "headline"  # folder of what README and the first screen of docs/figures.md show
 HEADLINE_SECONDS = 25 * 60
 
 
 def headline_jobs() -> list[Job]:
-    """List the jobs of `HEADLINE`, in its order."""
-    known = {job.file: job for job in all_jobs()}
-    return [known[file] for file in HEADLINE]
+    """List the jobs of README's and the first tables, by their worth: measured together, at one commit, on one GPU."""
+    arms = "eager,simplegraph,plain-loop,lean-loop,simplegraph-lazy,simplegraph-piecewise,simplegraph-fused"
+    startup = _command("bench", "--arms", arms, "--rounds", "2", "--timeout", "150")  # it writes after every arm
+    models = _command("bench.optimized", "--batches", "1", "--at-once", "8", "--total", "400")
+    steps = _command("bench.serve.decode_steps", "--attention", "fa3", "--beside", "eager")
+    generate = ("bench.transformers_generate", "--arms", "plain,static-compiled,simplegraph", "--processes", "2")
+    memory = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
+    commands = {
+        "models": (models, ("readme",), 420),
+        "startup": (startup, ("startup", HEADLINE), 400),
+        "model_calls": (_command("bench.host_overhead.models", "--parts", "mixed,lazy"), (HEADLINE,), 150),
+        "engine": (steps, (HEADLINE,), 200),
+        "generate": (_command(*generate), (HEADLINE,), 300),
+        "hybrid": (_command("bench.layer_kinds", "--kinds", "hybrid"), (HEADLINE,), 300),
+        "training_memory": (_command("bench.training", *memory), ("training-memory", HEADLINE), 150),
+    }
+    return [Job(f"{HEADLINE}/{name}", *job) for name, job in commands.items()]
 
 
 def all_jobs() -> list[Job]:
     """List every job: those of one GPU, of several, and of families of models."""
     return [
+        *headline_jobs(),
         *_one_gpu(),
         *_serving(),
         *_optimized(),
@@ -82,16 +87,14 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 
 def _one_gpu() -> list[Job]:
-    startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
     preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     return [
-        Job("h200_startup", startup, ("startup", "headline")),
         Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
-        Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls", "headline"), seconds=150),
+        Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls",), seconds=150),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
@@ -119,7 +122,7 @@ def _serving() -> list[Job]:
 def _optimized() -> list[Job]:
     models = _command("bench.optimized", "--at-once", "8", "--total", "540")
     return [
-        Job("h200_optimized", models, ("optimized", "readme")),
+        Job("h200_optimized", models, ("optimized",)),
         Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
     ]
 
@@ -189,11 +192,9 @@ def _families() -> list[Job]:
 
 
 def _beside_the_tables() -> list[Job]:
-    memory = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
     shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
     return [
-        Job("h200_training_memory", _command("bench.training", *memory), ("training-memory", "headline")),
         Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
     ]

@@ -17,16 +17,17 @@ from collections.abc import Callable
 
 import torch
 
-from bench.arms import load_arm
+from bench.arms import ARMS, load_arm
 from bench.arms.base import Arm, Setup
 from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.engine.config import BACKENDS
 from bench.engine.repeated import RepeatedStep
 from bench.engine.start import replays_of, start
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import command, text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
-from bench.tools.options import Options, numbers
+from bench.tools.options import Options, name_list, numbers
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
 
@@ -208,6 +209,8 @@ def render(figures: Figures) -> str:
 
 
 OPTIONS: Options = {
+    "--attention": name_list(BACKENDS, "by default all that the machine has"),
+    "--beside": name_list(ARMS, "arms beside the engine"),
     "--batches": {"type": numbers, "help": "requests of a step, such as 1,8"},
     "--launches": {"type": numbers, "help": "tokens that a graph of the generation makes, such as 1,4,8"},
 }

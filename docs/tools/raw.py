@@ -26,7 +26,7 @@ def extra(name: str, benchmark: str = "") -> Any:
     return next(suite)["extra_info"]
 
 
-def startup(file: str = "h200_startup") -> dict[str, Any]:
+def startup(file: str = "headline/startup") -> dict[str, Any]:
     """Return the figures of every arm of the startup benchmark on one GPU, from the command's file or the suite's."""
     found = load(file)
     if "results" in found:
@@ -39,3 +39,8 @@ def commit(name: str) -> str:
     found = load(name)
     machine = found.get("machine_info") or found["environment"]
     return str(machine["commit"])[:7]
+
+
+def device_name(name: str) -> str:
+    """Return the GPU that a file was measured on, as in ``H200``."""
+    return str(load(name)["machine_info"]["gpu"]["name"]).removeprefix("NVIDIA ").partition(" ")[0]

@@ -11,7 +11,7 @@ from bench import sleep
 from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
-from docs.tools.raw import ROOT, extra, load, startup
+from docs.tools.raw import ROOT, device_name, extra, load, startup
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.batch.dispatch import resolve_mode
 
@@ -57,7 +57,7 @@ README_ARMS = {
 
 def readme_rows() -> dict[str, dict[str, Any]]:
     """Return the figures of every arm at batch 1, by the model's name."""
-    rows = load("h200_optimized")["rows"]
+    rows = load("headline/models")["rows"]
     return {text: rows[f"{key} 1"]["arms"] for key, text in optimized.MODELS.items() if f"{key} 1" in rows}
 
 
@@ -75,7 +75,7 @@ def _readme() -> str:
     return grid(["", *shown.values(), "faster than eager", "ready, s: simplegraph / `optimize` / compiled"], rows)
 
 
-def _startup(file: str = "h200_startup") -> str:
+def _startup(file: str = "headline/startup") -> str:
     rows = []
     for name, run in startup(file).items():
         again = run.get("primed")
@@ -114,50 +114,54 @@ def _model_calls() -> str:
 
 def _headline() -> str:
     """Show what was measured at one commit: ours, and what it is measured beside."""
-    start, calls = startup(), load("h200_model_calls")
+    start, calls = startup(), load("headline/model_calls")
     mixed, lazy = next(iter(calls["mixed"].values())), calls["lazy"]
-    memory = load("h200_training_memory")["workloads"]["vit-b 64"]
+    memory = load("headline/training_memory")["workloads"]["vit-b 64"]
     ready, again = ("seconds", "ready"), ("primed", "seconds", "ready")
     loops = {"eager": "eager", "lean-loop": "lean loop", "plain-loop": "plain loop"}
+    lines: list[list[str]] = []
 
-    def beside(digits: int, figures: dict[str, float]) -> list[str]:
-        ours, *others = figures.values()
-        texts = [f"{name} {value:.{digits}f} ({ours / value:.2f})" for name, value in list(figures.items())[1:]]
-        return [f"{ours:.{digits}f}", ", ".join(texts)] if others else [f"{ours:.{digits}f}", ""]
+    def line(text: str, digits: int, ours: float, beside: dict[str, float]) -> None:
+        others = (f"{name} {value:.{digits}f} ({ours / value:.2f})" for name, value in beside.items())
+        lines.append([text, f"{ours:.{digits}f}", ", ".join(others)])
 
-    def of_start(*path: str) -> list[str]:
-        arms = {"simplegraph": "simplegraph"} | loops
-        found = {text: seconds_cell(start[name], *path) for name, text in arms.items()}
-        return beside(2, {text: float(seconds) for text, seconds in found.items() if seconds})
+    def starts(text: str, *path: str) -> None:
+        found = {arm: seconds_cell(start[arm], *path) for arm in ("simplegraph", *loops)}
+        beside = {loops[arm]: float(found[arm]) for arm in loops if found[arm]}
+        line(text, 2, float(found["simplegraph"]), beside)
 
-    def step(batch: str) -> list[str]:
-        return beside(2, {text: start[name]["step_ms"][batch] for name, text in ({"simplegraph": ""} | loops).items()})
+    def steps(text: str, rows: list[dict[str, Any]], ours: str, beside: dict[str, str]) -> None:
+        for row in rows:
+            found = {name: row["ms"][arm] for arm, name in beside.items() if arm in row["ms"]}
+            line(f"{text}, {row['batch']} requests, ms", 2, row["ms"][ours], found)
 
-    rows = [
-        ["51 sizes of an 8 B Llama ready, s", *of_start(*ready)],
-        ["the same again in the process, s", *of_start(*again)],
-        ["its step at batch 1, ms", *step("1")],
-        ["its step at batch 64, ms", *step("64")],
-        [
-            "1,000 calls at 48 batch sizes, proven before, s",
-            *beside(2, {"": mixed["verified_seconds"], "`verify=0`": mixed["unverified_seconds"]}),
-        ],
-        [
-            "longest call while sizes are captured lazily, ms",
-            *beside(0, {"": lazy["simplegraph"]["longest_ms"], "eager's longest": lazy["eager"]["longest_ms"]}),
-        ],
-        [
-            "ViT-B, batch 64, `training=True`, MiB",
-            *beside(0, {"": memory["forward-backward"]["reserved_mib"], "eager": memory["eager"]["reserved_mib"]}),
-        ],
-    ]
-    return grid(["one H200", "simplegraph", "beside it (ours over it)"], rows)
+    starts("51 sizes of an 8 B Llama ready, s", *ready)
+    starts("the same again in the process, s", *again)
+    for batch in ("1", "64"):
+        found = {text: start[arm]["step_ms"][batch] for arm, text in loops.items()}
+        line(f"its step at batch {batch}, ms", 2, start["simplegraph"]["step_ms"][batch], found)
+    engine = {"fa3 eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
+    steps("the engine's step, fused layers, logits", load("headline/engine")["decode"], "fa3 graph", engine)
+    llama = load("headline/generate")["models"]["llama"]["arms"]
+    names = {"plain": "plain", "static-compiled": "static cache, compiled"}
+    beside = {name: llama[arm]["ms_per_token"] for arm, name in names.items() if "ms_per_token" in llama[arm]}
+    line("`generate`, Llama 3.2 1B's shape, batch 1, ms a token", 2, llama["simplegraph"]["ms_per_token"], beside)
+    hybrid = load("headline/hybrid")["results"]["hybrid"]["steps"]["decode"]
+    steps("Mamba2 with attention, 8 B", hybrid, "graph", {"eager": "eager", "compiled piecewise": "compiled piecewise"})
+    proven = "1,000 calls at 48 batch sizes, proven before, s"
+    line(proven, 2, mixed["verified_seconds"], {"`verify=0`": mixed["unverified_seconds"]})
+    longest = {name: found["longest_ms"] for name, found in lazy.items()}
+    text = "longest call while sizes are captured lazily, ms"
+    line(text, 0, longest["simplegraph"], {"eager's longest": longest["eager"]})
+    reserved = {arm: found["reserved_mib"] for arm, found in memory.items()}
+    line("ViT-B, batch 64, `training=True`, MiB", 0, reserved["forward-backward"], {"eager": reserved["eager"]})
+    return grid([f"one {device_name('headline/startup')}", "simplegraph", "beside it (ours over it)"], lines)
 
 
 def _training_memory() -> str:
     arms = {"eager": "eager", "train-step": "**`train_step`**", "forward-backward": "**`training=True`**"}
     arms |= {"hand-made": "a graph made by hand"}
-    runs = load("h200_training_memory")["workloads"]["vit-b 64"]
+    runs = load("headline/training_memory")["workloads"]["vit-b 64"]
     rows = []
     for arm, text in arms.items():
         over = runs[arm]["reserved_mib"] / runs["eager"]["reserved_mib"]
