@@ -67,7 +67,8 @@ def _compiled(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings
 
 def _graphed_callables(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
     graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), batch)
-    return graphed
+    # The graph of a function keeps nothing alive, and would read weights that are given back.
+    return lambda *tensors, kept=module: graphed(*tensors)
 
 
 def _tensordict(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
