@@ -44,7 +44,7 @@ def _call(axis: Any) -> None:
     _arrow(axis, (1.6, 2.6), (2.2, 2.6))
     rows = (
         (4.2, "no graph may serve it", [("run eagerly,\ncount the reason", EAGER)]),
-        (2.2, "no graph yet", [("run eagerly: this is\nthe warmup", EAGER), ("next call: capture\n(nothing runs)", GRAPH)]),
+        (2.2, "no graph yet", [("run eagerly\n(the warmup)", EAGER), ("next call: capture\n(runs nothing)", GRAPH)]),
         (0.2, "a graph", [("copy 5 rows,\npad to 8", MEMORY), ("replay", GRAPH), ("cut back\nto 5 rows", MEMORY)]),
     )
     for y, text, steps in rows:
@@ -132,7 +132,7 @@ def _proofs(axis: Any) -> None:
         0.2,
         0.3,
         "red: the reason that the report counts. Where there is an eager run, its answer is the caller's.\n"
-        "A model whose calls all have 5 rows runs eagerly twice (first_call, warmup); its third call captures, and is a proof",
+        "If all calls of a model have 5 rows, two run eagerly (first_call, warmup); the third captures and is a proof",
         ha="left",
     )
 

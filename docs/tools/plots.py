@@ -91,7 +91,8 @@ def _dot_rows(axis: Any, title: str, rows: Rows, arms: Mapping[str, str]) -> Non
     for marker, (arm, text) in zip(_MARKERS, arms.items(), strict=False):
         ours = arm == "simplegraph"
         shade = OURS if ours else next(greys)
-        look = {"s": 80 if ours else 34, "zorder": 4 if ours else 3, "edgecolors": shade, "linewidths": 2 if ours else 1.2}
+        look = {"s": 80, "zorder": 4, "linewidths": 2} if ours else {"s": 34, "zorder": 3, "linewidths": 1.2}
+        look["edgecolors"] = shade
         look["facecolors"] = "none" if marker in _HOLLOW else shade  # points that lie on each other stay visible
         axis.scatter([rows[name][arm] for name in names], names, marker=marker, label=text, **look)
     every = [value for row in rows.values() for value in row.values()]
