@@ -126,8 +126,10 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MOST_ROWS])
     most = max(waste.values())
     yield heading(f"Padding by batch size, in {stats.unit}")
-    rows = [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst]
-    yield table(("batch size", "served at", "calls", "padding", ""), rows)
+    yield table(
+        ("batch size", "served at", "calls", "padding", ""),
+        [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst],
+    )
     if len(calls) > len(worst):
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
     histogram: collections.Counter[int] = collections.Counter()
@@ -149,11 +151,13 @@ def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
     for graph, costs in timed[:_MOST_STEPS]:
         longest = max(cost.ms or 0.0 for cost in costs)
         yield heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
-        rows = [
-            (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
-            for cost in costs
-        ]
-        yield table(("step", "time", ""), rows)
+        yield table(
+            ("step", "time", ""),
+            [
+                (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
+                for cost in costs
+            ],
+        )
 
 
 def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason]) -> Iterator[str]:
