@@ -48,7 +48,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
         },
     ),
     (
-        "Captured, and dropped again",
+        "Captured, and dropped again, in the last interval",
         "short",
         {
             "{{wrapper}}: captures": f"sum {_BY} (increase(simplegraph_captures_total{_RATE}))",
@@ -57,7 +57,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
         },
     ),
     (
-        "Seconds spent",
+        "Time spent",
         "s",
         {
             "{{wrapper}}: capturing": f"sum {_BY} (simplegraph_capture_seconds)",

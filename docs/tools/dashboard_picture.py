@@ -34,6 +34,7 @@ from simplegraph.integrations import prometheus
 PICTURE = ROOT / "docs" / "_static" / "dashboard.png"
 _METRICS, _PROMETHEUS = 9464, 9465  # ports
 _SECONDS, _RATE = 60, "10s"
+_COLUMNS = 2  # of a legend
 _CONFIG = f"""
 scrape_configs:
   - job_name: models
@@ -112,18 +113,22 @@ def store() -> None:
                     values = [scale * float(value) for _, value in one["values"]]
                     axis.plot(at, values, label=name if any(values) else None)
             shown = {"percentunit": "%", "bytes": "KiB", "ops": "a second", "s": "s"}.get(unit, "")
-            axis.set_title(f"{title}{', ' * bool(shown)}{shown}", loc="left", fontsize="medium")
-            axis.set_ylim(0)
             axis.grid(color="#dee2e6")
             if axis.lines:
-                axis.legend(fontsize=7, loc="best", framealpha=0.7)
+                axis.set_ylim(0, 1.15 * max(max(line.get_ydata()) for line in axis.lines))
+                place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}  # between title and axes
+                axis.legend(fontsize=7, ncols=_COLUMNS, handlelength=1, columnspacing=1, frameon=False, **place)
             else:
+                axis.set_yticks([])
                 axis.text(0.5, 0.5, "no such calls", transform=axis.transAxes, ha="center", color="#868e96")
+            lines = -(-len(axis.get_legend_handles_labels()[1]) // _COLUMNS)
+            title += f", {shown}" if shown else ""
+            axis.set_title(title, loc="left", fontsize="medium", pad=6 + 11 * lines)
 
         for axis in axes[-1]:
             axis.set_xlabel("seconds")
 
-    draw(PICTURE, fill, nrows=3, ncols=3, figsize=(10, 8), sharex=True)
+    draw(PICTURE, fill, nrows=3, ncols=3, figsize=(11, 8.5), sharex=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,13 @@ def _arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], **st
     axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": _LINE, "shrinkA": 0, "shrinkB": 0} | style)
 
 
+def _bent_arrow(axis: Any, *points: tuple[float, float]) -> None:
+    """Draw a line through points, with a head at the last one only."""
+    *bends, last = points
+    axis.plot(*zip(*bends, strict=True), color=_LINE, linewidth=1)
+    _arrow(axis, bends[-1], last)
+
+
 def _say(axis: Any, x: float, y: float, text: str, **style: Any) -> None:
     axis.text(x, y, text, **({"ha": "center", "va": "center", "fontsize": 9, "color": _LINE} | style))
 
@@ -37,19 +44,20 @@ def _call(axis: Any) -> None:
     _arrow(axis, (1.6, 2.6), (2.2, 2.6))
     rows = (
         (4.2, "no graph may serve it", [("run eagerly,\ncount the reason", EAGER)]),
-        (2.2, "no graph yet", [("run eagerly: this is\nthe warmup", EAGER), ("capture\n(nothing runs)", GRAPH)]),
+        (2.2, "no graph yet", [("run eagerly\n(the warmup)", EAGER), ("next call: capture\n(runs nothing)", GRAPH)]),
         (0.2, "a graph", [("copy 5 rows,\npad to 8", MEMORY), ("replay", GRAPH), ("cut back\nto 5 rows", MEMORY)]),
     )
     for y, text, steps in rows:
         _say(axis, 5.65, y + 0.62, text, style="italic")
-        _arrow(axis, (4.3, 2.6), (6.9, y + 0.4)) if y == 2.2 else _arrow(axis, (4.3, 2.6), (4.75, y + 0.4))
-        if y != 2.2:
-            _arrow(axis, (4.75, y + 0.4), (6.9, y + 0.4))
+        bend = [(4.75, y + 0.4)] * (y != 2.2)
+        _bent_arrow(axis, (4.3, 2.6), *bend, (6.9, y + 0.4))
         for number, (step, colour) in enumerate(steps):
             x = 6.9 + 2.35 * number
             _box(axis, x, y, 1.9, 0.8, step, colour)
             if number:
-                _arrow(axis, (x - 0.45, y + 0.4), (x, y + 0.4))
+                _arrow(axis, (x - 0.45, y + 0.4), (x, y + 0.4), linestyle="--" if y == 2.2 else "-")
+    _bent_arrow(axis, (10.2, 2.2), (10.2, 1.6), (7.85, 1.6), (7.85, 1.0))
+    _say(axis, 10.3, 1.75, "served as by any graph", ha="left", style="italic")
 
 
 def _padding(axis: Any) -> None:
@@ -97,9 +105,7 @@ def _pool(axis: Any) -> None:
         y = 3.9 - 0.85 * row
         _say(axis, 1.4, y + 0.3, f"graph of {size} row{'s' * (size > 1)}", ha="right")
         _box(axis, 1.6, y, 9.4, 0.6, "", PADDING, linestyle="--")
-        _box(axis, 1.6, y, width, 0.6, "intermediates, outputs", GRAPH) if width > 2.5 else _box(
-            axis, 1.6, y, width, 0.6, "", GRAPH
-        )
+        _box(axis, 1.6, y, width, 0.6, "intermediates, outputs" if width > 2.5 else "the same", GRAPH)
     _box(axis, 1.6, 0.1, 4.5, 0.6, "static inputs, shared by all sizes", MEMORY)
     _box(axis, 6.5, 0.1, 4.5, 0.6, "weights and buffers of the module", MEMORY)
     _say(axis, 1.4, 0.4, "outside", ha="right")
@@ -117,15 +123,16 @@ def _proofs(axis: Any) -> None:
     colours = {"eager": EAGER, "capture": GRAPH, "replay": GRAPH, "compare": PLAIN}
     for number, (call, reason, steps) in enumerate(calls):
         x = 0.2 + 2.0 * number
-        _say(axis, x + 0.8, 4.2, call)
+        _say(axis, x + 0.8, 4.5, call)
         for row, step in enumerate(steps):
-            _box(axis, x, 3.1 - 0.65 * row, 1.6, 0.55, step, colours[step])
-        _say(axis, x + 0.8, 0.65, reason, color=OURS, family="monospace")
+            _box(axis, x, 3.4 - 0.65 * row, 1.6, 0.55, step, colours[step])
+        _say(axis, x + 0.8, 1.0, reason, color=OURS, family="monospace")
     _say(
         axis,
         0.2,
-        0.15,
-        "red: the reason that the report counts. Where there is an eager run, its answer is the caller's",
+        0.3,
+        "red: the reason that the report counts. Where there is an eager run, its answer is the caller's.\n"
+        "If all calls of a model have 5 rows, two run eagerly (first_call, warmup); the third captures and is a proof",
         ha="left",
     )
 
@@ -135,7 +142,7 @@ DRAWINGS: dict[str, tuple[Callable[[Any], None], Sequence[float]]] = {
     "padding": (_padding, (12.8, 5.0)),
     "program": (_program, (11.9, 4.1)),
     "pool": (_pool, (11.2, 5.3)),
-    "proofs": (_proofs, (12.2, 4.7)),
+    "proofs": (_proofs, (12.2, 5.0)),
 }
 _INCH = 0.75  # of the page for one unit of a drawing
 

@@ -12,7 +12,7 @@ from docs.tools.tables import FAMILIES, MODEL_ARMS, models
 
 FOLDER = ROOT / "docs" / "_static"
 _MARKERS = "osD^v"
-_HOLLOW = "^v"
+_HOLLOW = "s^v"
 _GREYS = ("#343a40", "#868e96", "#1c7ed6", "#2b8a3e")
 
 Rows = Mapping[str, Mapping[str, float]]
@@ -75,8 +75,8 @@ def _serving(path: Path) -> None:
             }
             axis.plot(run["itl_percentiles_ms"], range(101), label=f"simplegraph, {label}" if ours else label, **style)
         log_axis(axis, 3, 30)
-        axis.set_xlabel("from token to token, ms")
-        axis.set_ylabel("tokens at most that far apart, %")
+        axis.set_xlabel("from token to token, ms, on a logarithmic scale")
+        axis.set_ylabel("share of tokens that\ncame within this time, %")
         axis.set_ylim(0, 101)
         axis.grid(color="#dee2e6")
         axis.legend(loc="lower right", frameon=False)
@@ -91,7 +91,8 @@ def _dot_rows(axis: Any, title: str, rows: Rows, arms: Mapping[str, str]) -> Non
     for marker, (arm, text) in zip(_MARKERS, arms.items(), strict=False):
         ours = arm == "simplegraph"
         shade = OURS if ours else next(greys)
-        look = {"s": 55 if ours else 34, "zorder": 4 if ours else 3, "edgecolors": shade}
+        look = {"s": 80, "zorder": 4, "linewidths": 2} if ours else {"s": 34, "zorder": 3, "linewidths": 1.2}
+        look["edgecolors"] = shade
         look["facecolors"] = "none" if marker in _HOLLOW else shade  # points that lie on each other stay visible
         axis.scatter([rows[name][arm] for name in names], names, marker=marker, label=text, **look)
     every = [value for row in rows.values() for value in row.values()]

@@ -51,14 +51,14 @@ def example() -> sg.GraphHolder:
     return next(wrapper for wrapper in sg.wrappers() if wrapper.stats is model.graph_stats)
 
 
-def photograph(page: Path, picture: Path) -> None:
-    """Open a page in Chromium and save what it shows; say so if there is none."""
+def photograph(page: Path, picture: Path, height: int) -> None:
+    """Open a page in Chromium and save that many pixels of its height; say so if there is none."""
     chromium = shutil.which("chromium")
     if chromium is None:
         say("no picture of the report: chromium is not installed (apt-get install chromium)")
         return
     with tempfile.TemporaryDirectory() as profile:
-        place = [f"--user-data-dir={profile}", "--window-size=1000,1215", f"--screenshot={picture}", page.as_uri()]
+        place = [f"--user-data-dir={profile}", f"--window-size=1000,{height}", f"--screenshot={picture}", page.as_uri()]
         subprocess.run([chromium, *_SWITCHES, *place], check=True, capture_output=True, timeout=120)
     say(f"picture: {picture}")
 
@@ -68,8 +68,9 @@ def store() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "graphs.html"
         example().report().save(page)
-        photograph(page, PICTURE)
-        photograph(write_report(json.loads(AUDITED.read_text()), Path(folder) / "audit.html"), AUDIT_PICTURE)
+        photograph(page, PICTURE, 1150)
+        page = write_report(json.loads(AUDITED.read_text()), Path(folder) / "audit.html")
+        photograph(page, AUDIT_PICTURE, 1250)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simplegraph.device.kernels import readable
-from simplegraph.doctor.page import document, heading, mib, paragraph, table, text, tiles
+from simplegraph.doctor.page import amount, document, heading, paragraph, table, text, tiles
 from simplegraph.manager.stats import counted
 
 _HEADER = ("graph", "captured in", "reading", "replays", "captured at", "pools", "memory of", "not read")
@@ -21,7 +21,8 @@ details { content-visibility: auto; contain-intrinsic-size: auto 2rem; }
 .strip { display: flex; height: 1.1rem; margin: .4rem 0; gap: 1px; } .strip i { background: var(--bar); }
 .strip i:nth-child(even) { opacity: .55; } ol { padding-left: 1.5rem; } li { overflow-wrap: anywhere; }
 .bad { color: #c92a2a; font-weight: 600; } td { overflow-wrap: anywhere; } td:first-child { white-space: normal; }
-h2 + table td:nth-child(-n+2) { white-space: nowrap; overflow-wrap: normal; }
+@media (max-width: 36rem) { td { min-width: 7rem; } }
+h2 + div td:nth-child(-n+2) { min-width: 0; white-space: nowrap; overflow-wrap: normal; }
 """
 
 
@@ -46,9 +47,9 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
             "nodes": f"{sum(len(graph['nodes']) for graph in graphs):,}",
             "findings": f"{len(findings):,}",
             "checks of a graph": f"{report['checks']:,}",
-            "in pools of graphs": mib(sum(report["pools"].values())),
-            "capturing": f"{sum(graph['seconds'] for graph in graphs):.2f} s",
-            "of it reading graphs": f"{sum(graph['reading_seconds'] for graph in graphs):.2f} s",
+            "in pools of graphs": amount(sum(report["pools"].values())),
+            "inside captures": f"{sum(graph['seconds'] for graph in graphs):.2f} s",
+            "of it reading": f"{sum(graph['reading_seconds'] for graph in graphs):.2f} s",
         }
     )
     yield heading("Findings")

@@ -17,10 +17,12 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: #d9480f; --waste: #868e96; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; } p { margin: .3rem 0; }
-table { border-collapse: collapse; width: 100%; } th { font-weight: 600; text-align: left; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } p, b { overflow-wrap: anywhere; }
+th { font-weight: 600; text-align: left; white-space: nowrap; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td:first-child { white-space: nowrap; } .bar { width: 22%; }
+td:first-child { white-space: nowrap; } .bar { width: 18%; }
+@media (max-width: 36rem) { .bar { display: none; } td { overflow-wrap: anywhere; } td, th { padding: .2rem .4rem; } }
 .bar i { display: block; height: .9rem; margin-top: .3rem; background: var(--bar); }
 .tiles { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }
 .tiles div { background: var(--soft); border-radius: .4rem; padding: .5rem .9rem; }
@@ -77,7 +79,7 @@ def _tiles(stats: GraphStats) -> str:
         "replays": f"{stats.replays:,}",
         "eager calls": f"{eager:,}",
         f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
-        "device memory": mib(stats.graph_bytes),
+        "device memory": amount(stats.graph_bytes),
         "capturing": f"{stats.capture_seconds:.2f} s",
     }
     return tiles(shown)
@@ -103,7 +105,7 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
             graph.replays,
             Bar(_ratio(graph.replays, most)),
             graph.padded_tokens,
-            mib(graph.bytes),
+            amount(graph.bytes),
             Bar(_ratio(graph.bytes, memory)),
             f"{graph.seconds * 1e3:.1f} ms",
             graph.proof or "not yet",
@@ -124,8 +126,10 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MOST_ROWS])
     most = max(waste.values())
     yield heading(f"Padding by batch size, in {stats.unit}")
-    rows = [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst]
-    yield table(("batch size", "served at", "calls", "padding", ""), rows)
+    yield table(
+        ("batch size", "served at", "calls", "padding", ""),
+        [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst],
+    )
     if len(calls) > len(worst):
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
     histogram: collections.Counter[int] = collections.Counter()
@@ -147,11 +151,13 @@ def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
     for graph, costs in timed[:_MOST_STEPS]:
         longest = max(cost.ms or 0.0 for cost in costs)
         yield heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
-        rows = [
-            (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
-            for cost in costs
-        ]
-        yield table(("step", "time", ""), rows)
+        yield table(
+            ("step", "time", ""),
+            [
+                (cost.name or f"segment, nodes: {cost.nodes or 0}", cost.ms or 0.0, Bar((cost.ms or 0.0) / longest))
+                for cost in costs
+            ],
+        )
 
 
 def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason]) -> Iterator[str]:
@@ -164,17 +170,22 @@ def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason])
         f"<td>{text(stats.explained(reason))}</td></tr>"
         for reason, count in counts.most_common()
     )
-    yield f"<table>{rows}</table>"
+    yield _scrolled(rows)
     yield f'<p>All reasons are in <a href="{DOCUMENTATION}troubleshooting.html">troubleshooting</a>.</p>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Show rows under a header; numbers are aligned, and a `Bar` is drawn."""
     rows = list(rows)
-    kinds = ["number" if isinstance(value, (int, float)) else "" for value in rows[0]]
+    kinds = ["bar" if isinstance(value, Bar) else "number" * isinstance(value, (int, float)) for value in rows[0]]
     head = "".join(f'<th class="{kind}">{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return _scrolled(f"<tr>{head}</tr>{body}")
+
+
+def _scrolled(rows: str) -> str:
+    """Make a table of rows that scrolls by itself where the page is narrower."""
+    return f'<div class="wide"><table>{rows}</table></div>'
 
 
 def _cell(value: Any) -> str:
@@ -206,6 +217,6 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def mib(count: int) -> str:
-    """Show a count of bytes."""
-    return f"{count / 2**20:,.2f} MiB"
+def amount(count: int) -> str:
+    """Show a count of bytes in the unit that suits it."""
+    return f"{count / 2**20:,.2f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"

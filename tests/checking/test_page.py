@@ -23,11 +23,14 @@ class Parts(html.parser.HTMLParser):
         self.texts: list[str] = []
         self.links: list[str] = []
         self.open: list[str] = []
+        self.last: tuple[str, list[tuple[str, str | None]]] = "", []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in ("script", "link", "img", "iframe"), "nothing is fetched, nothing runs"
         self.links += [value for name, value in attrs if name == "href" and value]
+        assert tag != "table" or self.last == ("div", [("class", "wide")]), "a wide table would make the page scroll"
+        self.last = tag, attrs
         if tag != "meta":
             self.open.append(tag)
 
@@ -72,6 +75,7 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     assert "capture_sizes=[2, 3]" in page.texts
     assert ": padding of 0 rows instead of 10, with no more sizes than these calls used." in page.texts
     assert "Gated.gate" in page.texts
+    assert "0.00 MiB" not in page.texts, "graphs of a small model are shown in KiB"
     assert re.search(r"Captures that failed\n.*batch size 8.*test_page\.py", text, re.DOTALL)
     links = {reason.link for reason in stats.eager}
     assert links <= set(page.links)

@@ -34,6 +34,16 @@ class Block:
     line: int
 
 
+def unprinted(shown: str, printed: str) -> list[str]:
+    """Lines of a shown output that were not printed in this order; decimals and spaces vary, "..." is any lines."""
+
+    def plain(line: str) -> str:
+        return re.sub(r"\d+\.\d+", "#", " ".join(line.split()))
+
+    rest = map(plain, printed.splitlines())
+    return [line for line in shown.splitlines() if line != "..." and plain(line) not in rest]
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 

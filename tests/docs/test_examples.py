@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.docs.pages import DOCS, text_of
+from tests.docs.pages import DOCS, blocks, text_of, unprinted
 
 EXAMPLES = DOCS / "examples"
 # What each needs beside the core; without it a user is told by pip's line.
@@ -16,6 +17,7 @@ NEEDS = {
     "encoder_service": ("transformers", "fastapi", "httpx", "prometheus_client"),
     "generate": ("transformers",),
     "training_loop": (),
+    "own_lengths": (),
     "engine_loop": (),
     "diffusion": ("diffusers",),
 }
@@ -30,20 +32,30 @@ def load(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
+def shown_output(name: str) -> str:
+    """What the page shows below an example's file."""
+    every = blocks(EXAMPLES / "index.md")
+    at = next(at for at, block in enumerate(every) if block.note == f"{name}.py")
+    assert every[at + 1].kind == "text"
+    return every[at + 1].text
+
+
 @pytest.mark.parametrize("name", [name for name in NEEDS if name != "encoder_service"])
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     load(name)["main"]()
-    assert "replays" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "replays" in printed
+    assert torch.cuda.is_available() or unprinted(shown_output(name), printed) == []  # a GPU's names are others
 
 
-def test_the_service_answers_as_the_model_does_from_graphs_and_has_metrics() -> None:
+def test_the_service_answers_as_the_model_does_from_graphs_and_has_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     service = load("encoder_service")
-    import torch
     from fastapi.testclient import TestClient
     from prometheus_client import REGISTRY
 
     try:
         with TestClient(service["app"]) as client:
+            assert unprinted(shown_output("encoder_service"), capsys.readouterr().out) == []
             before = client.get("/graphs").json()
             for lengths in ([3], [5, 9, 16], [40], [17, 2], [64] * 8, [5, 6, 7]):
                 tokens = [[1 + place % 90 for place in range(length)] for length in lengths]
