@@ -378,4 +378,5 @@ def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
     every = summaries.values()
     failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
     captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
-    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size)
+    off = any(one.switched_off for one in every)
+    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size, switched_off=off)

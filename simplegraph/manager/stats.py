@@ -420,6 +420,7 @@ class CaptureSummary:
         parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
             for the slowest, ``warmup``, ``capture`` and ``instantiate``, waiting for the driver at the end. Beside them
             ``inventory``, asking it what graphs touch.
+        switched_off: True if nothing was tried because graphs are switched off.
     """
 
     captured: int
@@ -427,13 +428,15 @@ class CaptureSummary:
     seconds: float
     bytes: int
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    switched_off: bool = False
 
     def __str__(self) -> str:
         total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"
         failures = {label: str(error) for label, error in self.failed.items()}
         lines = [f"  failed: {headline(message)}" for _, message in merged_failures(failures)]
         read = f" (and {seconds:.3f} s to read what they touch)" if (seconds := self.parts.get("inventory")) else ""
-        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB", *lines])
+        off = ": graphs are switched off" * self.switched_off
+        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB{off}", *lines])
 
 
 class GraphHolder(Protocol):
