@@ -77,6 +77,7 @@ def test_strided_frames_are_cut_to_what_the_length_gives(device: torch.device) -
     assert stats.captures == 4  # two sizes times two lengths
     assert stats.replays >= 30
     assert reasons(model)["first_call"] < 20
+    assert sum(stats.batch_sizes.values()) == stats.replays + stats.eager.total()
     assert Reason.LENGTH_PADDING not in stats.eager
 
 

@@ -105,8 +105,9 @@ class GraphedGeneration(GraphedModel):
             raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
         self._decoder.capturing = {}
         try:
-            for rows, tokens in prompts:
-                self._generate_once(rows, tokens, settings)
+            with self.stats.uncounted():
+                for rows, tokens in prompts:
+                    self._generate_once(rows, tokens, settings)
             return added(self._decoder.capturing)
         finally:
             self._decoder.capturing = None
