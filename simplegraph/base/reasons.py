@@ -32,7 +32,10 @@ class Reason(str, enum.Enum):
     )
     EMPTY_BATCH = "empty_batch", "the batch has no rows"
     # Capturing.
-    FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
+    FIRST_CALL = (
+        "first_call",
+        "one of the first calls with such arguments: it runs eagerly, and shows what the forward reads and writes",
+    )
     WARMUP = "warmup", "a warmup run: the size is captured after it"
     PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
     CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
