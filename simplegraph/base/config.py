@@ -271,10 +271,13 @@ class _FrozenMapping(dict[str, Any]):
 
 @functools.lru_cache(maxsize=64)
 def _warn_of_unknown(variables: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Warn once a process of environment variables that name no setting."""
+    """Warn once a process of environment variables that name no setting, or one that no text can give."""
     for variable in variables:
+        field = variable.removeprefix(ENV_PREFIX).lower()
         hint = did_you_mean([variable], known, cutoff=0.9)  # the prefix alone makes any two similar
-        logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
+        unreadable = f"is ignored: {field} cannot be set from the environment; pass it to wrap"
+        told = unreadable if field in _kinds() else f"names no setting{hint}, and is ignored"
+        logger.warning("simplegraph: %s %s.", variable, told)
 
 
 class _Kind(NamedTuple):
