@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import Any, Protocol
 
-from simplegraph.base.errors import CaptureError
+from simplegraph.base.errors import CaptureError, ConfigError
 from simplegraph.base.extras import eager_listeners, report_pages
 from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.device.protocol import Inventory
@@ -73,8 +73,9 @@ def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def headline(message: str) -> str:
-    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
-    return ": ".join(line.strip() for line in message.splitlines()[:2])
+    """Return an error's first three lines as two: what failed, where and why; what to do."""
+    lines = [line.strip() for line in message.splitlines()]
+    return "\n    ".join([": ".join(lines[:2]), *lines[2:3]])
 
 
 @dataclasses.dataclass(slots=True)
@@ -326,7 +327,13 @@ class GraphReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links."""
+        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links.
+
+        Raises:
+            ConfigError: the path ends otherwise than an HTML file's.
+        """
+        if Path(path).suffix.lower() not in ("", ".html", ".htm"):
+            raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
         Path(path).write_text(report_pages[-1](self), encoding="utf-8")
 
     def graphs(self) -> list[GraphCounters]:
@@ -346,15 +353,15 @@ class GraphReport:
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += self.touched
-        eager = stats.eager.most_common()
-        lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
-        slower = stats.slower.most_common()
-        lines += [f"  slower {count:>5} x {reason.value}: {stats.explained(reason)}" for reason, count in slower]
-        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
+        for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
+            why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
+            lines += [f"  {how} {count:>5} x {reason}: {explained}" for count, reason, explained in why]
+        explained = stats.eager or stats.slower
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if explained else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
-        stall = f"{stats.longest_stall:.3f} s, where capture_graphs captures ahead of calls"
-        lines += [f"  the longest call that captured a size took {stall}"] if stats.longest_stall else []
+        stall = f"{stats.longest_stall:.3f} s; capture_graphs does that before the first call"
+        lines += [f"  the longest call that had to capture took {stall}"] if stats.longest_stall else []
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
