@@ -320,6 +320,8 @@ def test_a_module_in_training_mode_is_refused(device):
 def test_inputs_without_a_tensor_are_refused(device):
     with pytest.raises(sg.InputError, match="tensor"):
         sg.check(module_of(device, lambda m, n: n), 3)
+    with pytest.raises(sg.InputError, match=r"nothing was passed: pass an example call"):
+        sg.check(module_of(device, lambda m: m.weight))
 
 
 @pytest.mark.parametrize("way", ["wrap", "mixin"])
