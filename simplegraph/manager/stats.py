@@ -22,9 +22,10 @@ from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
 
-# Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
+# Reasons of the normal course, and those that a failed capture or proof warned of, or that cost no speed; the others
+# are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.SWITCHED_OFF, Reason.NESTED, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.EMPTY_BATCH}
 _MOST_LOGGED = 100  # causes of one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
@@ -76,6 +77,11 @@ def headline(message: str) -> str:
     """Return an error's first three lines as two: what failed, where and why; what to do."""
     lines = [line.strip() for line in message.splitlines()]
     return "\n    ".join([": ".join(lines[:2]), *lines[2:3]])
+
+
+def where_failed(error: CaptureError) -> str:
+    """Return what could not be captured, and the user's line: the first line of the error, without its verbs."""
+    return str(error).splitlines()[0].replace("capturing ", "", 1).replace(" failed", "", 1)
 
 
 @dataclasses.dataclass(slots=True)
@@ -388,8 +394,8 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
     costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
-    fields["inventory"] = None if inventory is None else inventory.to_dict()
-    fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
+    fields |= {"inventory": None if inventory is None else inventory.to_dict(), "inputs": dict(graph.inputs)}
+    fields |= {"replays": graph.replays, "padded_tokens": graph.padded_tokens}
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
 
