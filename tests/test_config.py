@@ -268,6 +268,9 @@ class TestEnvironment:
         unreadable = "is ignored: batch_dims cannot be set from the environment; pass it to wrap."
         assert f"simplegraph: SIMPLEGRAPH_BATCH_DIMS {unreadable}" in said
 
+    def test_a_mode_is_shown_as_it_is_written(self):
+        assert repr(CudaGraphConfig(mode="OFF")).startswith("CudaGraphConfig(mode=CudaGraphMode.NONE, ")
+
     @pytest.mark.parametrize("text", ["off", "OFF", "none"])
     def test_graphs_are_switched_off_by_the_mode(self, text):
         assert CudaGraphConfig().from_env({"SIMPLEGRAPH_MODE": text}).mode is CudaGraphMode.NONE
