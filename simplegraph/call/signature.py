@@ -369,8 +369,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if default is not None:
         devices.insert(0, default)
     if not devices:
-        example = "nothing was passed: pass an example call, capture_graphs(x) or check(module, x)"
-        said = "no argument is a tensor" if leaves else example
+        said = "no argument is a tensor" * bool(leaves) or "nothing was passed: pass an example call, capture_graphs(x)"
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, f"{said}; exact_shapes=True needs none")
     return next((device for device in devices if device.type != "cpu"), devices[0])
 

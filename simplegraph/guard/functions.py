@@ -28,9 +28,6 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, is_library, restore
 
-if TYPE_CHECKING:
-    from simplegraph.manager.manager import CudaGraphManager
-
 _MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -394,7 +391,7 @@ class GraphedFunction(Generic[P, R]):
     reset_graphs: Callable[[], None]
     graph_report: Callable[..., GraphReport]
     graph_stats: GraphStats
-    graph_manager: CudaGraphManager | None
+    graph_manager: Any  # a CudaGraphManager, or None
     sleep: Callable[..., Any]  # returns a SleepReport
     wake: Callable[..., None]
 

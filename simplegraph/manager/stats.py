@@ -207,8 +207,7 @@ class GraphStats:
     @property
     def replayed_tokens(self) -> int:
         """Real rows in all replays together."""
-        graphs = [graph for graph in self._every_graph() if graph.mode != "BACKWARD"]
-        return sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
+        return sum(size * count for graph in self._every_graph() for size, count in graph.batch_sizes().items())
 
     @property
     def graph_bytes(self) -> int:
@@ -348,9 +347,9 @@ class GraphReport:
 
     def __str__(self) -> str:
         stats = self.stats
-        where = f"{self.device}, emulated: no speed" if self.emulated else self.device
         lines = [
-            f"{stats.name} ({where}): {counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
+            f"{stats.name} ({self.device}{', emulated: no speed' * self.emulated}): "
+            f"{counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
             f"{_mib(stats.graph_bytes)} MiB; {counted(stats.replays, 'replay')}, "
             f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, "
             f"{counted(stats.eager.total(), 'eager call')}"
@@ -361,7 +360,7 @@ class GraphReport:
         lines += self.touched
         for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
             why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
-            lines += [f"  {how} {count:>5} x {reason}: {explained}" for count, reason, explained in why]
+            lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
         explained = stats.eager or stats.slower
         lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if explained else []
         seconds = sum(graph.proof_seconds for graph in graphs)
@@ -410,8 +409,7 @@ def _shares(graph: GraphCounters) -> str:
         f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
         for name, known in parts.items()
     ]
-    untimed = "" if times else " (timed at the second replay)"
-    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
+    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{'' if times else ' (timed at the second replay)'}"
 
 
 def _mib(count: int) -> str:
