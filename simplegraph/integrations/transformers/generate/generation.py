@@ -108,7 +108,8 @@ class GraphedGeneration(GraphedModel):
             with self.stats.uncounted():
                 for rows, tokens in prompts:
                     self._generate_once(rows, tokens, settings)
-            return added(self._decoder.capturing)
+                off = Reason.SWITCHED_OFF in self.stats.eager
+            return dataclasses.replace(added(self._decoder.capturing), switched_off=off)
         finally:
             self._decoder.capturing = None
 

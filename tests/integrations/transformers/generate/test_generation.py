@@ -195,6 +195,12 @@ def test_after_capture_varied_generations_replay_all_steps_but_the_proofs(
         assert graphs.stats.replays > TOKENS
 
 
+def test_capture_says_that_graphs_are_switched_off(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_MODE", "off")
+    with graphed(tiny.build(MODELS["llama"], device)) as graphs:
+        assert str(graphs.capture(sizes=[2])).endswith(": graphs are switched off")
+
+
 def test_capture_refuses_lengths_above_the_largest_and_models_that_read_no_tokens(device: torch.device) -> None:
     model = tiny.build(MODELS["llama"], device)
     with graphed(model) as graphs, pytest.raises(sg.ConfigError, match=r"lengths is \[1000000\], but max_length is"):
