@@ -42,6 +42,8 @@ from simplegraph.manager.manager import CudaGraphSettings as CudaGraphSettings
 from simplegraph.manager.manager import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.stats import CaptureSummary as CaptureSummary
 from simplegraph.manager.stats import GraphHolder as GraphHolder
+from simplegraph.manager.stats import GraphReport as GraphReport
+from simplegraph.manager.stats import GraphStats as GraphStats
 from simplegraph.manager.stats import on_eager as on_eager
 from simplegraph.manager.stats import wrappers as wrappers
 from simplegraph.manager.table import GraphHooks as GraphHooks

@@ -57,6 +57,26 @@ def test_doctor_fails_where_a_trial_does(monkeypatch: pytest.MonkeyPatch, capsys
     assert "FAIL  capture and replay: RuntimeError: a replay did not give eager's answer\n" in capsys.readouterr().out
 
 
+def test_doctor_skips_its_trials_while_graphs_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A switch that somebody set is no broken machine."""
+    monkeypatch.setenv("SIMPLEGRAPH_MODE", "off")
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for name in cli._TRIALS:
+        assert f"skip  {name}: graphs are switched off by SIMPLEGRAPH_MODE=off\n" in printed
+
+
+def test_doctor_says_why_a_call_did_not_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_PADDING", "0")
+    assert cli.main(["doctor"]) == 1
+    said = "FAIL  capture and replay: RuntimeError: the call did not replay: this size is not in capture_sizes"
+    assert said in capsys.readouterr().out
+
+
 def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
     done = run()
     assert done.returncode == 0

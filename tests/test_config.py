@@ -254,6 +254,7 @@ class TestEnvironment:
         kubernetes = {
             "SIMPLEGRAPH_PORT": "tcp://10.0.0.1:80",
             "SIMPLEGRAPH_CAPTURE_SIZE": "1",
+            "SIMPLEGRAPH_BATCH_DIMS": "x",
             "SIMPLEGRAPH_DEBUG": "1",
         }
         with caplog.at_level("WARNING", logger="simplegraph"):
@@ -264,6 +265,11 @@ class TestEnvironment:
             "SIMPLEGRAPH_CAPTURE_SIZE names no setting (did you mean SIMPLEGRAPH_CAPTURE_SIZES?), and is ignored."
         )
         assert f"simplegraph: {misspelt}" in said
+        unreadable = "is ignored: batch_dims cannot be set from the environment; pass it to wrap."
+        assert f"simplegraph: SIMPLEGRAPH_BATCH_DIMS {unreadable}" in said
+
+    def test_a_mode_is_shown_as_it_is_written(self):
+        assert repr(CudaGraphConfig(mode="OFF")).startswith("CudaGraphConfig(mode=CudaGraphMode.NONE, ")
 
     @pytest.mark.parametrize("text", ["off", "OFF", "none"])
     def test_graphs_are_switched_off_by_the_mode(self, text):

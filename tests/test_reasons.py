@@ -6,6 +6,7 @@ import pickle
 import string
 
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.serve import proof
 
 
 class TestReason:
@@ -28,6 +29,10 @@ class TestReason:
             "grad mode is on and inputs or parameters require grad; "
             "call under torch.inference_mode() or torch.no_grad()"
         )
+
+    def test_a_remedy_is_the_one_that_the_warning_has(self):
+        assert Reason.PADDING_SHOWS.text.endswith("; set padding=False, or declare pad_values")
+        assert "set padding=False, or declare pad_values;" in proof._REMEDY
 
     def test_wrapper_reasons_exist(self):
         needed = (

@@ -32,6 +32,7 @@ class CudaGraphMode(enum.Enum):
     FULL_DECODE_ONLY = ("FULL", "NONE")
     FULL_AND_PIECEWISE = ("FULL", "PIECEWISE")
 
+    __repr__ = enum.Enum.__str__
     __hash__ = object.__hash__  # Enum's own hash runs Python code, several times in every replay
 
     def decode_mode(self) -> CudaGraphMode:
@@ -271,10 +272,13 @@ class _FrozenMapping(dict[str, Any]):
 
 @functools.lru_cache(maxsize=64)
 def _warn_of_unknown(variables: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Warn once a process of environment variables that name no setting."""
+    """Warn once a process of environment variables that name no setting, or one that no text can give."""
     for variable in variables:
-        hint = did_you_mean([variable], known, cutoff=0.9)  # the prefix alone makes any two similar
-        logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
+        field = variable.removeprefix(ENV_PREFIX).lower()
+        unreadable = f"is ignored: {field} cannot be set from the environment; pass it to wrap"
+        # The prefix alone makes any two similar.
+        unknown = f"names no setting{did_you_mean([variable], known, cutoff=0.9)}, and is ignored"
+        logger.warning("simplegraph: %s %s.", variable, unreadable if field in _kinds() else unknown)
 
 
 class _Kind(NamedTuple):

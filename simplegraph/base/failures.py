@@ -299,7 +299,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("torchscript interpreter",),
         "a scripted function failed; TorchScript does not say why: most often a tensor was read back (if, .item()).",
-        "Call the Python function that it was made from, or mark it with @simplegraph.eager_break (mode='PIECEWISE').",
+        "Call the Python function it was made of, or mark it with @simplegraph.eager_break, and set mode='PIECEWISE'.",
     ),
 )
 # (part of a path, function or "", remedy): what torch's Python, or a library's, reads back below the user's line
@@ -313,7 +313,7 @@ _READS = (
     *("read back", "stream is capturing", "during capture", "graph capture", "stream capture"),
     *("a capturing stream", "a capturing blocking stream"),
 )
-BREAK = "mark the function with @simplegraph.eager_break (mode='PIECEWISE')"
+BREAK = "mark the function with @simplegraph.eager_break, and set mode='PIECEWISE'"
 _FIX = f"Fix it, or {BREAK}."
 
 

@@ -32,10 +32,13 @@ class Reason(str, enum.Enum):
     )
     EMPTY_BATCH = "empty_batch", "the batch has no rows"
     # Capturing.
-    FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
+    FIRST_CALL = (
+        "first_call",
+        "one of the first calls with such arguments: it runs eagerly, and shows what the forward reads and writes",
+    )
     WARMUP = "warmup", "a warmup run: the size is captured after it"
     PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
-    CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
+    CAPTURE_FAILED = "capture_failed", "an earlier capture of this size failed"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "such a call was not among those that were captured up front"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
@@ -81,7 +84,7 @@ class Reason(str, enum.Enum):
         "unsupported_output",
         "the output holds an object a replay cannot return; return tensors in lists, tuples, dicts or dataclasses",
     )
-    PADDING_SHOWS = "padding_shows", "padding rows change the answer; declare pad_values, or capture these sizes"
+    PADDING_SHOWS = "padding_shows", "padding rows change the answer; set padding=False, or declare pad_values"
     BATCH_DIM_UNCONFIRMED = (
         "batch_dim_unconfirmed",
         "one batch size was seen; batch dimensions are a guess: call another, or set batch_dims or exact_shapes=True",
@@ -98,7 +101,7 @@ class Reason(str, enum.Enum):
     )
     LENGTH_TOO_LARGE = (
         "length_too_large",
-        "the sequence is above every captured length, or the static cache's; add to lengths, or raise max_length",
+        "the sequence is longer than graphs are captured for",
     )
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
     HOOKS = (

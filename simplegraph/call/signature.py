@@ -213,7 +213,7 @@ class CallReader:
         tensors = [index for index in tensors if index not in hosted]
         self._check_tensors(leaves, names, tensors)
         exact = self._exact
-        anchor, anchor_dim = (-1, 0) if exact else self._anchor(leaves, names, tensors)
+        anchor, anchor_dim = (-1, 0) if exact else self.anchor(leaves, names, tensors)
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
@@ -256,8 +256,17 @@ class CallReader:
         known = self._known.dims.get(name.split(".")[0], {})
         return tensor.dim() in known, known.get(tensor.dim())
 
-    def _anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
-        """Find the tensor that gives the batch size: the first declared one, else the first one's dimension 0."""
+    def anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
+        """Find the tensor that gives the batch size: the first declared one, else the first one's dimension 0.
+
+        Args:
+            leaves: of a call.
+            names: of the leaves.
+            tensors: places of tensors among them.
+
+        Raises:
+            CannotBind: none of these has a batch dimension.
+        """
         for index in tensors:
             _, dim = self._declared(names[index], leaves[index])
             if isinstance(dim, int):
@@ -360,7 +369,8 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if default is not None:
         devices.insert(0, default)
     if not devices:
-        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor; exact_shapes=True needs none")
+        said = "no argument is a tensor" * bool(leaves) or "nothing was passed: pass an example call, capture_graphs(x)"
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, f"{said}; exact_shapes=True needs none")
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

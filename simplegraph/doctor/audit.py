@@ -69,7 +69,7 @@ class AuditFinding:
         return f"{self.kind}: {self.kernel} in {graphs} uses {self.address:#x}, then {self.then}{where}; now {self.now}"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class AuditedGraph:
     """One captured graph.
 
@@ -101,6 +101,12 @@ class AuditedGraph:
     settled: bool = False
     dropped: bool = False
     reference: weakref.ref[Any] | None = None
+
+    def __repr__(self) -> str:
+        """Name the graph, the module whose tensors it uses, and the line that captured it."""
+        whose = next((f" of {name.partition('.')[0]}" for name in self.modules.values()), "")
+        where, replays = Path(self.captured_at).name, counted(self.replays, "replay")
+        return f"<{type(self).__name__} {self.number}{whose}, captured at {where}, {replays}>"
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:

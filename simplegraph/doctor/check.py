@@ -41,6 +41,14 @@ _TRIED = (
 )
 
 
+class TrialConfig(CudaGraphConfig):
+    """Settings that no environment variable replaces: a check tries graphs also where SIMPLEGRAPH_MODE=off is set."""
+
+    def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
+        """Return these settings as they are."""
+        return self
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
     """The findings of `check`. True as a condition if the module can be captured and padded without changes.
@@ -145,7 +153,7 @@ def check(
         raise InputError("the module is in training mode; call .eval() before check.")
     if not all(isinstance(other, tuple) for other in others):
         raise InputError("check got others that are not tuples of positional arguments, such as [(x2,), (x3,)].")
-    config = CudaGraphConfig(
+    config = TrialConfig(
         batch_dims=batch_dims or {},
         on_capture_failure="raise",
         verify=0,  # a trial compares replays itself

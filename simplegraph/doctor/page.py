@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.batch.planner import plan_sizes
-from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, merged_failures
+from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures
 
 _MOST_ROWS = 40  # of a table of batch sizes
 _MOST_STEPS = 3  # graphs whose steps are shown
@@ -74,15 +74,16 @@ def _body(report: GraphReport) -> Iterator[str]:
 
 def _tiles(stats: GraphStats) -> str:
     eager, rows = stats.eager.total(), stats.replayed_tokens + stats.padded_tokens
-    shown = {
-        "graphs": f"{len(stats.graphs):,}",
-        "replays": f"{stats.replays:,}",
-        "eager calls": f"{eager:,}",
-        f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
-        "device memory": amount(stats.graph_bytes),
-        "capturing": f"{stats.capture_seconds:.2f} s",
-    }
-    return tiles(shown)
+    return tiles(
+        {
+            "graphs": f"{len(stats.graphs):,}",
+            "replays": f"{stats.replays:,}",
+            "eager calls": f"{eager:,}",
+            f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
+            "device memory": amount(stats.graph_bytes),
+            "capturing": f"{stats.capture_seconds:.2f} s",
+        }
+    )
 
 
 def tiles(shown: Mapping[str, str]) -> str:
@@ -108,7 +109,7 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
             amount(graph.bytes),
             Bar(_ratio(graph.bytes, memory)),
             f"{graph.seconds * 1e3:.1f} ms",
-            graph.proof or "not yet",
+            graph.proof or "no",
         )
         for graph in graphs
     ]
@@ -132,16 +133,20 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     )
     if len(calls) > len(worst):
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
-    histogram: collections.Counter[int] = collections.Counter()
-    for (size, _), count in calls.items():
-        histogram[size] += count
-    plan = plan_sizes(histogram, len({padded for _, padded in calls}))
-    chosen = f"capture_sizes={list(plan.sizes)}"
-    yield (
-        f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
-        f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, "
-        "with no more sizes than these calls used.</p>"
-    )
+    used = {padded for _, padded in calls}
+    histogram = sum((collections.Counter(graph.batch_sizes()) for graph in graphs), start=collections.Counter[int]())
+    plan = plan_sizes(histogram, len(used))
+    if plan.waste_after < sum(waste.values()):
+        chosen = f"capture_sizes={list(plan.sizes)}"
+        yield (
+            f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
+            f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, "
+            f"with {'as many' if len(plan.sizes) == len(used) else 'fewer'} sizes.</p>"
+        )
+    above = {size: count for size, count in stats.batch_sizes.items() if size > max(used)}
+    if above:
+        sizes, times = " to ".join(map(str, sorted({min(above), max(above)}))), counted(sum(above.values()), "call")
+        yield paragraph(f"Not among these: {times} of {sizes} {stats.unit}, which no graph here holds.")
 
 
 def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, is_library, restore
 
 _MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
@@ -387,12 +387,12 @@ class GraphedFunction(Generic[P, R]):
     configure_graphs: Callable[..., None]
     use_graph_pool: Callable[..., None]
     use_ranks: Callable[..., None]
-    static_inputs: Callable[..., Any]
+    static_inputs: Callable[..., dict[str, Tensor]]
     reset_graphs: Callable[[], None]
-    graph_report: Callable[..., Any]  # a GraphReport
+    graph_report: Callable[..., GraphReport]
     graph_stats: GraphStats
-    graph_manager: Any  # a CudaGraphManager
-    sleep: Callable[..., Any]
+    graph_manager: Any  # a CudaGraphManager, or None
+    sleep: Callable[..., Any]  # returns a SleepReport
     wake: Callable[..., None]
 
     def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
@@ -416,10 +416,10 @@ class GraphedFunction(Generic[P, R]):
         )
         return result
 
-    def capture_graphs(self, *args: Any, **kwargs: Any) -> Any:
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, from example arguments; see `CudaGraphWrapper.capture_graphs`."""
         with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
-            return self._wrapped.capture_graphs(*args, **kwargs)
+            return self._wrapped.capture_graphs(*args, **kwargs)  # type: ignore[no-any-return]
 
     if not TYPE_CHECKING:  # which would then take any name
 

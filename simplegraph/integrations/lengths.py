@@ -20,7 +20,7 @@ from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.call import invoke
 from simplegraph.call.memory import WriteSaver
 from simplegraph.call.outputs import unreturnable
-from simplegraph.call.signature import CallReader, device_of, prefixes
+from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states, remember
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
@@ -201,17 +201,20 @@ class OutputLengths:
 
 
 class PaddedCall:
-    """A call, read: its leaves, its length and the captured length that it is padded to.
+    """A call, read: its leaves, its rows, its length and the captured length that it is padded to.
 
     Args:
         leaves, names, spec: of the call.
         config: which dimensions are lengths, and how they are padded.
+        reader: finds the batch size.
 
     Raises:
-        CannotBind: it has no length, several, or one above all captured ones.
+        CannotBind: it has no length, several, or one above all captured ones; or no rows.
     """
 
-    def __init__(self, leaves: list[Any], names: list[str], spec: TreeSpec, config: CudaGraphConfig) -> None:
+    def __init__(
+        self, leaves: list[Any], names: list[str], spec: TreeSpec, config: CudaGraphConfig, reader: CallReader
+    ) -> None:
         self.leaves, self.spec = leaves, spec
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
         self.dims = {index: dim for index, leaf, dim in named if dim is not None and isinstance(leaf, Tensor)}
@@ -229,8 +232,12 @@ class PaddedCall:
         self.length = next(iter(lengths))
         captured = config.lengths or ()
         if self.length > captured[-1]:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{self.length}, the largest is {captured[-1]}")
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{self.length}, the largest is {captured[-1]}: add to lengths")
         self.padded = next(length for length in captured if length >= self.length)
+        device = device_of(leaves)
+        on_device = (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device == device)
+        anchor, batch_dim = reader.anchor(leaves, names, list(on_device))
+        self.rows = leaves[anchor].shape[batch_dim]
 
     @property
     def kind(self) -> Hashable:
@@ -312,8 +319,8 @@ class LengthBuckets:
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
-            self._reader = CallReader(module.forward, self.config)
-        return PaddedCall(*self._reader.leaves(args, kwargs), self.config)
+            self._reader = CallReader(module.forward, self.config, known_arguments(module))
+        return PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
 
     def _rule(self, kind: Hashable) -> OutputLengths:
         if kind not in self._rules and len(self._rules) >= _MAX_KINDS:
@@ -324,7 +331,7 @@ class LengthBuckets:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         device, at = device_of(call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
-        server.stats.ran_eagerly(Reason.FIRST_CALL)
+        server.stats.ran_eagerly(Reason.FIRST_CALL, size=call.rows)
         try:
             padded = rehearse(module, *at, device)
         except Exception as error:
@@ -378,4 +385,5 @@ def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
     every = summaries.values()
     failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
     captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
-    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size)
+    off = any(one.switched_off for one in every)
+    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size, switched_off=off)

@@ -140,7 +140,7 @@ class GraphCapture:
             shared = {name: repr(getattr(table.config, name)) for name in names} | {k: str(v) for k, v in own.items()}
             ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
         if not jobs:
-            return CaptureSummary(0, self._failed, 0.0, 0)
+            return CaptureSummary(0, self._failed, 0.0, 0, switched_off=table.config.mode is CudaGraphMode.NONE)
         free_before, before = table.device.free_memory(), table.stats.captures
         with table.releasing_unused_pool():  # whatever happens
             self._run_session(num_warmups, warmed_up)

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import Unpack as Unpack
 
-ModeName = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+R = TypeVar("R")
+ModeName = Literal["NONE", "OFF", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
 class CudaGraphSettings(TypedDict, total=False):
@@ -263,7 +264,14 @@ class CudaGraphManager(Sleeps):
         settings = {name: value for hooks in self.hooks for name, value in hooks.settings.items()}
         return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases, **settings}, **options)
 
-    def run(self, batch: Dispatch, forward: Forward, *, verify: bool = False, state: Sequence[Tensor] = ()) -> Any:
+    def run(
+        self,
+        batch: Dispatch,
+        forward: Callable[[CudaGraphMode, BatchDescriptor], R],
+        *,
+        verify: bool = False,
+        state: Sequence[Tensor] = (),
+    ) -> R:
         """Replay the batch's graph, or run `forward` eagerly where there is none.
 
         Args:
@@ -287,8 +295,10 @@ class CudaGraphManager(Sleeps):
             if verify:
                 job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
                 with self.pool.lock:
-                    return prove_batch(self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor))
-            return self._replay(graph, batch.padding)
+                    return prove_batch(  # type: ignore[no-any-return]
+                        self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor)
+                    )
+            return self._replay(graph, batch.padding)  # type: ignore[no-any-return]
         reason, detail = batch.reason, ""
         if capturing:
             reason = Reason.BUSY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,20 +11,21 @@ import logging
 import re
 import string
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from simplegraph.base.errors import CaptureError
+from simplegraph.base.errors import CaptureError, ConfigError
 from simplegraph.base.extras import eager_listeners, report_pages
 from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
 
-# Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
+# Reasons of the normal course, and those that a failed capture or proof warned of, or that cost no speed; the others
+# are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.SWITCHED_OFF, Reason.NESTED, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.EMPTY_BATCH}
 _MOST_LOGGED = 100  # causes of one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
@@ -72,8 +74,14 @@ def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def headline(message: str) -> str:
-    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
-    return ": ".join(line.strip() for line in message.splitlines()[:2])
+    """Return an error's first three lines as two: what failed, where and why; what to do."""
+    lines = [line.strip() for line in message.splitlines()]
+    return "\n    ".join([": ".join(lines[:2]), *lines[2:3]])
+
+
+def where_failed(error: CaptureError) -> str:
+    """Return what could not be captured, and the user's line: the first line of the error, without its verbs."""
+    return str(error).splitlines()[0].replace("capturing ", "", 1).replace(" failed", "", 1)
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,8 +207,7 @@ class GraphStats:
     @property
     def replayed_tokens(self) -> int:
         """Real rows in all replays together."""
-        graphs = [graph for graph in self._every_graph() if graph.mode != "BACKWARD"]
-        return sum(graph.size * graph.replays - graph.padded_tokens for graph in graphs)
+        return sum(size * count for graph in self._every_graph() for size, count in graph.batch_sizes().items())
 
     @property
     def graph_bytes(self) -> int:
@@ -247,6 +254,16 @@ class GraphStats:
         """Return a reason's text, and what the latest call of it was about."""
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave calls in here that end well out of the counters: a capture makes them up."""
+        kept = self.eager.copy(), self.slower.copy(), self._eager_sizes.copy()
+        paddings = {id(graph): (list(graph.paddings), graph) for graph in self._every_graph()}  # no id is used again
+        yield
+        self.eager, self.slower, self._eager_sizes = kept
+        for graph in self._every_graph():
+            graph.paddings[:], _ = paddings.get(id(graph), ((), None))
 
     def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
@@ -315,7 +332,13 @@ class GraphReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links."""
+        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links.
+
+        Raises:
+            ConfigError: the path ends otherwise than an HTML file's.
+        """
+        if Path(path).suffix.lower() not in ("", ".html", ".htm"):
+            raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
         Path(path).write_text(report_pages[-1](self), encoding="utf-8")
 
     def graphs(self) -> list[GraphCounters]:
@@ -324,9 +347,9 @@ class GraphReport:
 
     def __str__(self) -> str:
         stats = self.stats
-        where = f"{self.device}, emulated: no speed" if self.emulated else self.device
         lines = [
-            f"{stats.name} ({where}): {counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
+            f"{stats.name} ({self.device}{', emulated: no speed' * self.emulated}): "
+            f"{counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
             f"{_mib(stats.graph_bytes)} MiB; {counted(stats.replays, 'replay')}, "
             f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, "
             f"{counted(stats.eager.total(), 'eager call')}"
@@ -335,15 +358,15 @@ class GraphReport:
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += self.touched
-        eager = stats.eager.most_common()
-        lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
-        slower = stats.slower.most_common()
-        lines += [f"  slower {count:>5} x {reason.value}: {stats.explained(reason)}" for reason, count in slower]
-        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
+        for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
+            why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
+            lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
+        explained = stats.eager or stats.slower
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if explained else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
-        stall = f"{stats.longest_stall:.3f} s, where capture_graphs captures ahead of calls"
-        lines += [f"  the longest call that captured a size took {stall}"] if stats.longest_stall else []
+        stall = f"{stats.longest_stall:.3f} s; capture_graphs does that before the first call"
+        lines += [f"  the longest call that had to capture took {stall}"] if stats.longest_stall else []
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
@@ -370,8 +393,8 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
     costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
-    fields["inventory"] = None if inventory is None else inventory.to_dict()
-    fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
+    fields |= {"inventory": None if inventory is None else inventory.to_dict(), "inputs": dict(graph.inputs)}
+    fields |= {"replays": graph.replays, "padded_tokens": graph.padded_tokens}
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
 
@@ -386,8 +409,7 @@ def _shares(graph: GraphCounters) -> str:
         f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
         for name, known in parts.items()
     ]
-    untimed = "" if times else " (timed at the second replay)"
-    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
+    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{'' if times else ' (timed at the second replay)'}"
 
 
 def _mib(count: int) -> str:
@@ -420,6 +442,7 @@ class CaptureSummary:
         parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
             for the slowest, ``warmup``, ``capture`` and ``instantiate``, waiting for the driver at the end. Beside them
             ``inventory``, asking it what graphs touch.
+        switched_off: True if nothing was tried because graphs are switched off.
     """
 
     captured: int
@@ -427,13 +450,15 @@ class CaptureSummary:
     seconds: float
     bytes: int
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    switched_off: bool = False
 
     def __str__(self) -> str:
         total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"
         failures = {label: str(error) for label, error in self.failed.items()}
         lines = [f"  failed: {headline(message)}" for _, message in merged_failures(failures)]
         read = f" (and {seconds:.3f} s to read what they touch)" if (seconds := self.parts.get("inventory")) else ""
-        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB", *lines])
+        off = ": graphs are switched off" * self.switched_off
+        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB{off}", *lines])
 
 
 class GraphHolder(Protocol):

@@ -32,7 +32,7 @@ from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
@@ -118,7 +118,7 @@ class GraphBuilder:
         """
         table = self.manager.table
         if call.key in table.failures:
-            raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
+            raise CannotBind(Reason.CAPTURE_FAILED, where_failed(table.failures[call.key]))
         if table.config.capture == "upfront":
             unlike = "" if call.binding.called else self.difference_to_captured(call)
             raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or f"batch size {call.batch}: use capture_graphs")
@@ -216,7 +216,7 @@ class GraphBuilder:
             if self.manager.config.on_capture_failure == "raise":
                 self.manager.failures.pop(call.key, None)  # the next call tries again
             self.manager.table.raise_failure(failed)
-            raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
+            raise CannotBind(Reason.CAPTURE_FAILED, where_failed(next(iter(failed.values()))))
         call.check()  # as was learnt meanwhile
 
     def capture_sizes(self, call: Call) -> CaptureSummary:

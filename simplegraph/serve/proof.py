@@ -27,8 +27,8 @@ from simplegraph.program.snapshot import Snapshot
 logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
-    "simplegraph.check(module, inputs) says more. If the forward mixes rows, set padding=False; if it reads numbers or "
-    "flags of Python, name them in state_key."
+    "simplegraph.check(module, inputs) says more. If the forward mixes rows, set padding=False, or declare "
+    "pad_values; if it reads numbers or flags of Python, name them in state_key."
 )
 
 

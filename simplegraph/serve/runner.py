@@ -468,7 +468,7 @@ class GraphRunner:
         """Capture every size; see `CudaGraphWrapper.capture_graphs`."""
         _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.SWITCHED_OFF:
-            return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
+            return CaptureSummary(0, {}, 0.0, 0, switched_off=True)  # the program goes on
         left = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
             while True:

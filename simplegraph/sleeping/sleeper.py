@@ -385,7 +385,9 @@ def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> N
             "call sleep() after the block."
         )
     if not nap.regions:
-        raise ConfigError(f"nothing of {nap.name} can sleep: build it, and capture, after or inside sg.sleepable().")
+        raise ConfigError(
+            f"nothing of {nap.name} can sleep: call sg.sleepable() first, then build the model and capture."
+        )
     own, pools = {id(holder.graphs) for holder in holders}, {id(pool) for pool in _pools(holders)}
     for other in [holder for holder in holders_of(None) if id(holder.graphs) not in own]:
         if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):

@@ -20,6 +20,7 @@ from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.stats import where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.training.gradients import replicas_refused, set_up_backwards
@@ -143,7 +144,7 @@ class PairBuilder(GraphBuilder):
         if failed:
             table.forget(jobs)
             table.raise_failure(failed)
-            raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
+            raise CannotBind(Reason.CAPTURE_FAILED, where_failed(next(iter(failed.values()))))
         if self.state is None:
             self.state = CapturedState(call.module)
         self.leaves, around = leaves, (table, inputs, self.state, self.seen.guards(call))

@@ -6,6 +6,7 @@ import configparser
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -67,7 +68,9 @@ def test_nodes_are_named_by_the_module_whose_memory_they_use() -> None:
     with sg.audit() as audit:
         served()
         audit.check()
-    modules = [module.rpartition(".")[2] for _, _, module in audit.graphs[0].nodes]
+    first, *_ = audit.graphs
+    assert re.fullmatch(r"<AuditedGraph 1 of Mlp, captured at test_audit\.py:\d+, 3 replays>", repr(first))
+    modules = [module.rpartition(".")[2] for _, _, module in first.nodes]
     assert "up" in modules
     assert "down" in modules
 

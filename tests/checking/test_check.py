@@ -320,6 +320,8 @@ def test_a_module_in_training_mode_is_refused(device):
 def test_inputs_without_a_tensor_are_refused(device):
     with pytest.raises(sg.InputError, match="tensor"):
         sg.check(module_of(device, lambda m, n: n), 3)
+    with pytest.raises(sg.InputError, match=r"nothing was passed: pass an example call"):
+        sg.check(module_of(device, lambda m: m.weight))
 
 
 @pytest.mark.parametrize("way", ["wrap", "mixin"])
@@ -440,3 +442,12 @@ def test_the_memory_that_check_says_is_near_what_capturing_takes(device):
 def test_sizes_that_are_none_are_refused(device):
     with pytest.raises(sg.ConfigError, match="capture_sizes"):
         sg.check(module_of(device, lambda m, x: x * 2), rows(device), capture_sizes=[0, 4])
+
+
+def test_a_module_is_checked_as_if_nothing_were_set_in_the_environment(device, monkeypatch):
+    """Who switched graphs off may want to know if they could be on."""
+    monkeypatch.setenv("SIMPLEGRAPH_MODE", "off")
+    monkeypatch.setenv("SIMPLEGRAPH_CAPTURE_SIZES", "3")
+    report = sg.check(module_of(device, lambda m, x: (x @ m.weight).relu()), rows(device), capture_sizes=[2, 4])
+    assert report.capturable
+    assert report.memory.graphs == 2

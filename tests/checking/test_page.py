@@ -66,6 +66,8 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     model.graph_report().save(path := tmp_path / "graphs.html")
     page = Parts(path.read_text(encoding="utf-8"))
     assert page.open == []
+    with pytest.raises(sg.ConfigError, match=r"graphs\.json'; expected an HTML file\. JSON is report\.to_json\(\)\."):
+        model.graph_report().save(tmp_path / "graphs.json")
     text = "\n".join(page.texts)
     stats = model.graph_stats
     assert page.texts.count("Gated: CUDA graphs") == 2
@@ -73,13 +75,30 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     assert "PIECEWISE 4" in page.texts
     assert "batch size\nserved at\ncalls\npadding\n2\n2\n5\n0\n3\n4\n10\n10" in text
     assert "capture_sizes=[2, 3]" in page.texts
-    assert ": padding of 0 rows instead of 10, with no more sizes than these calls used." in page.texts
+    assert ": padding of 0 rows instead of 10, with as many sizes." in page.texts
+    assert "Not among these: 2 calls of 8 to 9 rows, which no graph here holds." in page.texts
     assert "Gated.gate" in page.texts
     assert "0.00 MiB" not in page.texts, "graphs of a small model are shown in KiB"
     assert re.search(r"Captures that failed\n.*batch size 8.*test_page\.py", text, re.DOTALL)
     links = {reason.link for reason in stats.eager}
     assert links <= set(page.links)
     assert len(links) == 2  # a failed capture, a batch that is too large
+
+
+def test_no_sizes_are_proposed_that_save_nothing(tmp_path: Path) -> None:
+    """And a manager's graphs are compared only where `run` is asked to, so the page promises no comparison."""
+    manager = sg.CudaGraphManager(device="cpu", capture_sizes=[2, 4], progress=False)
+    buffer = torch.zeros(4, 3)
+    manager.capture(forward := lambda mode, batch: buffer[: batch.num_tokens] * 2)
+    for size in (2, 4, 4):
+        manager.run(manager.dispatch(size), forward)
+    manager.report().save(path := tmp_path / "graphs.html")
+    text = path.read_text(encoding="utf-8")
+    assert "Padding by batch size" in text
+    assert "plan_sizes" not in text
+    assert "Not among these" not in text
+    assert "<td>no</td>" in text
+    assert "not yet" not in text
 
 
 @pytest.mark.parametrize("exact", [True, False])

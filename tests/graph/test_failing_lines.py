@@ -297,4 +297,4 @@ def test_a_librarys_function_is_called_in_one_of_the_users_own(library: Any, dev
             return library.scaled(x) * 2
 
     message = failure(Scaled().to(device).eval(), device)
-    assert "call it in a function of your own, marked @simplegraph.eager_break (mode='PIECEWISE')." in message
+    assert "call it in a function of your own, marked @simplegraph.eager_break, and set mode='PIECEWISE'." in message

@@ -179,6 +179,6 @@ def test_bad_settings_are_refused(device: torch.device, settings: dict[str, Any]
 def test_the_environment_switches_an_engines_graphs_off(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLEGRAPH_MODE", "none")
     engine = Engine(device)
-    engine.manager.capture(engine.forward)
+    assert str(engine.manager.capture(engine.forward)).endswith(": graphs are switched off")
     engine.step(3)
     assert engine.manager.stats.eager == {Reason.SWITCHED_OFF: 1}

@@ -120,7 +120,7 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly_and_says_why(
         assert "test_failures.py:" in message
         assert source in message
     assert [record.message.count("now runs eagerly") for record in caplog.records if "failed" in record.message] == [1]
-    assert "capture_failed" in str(model.graph_report())
+    assert "capture_failed: an earlier capture of this size failed (batch size " in str(model.graph_report())
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -142,8 +142,9 @@ def test_one_bad_line_is_one_warning_for_all_sizes_that_it_stops(
     assert first.endswith("`if x.sum() > 0:`")
     assert last == "  Batch sizes 8, 4, 2, 1 now run eagerly; no other size was captured."
     assert link == f"  See {Reason.CAPTURE_FAILED.link}"
-    (failed,) = [line for line in str(model.graph_report()).splitlines() if line.startswith("  failed: ")]
+    failed, remedy = str(model.graph_report()).splitlines()[-2:]
     assert failed.startswith("  failed: capturing batch sizes 8, 4, 2, 1 failed at ")
+    assert remedy.startswith("    Test it on the device (torch.where), ")
 
 
 def test_a_warning_says_how_many_other_sizes_were_captured(
@@ -185,9 +186,10 @@ def test_tensors_of_a_capture_that_failed_are_freed(device: torch.device) -> Non
 
 def test_printing_the_summary_says_each_cause_once(device: torch.device) -> None:
     lines = str(wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else None).capture_graphs(rows(3, device)))
-    first, failed = lines.splitlines()
+    first, failed, remedy = lines.splitlines()
     assert first.startswith("2 of 4 graphs captured in ")
     assert failed.startswith("  failed: capturing batch sizes 8, 4 failed at ")
+    assert remedy.startswith("    Test it on the device (torch.where), ")
 
 
 @pytest.mark.parametrize(("fault", "source", "remedy"), PARAMETERS)

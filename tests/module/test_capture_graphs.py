@@ -119,6 +119,8 @@ def test_capture_graphs_without_tensors_says_why(device):
     model = wrapped_mlp(device)
     with pytest.raises(sg.InputError, match="tensor"):
         model.capture_graphs(3)
+    with pytest.raises(sg.InputError, match=r"nothing was passed: pass an example call, capture_graphs\(x\);"):
+        model.capture_graphs()
 
 
 @pytest.mark.parametrize("progress", [True, False])

@@ -77,6 +77,7 @@ def test_strided_frames_are_cut_to_what_the_length_gives(device: torch.device) -
     assert stats.captures == 4  # two sizes times two lengths
     assert stats.replays >= 30
     assert reasons(model)["first_call"] < 20
+    assert sum(stats.batch_sizes.values()) == stats.replays + stats.eager.total()
     assert Reason.LENGTH_PADDING not in stats.eager
 
 
@@ -131,6 +132,7 @@ def test_longer_calls_run_as_they_are(device: torch.device) -> None:
     model = graphed(Frames(), device)
     assert_right(model, torch.randn(4, 129, device=device))
     assert reasons(model) == {"length_too_large": 1}
+    assert "captured for (129, the largest is 128: add to lengths)" in str(model.graph_report())
 
 
 class Drawing(nn.Module):

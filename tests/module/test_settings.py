@@ -18,6 +18,7 @@ def test_the_environment_switches_a_deployed_program_off(device, monkeypatch):
     x = rows(4, device)
     summary = model.capture_graphs(x)
     assert (summary.captured, summary.failed) == (0, {})
+    assert str(summary) == "0 of 0 graphs captured in 0.000 s, 0.0 MiB: graphs are switched off"
     for _ in range(3):
         close(model(x), sg.unwrap(model)(x))
     assert reasons(model) == {"switched_off": 3}

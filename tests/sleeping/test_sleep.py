@@ -300,7 +300,7 @@ class Scaled(nn.Module):
 
 def test_nothing_to_put_to_sleep_is_an_error(device: torch.device) -> None:
     model = sg.wrap(built(device), capture_sizes=SIZES, progress=False)
-    with pytest.raises(sg.ConfigError, match=r"sg\.sleepable"):
+    with pytest.raises(sg.ConfigError, match=r"call sg\.sleepable\(\) first"):
         model.sleep()
 
 

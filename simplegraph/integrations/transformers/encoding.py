@@ -96,7 +96,7 @@ class GraphedEncoder(GraphedModel):
         with torch.no_grad():
             self._check_state()
             for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and what is cut
-                self._run_padded(self._step.run_model, self._example(length, inputs))
+                self._run_padded(self._step.run_model, self._step.run_model, self._example(length, inputs))
             for length in reversed(self._lengths):
                 example = self._example(length, {*inputs, "attention_mask"})
                 summaries[f"{length} tokens"] = self._step.capture_graphs(**example)
@@ -116,7 +116,7 @@ class GraphedEncoder(GraphedModel):
         """Serve a call of the model."""
         try:
             self._check_state()
-            return self._run_padded(forward, self._by_name(args, kwargs))
+            return self._run_padded(forward, self._step, self._by_name(args, kwargs))
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail, error.size)
             return forward(*args, **kwargs)
@@ -133,7 +133,8 @@ class GraphedEncoder(GraphedModel):
         call = self._signature.bind(self.model, *args, **kwargs)
         return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
 
-    def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def _run_padded(self, forward: Callable[..., Any], step: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run a call by the step, padded; or by the model's own forward, to learn how outputs are cut."""
         inputs, flags, (rows, length) = _read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"
@@ -141,7 +142,9 @@ class GraphedEncoder(GraphedModel):
                 Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
             )
         if length > self._lengths[-1]:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
+            raise CannotBind(
+                Reason.LENGTH_TOO_LARGE, f"{length} tokens, the largest is {self._lengths[-1]}: add to lengths"
+            )
         values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
         whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
@@ -153,13 +156,13 @@ class GraphedEncoder(GraphedModel):
         if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
             del full["attention_mask"]
         elif padded == length:
-            return self._step(**full, **flags)
+            return step(**full, **flags)
         key = (tuple(inputs), unmasked, values)
         rule = self._rules.get(key)
         if rule is None:
             outputs = forward(**given)
             visible = None if mask is None else mask.bool()
-            rule = _length_rule(outputs, self._step(**full, **flags), length, padded, visible)
+            rule = _length_rule(outputs, step(**full, **flags), length, padded, visible)
             self._rules[key] = rule
             self._keeps_masks |= unmasked and rule.refusal is not None
             return outputs
@@ -167,7 +170,7 @@ class GraphedEncoder(GraphedModel):
             if rule.refusal.reason is Reason.LENGTH_PADDING:
                 self._refused.add((key, length))
             raise rule.refusal.again()
-        leaves, spec = flatten(self._step(**full, **flags))
+        leaves, spec = flatten(step(**full, **flags))
         return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, length)))
 
 

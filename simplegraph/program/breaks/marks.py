@@ -235,7 +235,7 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
     matches = {pattern: fnmatch.filter(named, pattern) for pattern in patterns}
     for pattern, found in matches.items():
         if not found:
-            kinds = ", ".join(sorted({"*." + name.rsplit(".", 1)[-1] for name in named})[:12])
+            kinds = ", ".join(sorted({"*." * ("." in name) + name.rsplit(".", 1)[-1] for name in named})[:12])
             raise ConfigError(f"break_at: no submodule is named {pattern!r}; there are, among others, {kinds}.")
     names = [name for name in named if any(name in found for found in matches.values())]
     for name in names:

@@ -115,6 +115,13 @@ def test_what_cannot_break_is_refused_when_it_is_marked(target: Any, words: str)
         sg.eager_break(target)
 
 
+def test_a_pattern_that_matches_nothing_is_told_ones_that_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    with pytest.raises(sg.ConfigError, match=r"no submodule is named '\*\.1'; there are, among others, \*\.0, 0, 1\."):
+        sg.break_at(model, "*.1")
+    assert sg.break_at(model, "*.0") == ["1.0"]
+
+
 def test_break_at_breaks_at_the_named_modules(device: torch.device) -> None:
     module = stack()
     reference = copy.deepcopy(module)

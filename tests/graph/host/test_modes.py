@@ -251,7 +251,7 @@ def test_no_mode_is_advised_to_who_cannot_set_one() -> None:
             return x * torch.rand(())
 
     drawing = Drawing()
-    assert "@simplegraph.eager_break (mode='PIECEWISE')" in refused(drawing)
+    assert "@simplegraph.eager_break, and set mode='PIECEWISE'" in refused(drawing)
     drawing.takes_settings = False  # as inside graph_generation
     message = refused(drawing)
     assert "Such calls run as they do without graphs." in message

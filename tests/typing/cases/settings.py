@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from typing_extensions import Unpack
+from typing_extensions import Unpack, assert_type
 
 import simplegraph as sg
 
@@ -34,6 +34,15 @@ class DecoratedTypo(nn.Module): ...
 
 
 sg.CudaGraphManager(device="cpu", capture_sizes=[1, 2], max_num_seqs=2)
+manager = sg.CudaGraphManager(device="cpu", mode="OFF")
+
+
+def forward(mode: sg.CudaGraphMode, batch: sg.BatchDescriptor) -> list[torch.Tensor]:
+    """Run a model of an engine's."""
+    return [torch.ones(batch.num_tokens)]
+
+
+assert_type(manager.run(manager.dispatch(2), forward), list[torch.Tensor])
 sg.CudaGraphManager(device="cpu", max_num_seq=2)  # E: Unexpected keyword argument "max_num_seq"
 
 

@@ -57,6 +57,12 @@ def double(x: torch.Tensor, times: int = 2) -> torch.Tensor:
 
 assert_type(double(torch.ones(2), times=3), torch.Tensor)
 assert_type(double.graph_stats.replays, int)
+assert_type(double.graph_report(), sg.GraphReport)
+assert_type(double.graph_stats, sg.GraphStats)
+assert_type(double.capture_graphs(torch.ones(2)), sg.CaptureSummary)
+assert_type(double.static_inputs(2), dict[str, torch.Tensor])
+step = sg.train_step(double, optimizers=[torch.optim.SGD(model.parameters())])
+assert_type(step.graph_report(), sg.GraphReport)
 double.graph_rport()  # E: has no attribute "graph_rport"
 double(3)  # E: Argument 1 to "__call__" of "GraphedFunction"
 sg.wrap("Decoder")  # E: No overload variant of "wrap"

@@ -275,12 +275,12 @@ class FixedCacheDecoder:
         if not grows:
             return 0
         if length >= self._length:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"max_length is {self._length}")
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"max_length is {self._length}: raise it")
         return self._spans[bisect.bisect_left(self._spans, length + 1)]
 
     def _padded_source(self, source: int) -> int:
         if source > self._source_length:
-            limit = f"max_source_length is {self._source_length}"
+            limit = f"max_source_length is {self._source_length}: raise it"
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the encoder's outputs have {source} tokens, {limit}")
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 

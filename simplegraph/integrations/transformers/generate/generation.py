@@ -105,9 +105,11 @@ class GraphedGeneration(GraphedModel):
             raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
         self._decoder.capturing = {}
         try:
-            for rows, tokens in prompts:
-                self._generate_once(rows, tokens, settings)
-            return added(self._decoder.capturing)
+            with self.stats.uncounted():
+                for rows, tokens in prompts:
+                    self._generate_once(rows, tokens, settings)
+                off = Reason.SWITCHED_OFF in self.stats.eager
+            return dataclasses.replace(added(self._decoder.capturing), switched_off=off)
         finally:
             self._decoder.capturing = None
 
