@@ -121,7 +121,9 @@ class Survey:
                 for index, (key, item) in enumerate(items):
                     label = index if isinstance(key, Tensor) else key  # of an optimizer's state
                     self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
-            if before == (len(self.links), len(self.tensors)):
+            # A tuple of plain values cannot be filled, and is one itself: convolutions have six each.
+            plain = items and type(value) is tuple and all(type(item) in SETTINGS for _, item in items)
+            if before == (len(self.links), len(self.tensors)) and not plain:
                 self.links.append(links)
 
     def _add(self, held: HeldTensor) -> None:

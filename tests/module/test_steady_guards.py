@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 import simplegraph.guard.guards as guards
+from simplegraph.guard.survey import Survey
 
 
 def tied() -> nn.Sequential:
@@ -79,3 +80,9 @@ def test_one_of_two_tied_weights_that_is_replaced_is_never_stale() -> None:
         model[1].weight.fill_(1)
         model[1].weight = model[0].weight
         assert torch.equal(wrapped(x), model[1](model[0](x)))
+
+
+def test_a_steady_call_reads_no_tuples_of_plain_values() -> None:
+    """A convolution has six; comparing them took a third of the host's time of a ResNet-50's call."""
+    links = Survey(nn.Conv2d(2, 2, 1)).links
+    assert {key for *_, (_, key, _) in links}.isdisjoint({"kernel_size", "stride", "padding", "dilation"})
