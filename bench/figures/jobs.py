@@ -15,6 +15,11 @@ JSON = "{json}"
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 _MODEL_TABLES = ("model-table", "model-table-summary", "model-table-categories")
 _GENERATE_ARMS = "plain,static-compiled,simplegraph"
+_STARTED = "eager,simplegraph,plain-loop,lean-loop,simplegraph-lazy,simplegraph-piecewise,simplegraph-fused"
+_PRELOADED = ("--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
+_GENERATED = ("--arms", "plain,static-compiled,simplegraph", "--processes", "2")
+_MEMORY = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
+_SPECULATION = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
 _AT_ONCE = ("--models", ",".join(FAMILIES), "--arms", "static-compiled,simplegraph", "--at-once", str(len(FAMILIES)))
 
 
@@ -50,20 +55,18 @@ HEADLINE_SECONDS = 25 * 60
 
 def headline_jobs() -> list[Job]:
     """List the jobs of README's and the first tables, by their worth: measured together, at one commit, on one GPU."""
-    arms = "eager,simplegraph,plain-loop,lean-loop,simplegraph-lazy,simplegraph-piecewise,simplegraph-fused"
-    startup = _command("bench", "--arms", arms, "--rounds", "2", "--timeout", "150")  # it writes after every arm
-    models = _command("bench.optimized", "--batches", "1", "--at-once", "8", "--total", "400")
-    steps = _command("bench.serve.decode_steps", "--attention", "fa3", "--beside", "eager")
-    generate = ("bench.transformers_generate", "--arms", "plain,static-compiled,simplegraph", "--processes", "2")
-    memory = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
     commands = {
-        "models": (models, ("readme",), 420),
-        "startup": (startup, ("startup", HEADLINE), 400),
+        "models": (_command("bench.optimized", "--batches", "1", "--at-once", "8", "--total", "400"), ("readme",), 420),
+        "startup": (
+            _command("bench", "--arms", _STARTED, "--rounds", "2", "--timeout", "150"),
+            ("startup", HEADLINE),
+            400,
+        ),
         "model_calls": (_command("bench.host_overhead.models", "--parts", "mixed,lazy"), (HEADLINE,), 150),
-        "engine": (steps, (HEADLINE,), 200),
-        "generate": (_command(*generate), (HEADLINE,), 300),
+        "engine": (_command("bench.serve.decode_steps", "--attention", "fa3", "--beside", "eager"), (HEADLINE,), 200),
+        "generate": (_command("bench.transformers_generate", *_GENERATED), (HEADLINE,), 300),
         "hybrid": (_command("bench.layer_kinds", "--kinds", "hybrid"), (HEADLINE,), 300),
-        "training_memory": (_command("bench.training", *memory), ("training-memory", HEADLINE), 150),
+        "training_memory": (_command("bench.training", *_MEMORY), ("training-memory", HEADLINE), 150),
     }
     return [Job(f"{HEADLINE}/{name}", *job) for name, job in commands.items()]
 
@@ -74,11 +77,9 @@ def all_jobs() -> list[Job]:
         *headline_jobs(),
         *_one_gpu(),
         *_serving(),
-        *_optimized(),
-        *_training(),
+        *_modules(),
         *_several_gpus(),
         *_families(),
-        *_beside_the_tables(),
     ]
 
 
@@ -87,9 +88,8 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 
 def _one_gpu() -> list[Job]:
-    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     return [
-        Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
+        Job("h200_startup_preloaded", _command("bench", *_PRELOADED), ("startup-preloaded",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
@@ -105,45 +105,41 @@ def _one_gpu() -> list[Job]:
 
 
 def _serving() -> list[Job]:
-    plain = ("eager", "full-decode-only", "full-and-piecewise", "compiled-piecewise")
-    speculation = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
     loads = ("--rate", "60", "--requests", "600"), ("--rate", "20,40,80", "--requests", "100", "--limit", "540")
+    arms = ("eager", "full-decode-only", "full-and-piecewise", "compiled-piecewise"), _SPECULATION
     files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
     rates = ("bench.serve", "--attention", "fa3", "--arms", "eager,full,full-and-piecewise", "--rate", "20,40,80")
     return [
         Job("h100_serve_rates", _command(*rates, "--requests", "40"), ("serving-rates",), seconds=200),
         *(
-            Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
-            for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
+            Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(some)), (table,))
+            for (file, table), load, some in zip(files, loads, arms, strict=True)
         ),
     ]
 
 
-def _optimized() -> list[Job]:
-    models = _command("bench.optimized", "--at-once", "8", "--total", "540")
-    return [
-        Job("h200_optimized", models, ("optimized",)),
-        Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
-    ]
-
-
-def _training() -> list[Job]:
-    compiled = _training_command((), tuple(TRAINING_ARMS))
-    first = _training_command(("mlp", "dqn"), ("eager", "train-step", "compiled-reduce-overhead"))
-    pairs = _training_command(
-        ("two linears", "two linears, autocast", "mlp", "vit-b 8"),
-        ("eager", "forward-backward", "make-graphed-callables"),
+def _modules() -> list[Job]:
+    """List those of modules as they are, and of training; the last two have no table."""
+    shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
+    autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
+    first = ("--workloads", "mlp,dqn", "--arms", "eager,train-step,compiled-reduce-overhead")
+    graphs = (
+        "--workloads",
+        "two-linears,two-linears-autocast,mlp,vit-b-8",
+        "--arms",
+        "eager,forward-backward,make-graphed-callables",
     )
     return [
-        Job("h200_training", compiled, ("training", "training-start")),
-        Job("h200_training_first", first, ("training-start",), seconds=300),
-        Job("h200_training_pairs", pairs, ("training-pairs",), seconds=300),
+        Job("h200_optimized", _command("bench.optimized", "--at-once", "8", "--total", "540"), ("optimized",)),
+        Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
+        Job(
+            "h200_training", _command("bench.training", "--arms", _names(TRAINING_ARMS)), ("training", "training-start")
+        ),
+        Job("h200_training_first", _command("bench.training", *first), ("training-start",), seconds=300),
+        Job("h200_training_pairs", _command("bench.training", *graphs), ("training-pairs",), seconds=300),
+        Job("h200_training_shapes", _command("bench.training", *shapes)),
+        Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
     ]
-
-
-def _training_command(workloads: tuple[str, ...], arms: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = ("--workloads", _names(workloads)) if workloads else ()
-    return _command("bench.training", *chosen, "--arms", _names(arms))
 
 
 def _names(names: Iterable[str]) -> str:
@@ -152,15 +148,16 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _several_gpus() -> list[Job]:
-    compiled = "compiled-piecewise"
-    dtensor = ("--arms", "simplegraph,simplegraph-dtensor", "--sizes", "1,64,256")
     return [
         _ranks("h200x2_tp2", 2, ("two-gpus",), "--rounds", "1"),
-        _ranks("h200x2_tp2_compiled", 2, ("two-gpus",), "--arms", compiled),
-        _ranks("h200x2_dtensor", 2, ("dtensor",), "--rounds", "1", *dtensor),
+        _ranks("h200x2_tp2_compiled", 2, ("two-gpus",), "--arms", "compiled-piecewise"),
+        _ranks(
+            *("h200x2_dtensor", 2, ("dtensor",), "--rounds", "1"),
+            *("--arms", "simplegraph,simplegraph-dtensor", "--sizes", "1,64,256"),
+        ),
         _ranks("h100x2_two_batch", 2, ("two-batch",), module="bench.two_batch"),
         _ranks("h200x4_tp4_70b", 4, ("four-gpus",), "--model", "70b", "--rounds", "1", "--arms", "simplegraph,eager"),
-        _ranks("h200x4_tp4_70b_compiled", 4, ("four-gpus",), "--model", "70b", "--arms", compiled),
+        _ranks("h200x4_tp4_70b_compiled", 4, ("four-gpus",), "--model", "70b", "--arms", "compiled-piecewise"),
         _ranks(
             *("h200x8_tp8_70b", 8, ("eight-gpus", "eight-gpus-parts")),
             *("--model", "70b", "--rounds", "1", "--arms", "simplegraph,plain-loop"),
@@ -169,7 +166,7 @@ def _several_gpus() -> list[Job]:
             *("h200x8_tp8_70b_eager", 8, ("eight-gpus",)),
             *("--model", "70b", "--rounds", "1", "--arms", "eager,simplegraph-piecewise"),
         ),
-        _ranks("h200x8_tp8_70b_compiled", 8, ("eight-gpus",), "--model", "70b", "--arms", compiled),
+        _ranks("h200x8_tp8_70b_compiled", 8, ("eight-gpus",), "--model", "70b", "--arms", "compiled-piecewise"),
     ]
 
 
@@ -188,13 +185,4 @@ def _families() -> list[Job]:
             ("families",),
         )
         for name in FAMILIES
-    ]
-
-
-def _beside_the_tables() -> list[Job]:
-    shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
-    autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
-    return [
-        Job("h200_training_shapes", _command("bench.training", *shapes)),
-        Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
     ]
