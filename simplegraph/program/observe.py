@@ -408,16 +408,15 @@ class MemoryObserver(OperatorMode):
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
         """Surround a launch by Triton of a kernel that is passed these tensors; which it writes to is not known."""
         device = self._device
-        if device is None:
-            yield
-            return
-        self._look_for_unseen(device)
+        if device is not None:
+            self._look_for_unseen(device)
         given = {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}
         self.launched |= given.keys() - self._own
         self._note_given(given, "a kernel of Triton")
         yield
-        self._look_for_unseen(device, known=tensors is not None)
-        self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
+        if device is not None:
+            self._look_for_unseen(device, known=tensors is not None)
+            self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
 
     def _look_for_unseen(self, device: GraphDevice, *, known: bool = False) -> None:
         """Note if more was recorded since the last operator, or since the segment began.
@@ -433,8 +432,7 @@ class MemoryObserver(OperatorMode):
                 self.reads_anything = self.unseen
 
     def __enter__(self) -> MemoryObserver:
-        kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-        self._kernels = None if self._device is None else kernels
+        self._kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
         if self._kernels is not None:
             patches.replace(self._kernels, "run", _shown)
         super().__enter__()  # type: ignore[no-untyped-call]

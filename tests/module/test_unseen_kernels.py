@@ -18,6 +18,7 @@ import simplegraph as sg
 from simplegraph import Reason
 from simplegraph.device import memory
 from simplegraph.device.emulator.device import emulator
+from simplegraph.program.session import CaptureSession
 from tests.module.answers import reasons
 
 WIDTH = 6
@@ -176,6 +177,23 @@ def test_a_tensor_that_no_kernel_is_passed_may_be_replaced_after_every_call(monk
     assert model.graph_stats.recaptures == 1
     assert model.graph_stats.replays >= before + 4
     del churned
+
+
+def test_sizes_whose_kernels_read_a_table_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warmup that did not see what Triton's kernels read had every size captured a second time, and observed."""
+    module, labels, capture = Remembers(stand_in_triton(monkeypatch)).eval(), [], CaptureSession.capture
+
+    def counted(session: CaptureSession, *args: Any, label: str, **kwargs: Any) -> Any:
+        labels.append(label)
+        return capture(session, *args, label=label, **kwargs)
+
+    monkeypatch.setattr(CaptureSession, "capture", counted)
+    model = sg.wrap(module, capture_sizes=[1, 2, 4, 8], batch_dims={"x": 0}, progress=False)
+    model.capture_graphs(torch.randn(8, WIDTH))
+    assert labels == ["batch size 8", "batch size 4", "batch size 2", "batch size 1"]
+    x = torch.randn(3, WIDTH)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), x + module.table)
 
 
 # What a kernel may be passed an address by, beside its tensors.
