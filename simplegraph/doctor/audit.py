@@ -105,7 +105,7 @@ class AuditedGraph:
     def __repr__(self) -> str:
         """Name the graph, the module whose tensors it uses, and the line that captured it."""
         whose = next((f" of {name.partition('.')[0]}" for name in self.modules.values()), "")
-        where, replays = Path(self.captured_at).name, counted(self.replays, "replay")
+        where, replays = Path(self.captured_at).name, "dropped" if self.dropped else counted(self.replays, "replay")
         return f"<{type(self).__name__} {self.number}{whose}, captured at {where}, {replays}>"
 
     @property

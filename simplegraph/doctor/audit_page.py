@@ -81,7 +81,7 @@ def _group(
 ) -> Iterator[str]:
     bad = guilty.intersection(graph["number"] for graph in graphs)
     count = f"{len(graphs)} graphs alike" if graphs[1:] else f"graph {graphs[0]['number']}"
-    mark = f' <b class="bad">findings in {_listed(sorted(bad))}</b>' if bad else ""
+    mark = f' <b class="bad">findings in graph {_listed(sorted(bad))}</b>' if bad else ""
     nodes = graphs[0]["nodes"]
     modules = [names[module] for *_, module in nodes if names[module]]
     extent = f": {modules[0]}" + (f" to {modules[-1]}" if modules[-1] != modules[0] else "") if modules else ""

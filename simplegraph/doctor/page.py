@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from simplegraph.base.reasons import DOCUMENTATION, Reason
 from simplegraph.batch.planner import plan_sizes
-from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures
+from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures, told_apart
 
 _MOST_ROWS = 40  # of a table of batch sizes
 _MOST_STEPS = 3  # graphs whose steps are shown
@@ -96,10 +96,9 @@ def tiles(shown: Mapping[str, str]) -> str:
 def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
     yield heading("Graphs and their use")
     if not graphs:
-        yield paragraph("Nothing is captured.")
-        return
+        return (yield paragraph("Nothing is captured."))
     most, memory = max(graph.replays for graph in graphs), max(graph.bytes for graph in graphs)
-    header = ("graph", "replays", "", f"padded {unit}", "memory", "", "captured in", "compared with eager")
+    inputs, *told = told_apart(graphs)  # none, where they do not differ
     rows = [
         (
             f"{graph.mode} {graph.size}",
@@ -110,10 +109,12 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
             Bar(_ratio(graph.bytes, memory)),
             f"{graph.seconds * 1e3:.1f} ms",
             graph.proof or "no",
+            *[told[at]] * bool(inputs),
         )
-        for graph in graphs
+        for at, graph in enumerate(graphs)
     ]
-    yield table(header, rows)
+    last = "captured in", "compared with eager", *[inputs] * bool(inputs)
+    yield table(("graph", "replays", "", f"padded {unit}", "memory", "", *last), rows)
 
 
 def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:

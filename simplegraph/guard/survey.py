@@ -19,6 +19,9 @@ from simplegraph.program.snapshot import held_by, is_library, items_of, layer_se
 
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
+# Tuples of torch's own layers, of which a convolution has six: to compare them took a third of its guards' time.
+_SHAPES = frozenset({"kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"})
+_SHAPES |= {"_reversed_padding_repeated_twice"}
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
 _CODE = frozenset(
@@ -88,11 +91,12 @@ class Survey:
     def _look_at_attributes(self, name: str) -> None:
         module = self.modules[name]
         attributes = vars(module)
+        known = _REGISTERED | _SHAPES if layer_settings(type(module)) else _REGISTERED
         for held in holders_of(module):
             for key, value in list(held.items()):
                 if type(value) in _CODE:
                     self.links.append(((held, key, value),))
-                elif held is not attributes or key not in _REGISTERED:
+                elif held is not attributes or key not in known:
                     self._look_inside(_dotted(name, key), _dotted(name, key), ((held, key, value),))
         self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
 
@@ -121,9 +125,7 @@ class Survey:
                 for index, (key, item) in enumerate(items):
                     label = index if isinstance(key, Tensor) else key  # of an optimizer's state
                     self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
-            # A tuple of plain values cannot be filled, and is one itself: convolutions have six each.
-            plain = items and type(value) is tuple and all(type(item) in SETTINGS for _, item in items)
-            if before == (len(self.links), len(self.tensors)) and not plain:
+            if before == (len(self.links), len(self.tensors)):
                 self.links.append(links)
 
     def _add(self, held: HeldTensor) -> None:

@@ -232,7 +232,7 @@ class PaddedCall:
         self.length = next(iter(lengths))
         captured = config.lengths or ()
         if self.length > captured[-1]:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{self.length}, the largest is {captured[-1]}: add to lengths")
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {captured[-1]}: add {self.length} to lengths")
         self.padded = next(length for length in captured if length >= self.length)
         device = device_of(leaves)
         on_device = (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device == device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,7 +10,7 @@ import logging
 import re
 import string
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -255,16 +254,6 @@ class GraphStats:
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
 
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Leave calls in here that end well out of the counters: a capture makes them up."""
-        kept = self.eager.copy(), self.slower.copy(), self._eager_sizes.copy()
-        paddings = {id(graph): (list(graph.paddings), graph) for graph in self._every_graph()}  # no id is used again
-        yield
-        self.eager, self.slower, self._eager_sizes = kept
-        for graph in self._every_graph():
-            graph.paddings[:], _ = paddings.get(id(graph), ((), None))
-
     def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
         for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
@@ -337,7 +326,7 @@ class GraphReport:
         Raises:
             ConfigError: the path ends otherwise than an HTML file's.
         """
-        if Path(path).suffix.lower() not in ("", ".html", ".htm"):
+        if Path(path).suffix.lower() in (".json", ".txt", ".csv", ".pdf", ".png"):
             raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
         Path(path).write_text(report_pages[-1](self), encoding="utf-8")
 
@@ -355,7 +344,7 @@ class GraphReport:
             f"{counted(stats.eager.total(), 'eager call')}"
         ]
         graphs = self.graphs()
-        lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
+        lines += _table([_COLUMNS, *map(_row, graphs)], told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += self.touched
         for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
@@ -376,6 +365,8 @@ class GraphReport:
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
+        if stats.recaptures:
+            lines.append(f"  graphs were dropped {stats.recaptures} x, since what they read had moved")
         lines += [f"  optimized: {line}" for line in self.optimizations]
         lines += [f"  failed: {headline(message)}" for _, message in merged_failures(stats.failures)]
         return "\n".join(lines)
@@ -416,7 +407,7 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f}"
 
 
-def _told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
+def told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
     """Return a last column with the inputs in which graphs differ; empty if there are none."""
     names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
     differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]

@@ -1,4 +1,4 @@
-"""Headlines are of one state of the package, and no older than the last change of what they measure by more than a release."""
+"""Headlines are of one state of the package, and at most a release older than the last change of what they measure."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_longer_calls_run_as_they_are(device: torch.device) -> None:
     model = graphed(Frames(), device)
     assert_right(model, torch.randn(4, 129, device=device))
     assert reasons(model) == {"length_too_large": 1}
-    assert "captured for (129, the largest is 128: add to lengths)" in str(model.graph_report())
+    assert "captured for (the largest is 128: add 129 to lengths)" in str(model.graph_report())
 
 
 class Drawing(nn.Module):

@@ -142,9 +142,7 @@ class GraphedEncoder(GraphedModel):
                 Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
             )
         if length > self._lengths[-1]:
-            raise CannotBind(
-                Reason.LENGTH_TOO_LARGE, f"{length} tokens, the largest is {self._lengths[-1]}: add to lengths"
-            )
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {self._lengths[-1]}: add {length} to lengths")
         values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
         whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]

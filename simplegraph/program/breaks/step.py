@@ -199,8 +199,9 @@ class Break:
     def _refused(self, problem: str) -> BreakError:
         return BreakError(
             f"eager break {self.name} returned {problem}.\n"
-            "  The segments after it were captured for results of one structure, shape and dtype, and did not run. "
-            "Return the same each time, or capture again with reset_graphs()."
+            "  The segments after it were captured for results of one structure, shape and dtype, and numbers "
+            "of one value, and did not run. Let the break compute what depends on such a number, too, and return "
+            "tensors of the same shape each time; or capture again with reset_graphs()."
         )
 
 

@@ -103,12 +103,11 @@ class GraphedGeneration(GraphedModel):
             prompts = self._decoder.prompts_for(lengths)
         except CannotBind as error:
             raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
-        self._decoder.capturing = {}
+        self._decoder.capturing, before = {}, self.stats.eager[Reason.SWITCHED_OFF]
         try:
-            with self.stats.uncounted():
-                for rows, tokens in prompts:
-                    self._generate_once(rows, tokens, settings)
-                off = Reason.SWITCHED_OFF in self.stats.eager
+            for rows, tokens in prompts:
+                self._generate_once(rows, tokens, settings)
+            off = self.stats.eager[Reason.SWITCHED_OFF] > before
             return dataclasses.replace(added(self._decoder.capturing), switched_off=off)
         finally:
             self._decoder.capturing = None
