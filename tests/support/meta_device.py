@@ -117,6 +117,9 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return runner.builder  # type: ignore[no-any-return]
 
     monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)
+    monkeypatch.setattr(
+        "simplegraph.base.extras.memory_sources", []
+    )  # another test may have made memory that can sleep
     generator = torch.Generator()
     for home in ("program.program", "call.memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
