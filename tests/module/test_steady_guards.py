@@ -86,3 +86,25 @@ def test_a_steady_call_reads_no_tuples_of_plain_values() -> None:
     """A convolution has six; comparing them took a third of the host's time of a ResNet-50's call."""
     links = Survey(nn.Conv2d(2, 2, 1)).links
     assert {key for *_, (_, key, _) in links}.isdisjoint({"kernel_size", "stride", "padding", "dilation"})
+
+
+@pytest.mark.parametrize("pair", [lambda t: (t, t), lambda t: (t,) * 2 + (1.0,), lambda t: [t, t]])
+def test_numbers_in_a_tuple_of_a_module_that_become_tensors_are_never_stale(pair: Callable[[Tensor], Any]) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair: Any = (0.0, 0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + self.pair[0]) + self.pair[1]
+
+    module = Scales().eval()
+    wrapped = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(5):
+            wrapped(torch.randn(4, 4))
+        module.pair = pair(torch.full((4,), 2.0))
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(wrapped(x), x * 3 + 2)
+    assert wrapped.graph_stats.recaptures == 1
