@@ -92,7 +92,9 @@ def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int
     if now is None:
         if before is None and (value is value_before or bool(value == value_before)):
             return ()
-        raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, f"it holds {value!r}, which follows the batch size: leave it out")
+        raise CannotBind(
+            Reason.OUTPUT_SHAPE_UNKNOWN, f"the output holds {value!r}, which follows the batch size: leave it out"
+        )
     if before is None or len(now) != len(before):
         raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "an output's rank changes with the batch size")
     rule = []
