@@ -43,7 +43,7 @@ class Reason(str, enum.Enum):
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
-        "as many kinds of calls are known as max_signatures: raise it, pass values as tensors, or lengths by length_dims",
+        "more kinds of calls than max_signatures: raise it, pass changing values as tensors, or lengths by length_dims",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.
