@@ -96,7 +96,8 @@ def tiles(shown: Mapping[str, str]) -> str:
 def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
     yield heading("Graphs and their use")
     if not graphs:
-        return (yield paragraph("Nothing is captured."))
+        yield paragraph("Nothing is captured.")
+        return
     most, memory = max(graph.replays for graph in graphs), max(graph.bytes for graph in graphs)
     inputs, *told = told_apart(graphs)  # none, where they do not differ
     rows = [
@@ -126,11 +127,10 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
         return
     waste = {pair: (pair[1] - pair[0]) * count for pair, count in calls.items()}
     worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MOST_ROWS])
-    most = max(waste.values())
     yield heading(f"Padding by batch size, in {stats.unit}")
     yield table(
         ("batch size", "served at", "calls", "padding", ""),
-        [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], most))) for pair in worst],
+        [(*pair, calls[pair], waste[pair], Bar(_ratio(waste[pair], max(waste.values())))) for pair in worst],
     )
     if len(calls) > len(worst):
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
