@@ -44,13 +44,13 @@ def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
     Raises:
         ConfigError: a setting names an argument that `forward` does not take.
     """
-    if not config.batch_dims and not config.pad_values:
+    if not (config.batch_dims or config.pad_values or config.length_dims):
         return
     parameters = inspect.signature(forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     names = [p.name for p in parameters]
-    for setting in ("batch_dims", "pad_values"):
+    for setting in ("batch_dims", "pad_values", "length_dims"):
         for name in getattr(config, setting):
             if name.split(".")[0] not in names:
                 hint = did_you_mean([name.split(".")[0]], names)

@@ -659,10 +659,15 @@ def test_lengths_of_a_functions_arguments_are_padded_as_a_modules_are():
     assert wrapped.graph_stats.replays > 0
     ahead = sg.wrap(forward, capture_sizes=[2], length_dims={"x": 2}, lengths=[8, 16])
     assert ahead.capture_graphs(torch.randn(2, 1, 10)).captured == 2
-    misnamed = sg.wrap(forward, length_dims={"mel": 2}, lengths=[16])
-    misnamed(torch.randn(2, 1, 10))
+    assert str(ahead.graph_report()).startswith("test_lengths")
+    with pytest.raises(sg.ConfigError, match="length_dims names 'mel', but forward takes x"):
+        sg.wrap(forward, length_dims={"mel": 2}, lengths=[16])
+
+
+def test_a_name_that_no_keyword_argument_has_is_in_the_report():
+    misnamed = sg.wrap(lambda **named: named["x"] * 2, length_dims={"mel": 2}, lengths=[16])
+    misnamed(x=torch.randn(2, 1, 10))
     assert "length_dims names mel; the arguments are x" in str(misnamed.graph_report())
-    assert str(misnamed.graph_report()).startswith("test_lengths")
 
 
 def test_what_is_for_modules_alone_says_what_a_function_has_instead():
