@@ -486,15 +486,22 @@ MUTANTS = [
     Mutant(
         "a launch by Triton hides the work before it",
         "program/observe.py",
-        "        self._look_for_unseen(device)\n        given = {",
+        "        if device is not None:\n            self._look_for_unseen(device)\n        given = {",
         "        given = {",
         UNSEEN,
     ),
     Mutant(
         "a kernel of Triton is taken to write to nothing",
         "program/observe.py",
-        "        self._look_for_unseen(device, known=tensors is not None)\n",
-        "        if tensors is None:\n            self._look_for_unseen(device)\n",
+        "            self._look_for_unseen(device, known=tensors is not None)\n",
+        "            if tensors is None:\n                self._look_for_unseen(device)\n",
+        UNSEEN,
+    ),
+    Mutant(
+        "a warmup does not see what kernels of Triton read",
+        "program/observe.py",
+        "        self._kernels = getattr(",
+        "        self._kernels = None if self._device is None else getattr(",
         UNSEEN,
     ),
     Mutant(
