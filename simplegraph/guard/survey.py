@@ -20,8 +20,12 @@ from simplegraph.program.snapshot import held_by, is_library, items_of, layer_se
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 # Tuples of torch's own layers, of which a convolution has six: to compare them took a third of its guards' time.
-_SHAPES = frozenset({"kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"})
-_SHAPES |= {"_reversed_padding_repeated_twice"}
+_SHAPES = frozenset(
+    {
+        *("kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"),
+        "_reversed_padding_repeated_twice",
+    }
+)
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
 _CODE = frozenset(
@@ -91,12 +95,12 @@ class Survey:
     def _look_at_attributes(self, name: str) -> None:
         module = self.modules[name]
         attributes = vars(module)
-        known = _REGISTERED | _SHAPES if layer_settings(type(module)) else _REGISTERED
+        shapes = _SHAPES if layer_settings(type(module)) else frozenset()
         for held in holders_of(module):
             for key, value in list(held.items()):
                 if type(value) in _CODE:
                     self.links.append(((held, key, value),))
-                elif held is not attributes or key not in known:
+                elif held is not attributes or not (key in _REGISTERED or (key in shapes and _is_shape(value))):
                     self._look_inside(_dotted(name, key), _dotted(name, key), ((held, key, value),))
         self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
 
@@ -158,6 +162,10 @@ def device_of_state(module: nn.Module) -> torch.device:
     parameters = [parameter.device for parameter in module.parameters()]  # before looking any further
     devices = parameters or [held.tensor.device for held in held_tensors(module)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is tuple and all(type(size) is int for size in value)
 
 
 def _dotted(prefix: str, key: str) -> str:

@@ -75,3 +75,15 @@ def test_a_setting_that_is_set_to_what_it_is_costs_no_look(device: torch.device,
     model.drop.p = 0.75
     model(x)
     assert looks
+
+
+def test_a_convolutions_stride_is_not_compared_as_the_limits_say(device: torch.device) -> None:
+    model = sg.wrap(nn.Conv2d(1, 1, 1).to(device).eval(), capture_sizes=[2], progress=False, verify=0)
+    x = torch.randn(2, 1, 4, 4, device=device)
+    for _ in range(4):
+        expected = model(x)
+    model.stride = (2, 2)
+    assert torch.equal(model(x), expected)
+    assert model.graph_stats.recaptures == 0
+    model.reset_graphs()
+    assert model(x).shape == (2, 1, 2, 2)

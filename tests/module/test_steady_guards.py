@@ -108,3 +108,24 @@ def test_numbers_in_a_tuple_of_a_module_that_become_tensors_are_never_stale(pair
             x = torch.randn(4, 4)
             torch.testing.assert_close(wrapped(x), x * 3 + 2)
     assert wrapped.graph_stats.recaptures == 1
+
+
+def test_a_tensor_of_a_derived_layer_is_never_stale_whatever_its_name() -> None:
+    class Shifted(nn.LayerNorm):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.padding = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.padding
+
+    module = Shifted().eval()
+    wrapped = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(5):
+            wrapped(torch.randn(4, 4))
+        module.padding = torch.full((4,), 3.0)
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(wrapped(x), module(x))
+    assert wrapped.graph_stats.recaptures == 1
