@@ -133,7 +133,7 @@ def _headline() -> str:
     def steps(text: str, rows: list[dict[str, Any]], ours: str, beside: dict[str, str]) -> None:
         for row in rows:
             found = {name: row["ms"][arm] for arm, name in beside.items() if arm in row["ms"]}
-            line(f"{text}, {row['batch']} requests, ms", 2, row["ms"][ours], found)
+            line(f"{text}, batch {row['batch']}, ms", 2, row["ms"][ours], found)
 
     starts("51 sizes of an 8 B Llama ready, s", *ready)
     starts("the same again in the process, s", *again)
