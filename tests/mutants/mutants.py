@@ -7,6 +7,7 @@ import dataclasses
 STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py", "tests/module/test_stale_doors.py")
 INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
 FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py", "tests/module/test_effects.py")
+LAZY = ("tests/module/test_lazy_captures.py",)
 UNSEEN = ("tests/module/test_unseen_kernels.py",)
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
@@ -496,6 +497,20 @@ MUTANTS = [
         "            self._look_for_unseen(device, known=tensors is not None)\n",
         "            if tensors is None:\n                self._look_for_unseen(device)\n",
         UNSEEN,
+    ),
+    Mutant(
+        "lazy captures are taken to read what others of such calls do",
+        "serve/builder.py",
+        "read is None or read != seen or",
+        "read is None or seen is None or",
+        LAZY,
+    ),
+    Mutant(
+        "a size that filled a cache is taken to read what others do",
+        "serve/builder.py",
+        "= None if observer.keeps(leaves) else observer",
+        "= observer",
+        LAZY,
     ),
     Mutant(
         "a warmup does not see what kernels of Triton read",
