@@ -22,6 +22,7 @@ from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, Dispatch, RankGroup
 from simplegraph.attention import AttentionBackend, BackendGroup, RecurrentBackend, TwoBatchOverlap, attending
 from simplegraph.batch.sizes import default_sizes
+from simplegraph.fused.torch_operators import most_likely
 from simplegraph.spec_decode.advance import upcoming
 
 
@@ -154,7 +155,7 @@ class ModelRunner:
         if mode is not CudaGraphMode.FULL or descriptor.uniform_query_len != 1:
             return hidden
         logits = self.llama.head(hidden)
-        tokens = logits.argmax(dim=-1)
+        tokens = most_likely(logits)
         self._last_tokens.index_copy_(0, self._inputs.slots[:rows], tokens)
         return Sampled(logits, tokens)
 
@@ -163,8 +164,7 @@ class ModelRunner:
 
         Lengths and slots advance on the device. A request must have pages for all steps.
         """
-        rows, more = descriptor.num_tokens, self.config.tokens_per_launch - 1
-        metadata, slots = self.metadata, self._inputs.slots[:rows]
+        rows, more, metadata = descriptor.num_tokens, self.config.tokens_per_launch - 1, self.metadata
         live, positions, ids = metadata.view(rows, rows), self._inputs.positions[:rows], self._ids(rows)
         limits = torch.where(live.seq_lens > 0, live.seq_lens + more, 0)
         found = []
@@ -175,9 +175,9 @@ class ModelRunner:
                     positions = later.positions[step - 1]
                     live.slot_mapping.copy_(later.slots[step - 1])
                     live.seq_lens.copy_(later.seq_lens[step - 1])
-                ids = self.llama.head(self.model(ids, positions)).argmax(dim=-1)
+                ids = most_likely(self.llama.head(self.model(ids, positions)))
                 found.append(ids)
-        self._last_tokens.index_copy_(0, slots, ids)
+        self._last_tokens.index_copy_(0, self._inputs.slots[:rows], ids)
         return torch.stack(found, dim=1)
 
     def _ids(self, rows: int) -> Tensor:

@@ -18,6 +18,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
 )
+_PART = 128  # words of a vocabulary
 PRODUCT_FINISHES = ("", "relu")  # of these, what cuBLAS computes at the end of a product
 
 
@@ -303,3 +304,21 @@ class Operators:
             size = by_token.shape[1]
             place = torch.where(slots < 0, len(by_token) * size - 1, slots)
             by_token.index_put_((place // size, place % size), part)
+
+
+def most_likely(scores: Tensor) -> Tensor:
+    """Return the index of each row's largest score, as ``scores.argmax(-1)`` does.
+
+    One block of a GPU's threads reads a whole row there, 128,256 words in 27 us on an H100. Here many read a part each.
+
+    Args:
+        scores: (rows, words).
+
+    Returns:
+        (rows,) int64.
+    """
+    if scores.shape[-1] % _PART:
+        return scores.argmax(dim=-1)
+    values, places = scores.reshape(len(scores), -1, _PART).max(dim=-1)
+    part = values.argmax(dim=-1, keepdim=True)
+    return (part * _PART + places.gather(-1, part)).squeeze(-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.fused.torch_operators import most_likely
 
 # Processors of transformers that compute the new scores from the scores alone.
 _PURE = frozenset(
@@ -100,7 +101,7 @@ class Launch:
         if self.samples:
             tokens = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
-            tokens = torch.argmax(scores, dim=-1)
+            tokens = most_likely(scores)
         unfinished, pad, ends, seen = state
         if pad is not None and ends is not None:
             tokens = tokens * unfinished + pad * (1 - unfinished)
