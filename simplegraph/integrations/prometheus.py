@@ -149,8 +149,11 @@ def register(registry: CollectorRegistry = REGISTRY) -> GraphCollector:
         registry: the default one is what ``start_http_server`` serves.
 
     Raises:
-        ValueError: they are in the registry already.
+        ConfigError: they are in the registry already.
     """
     collector = GraphCollector()
-    registry.register(collector)
+    try:
+        registry.register(collector)
+    except ValueError as error:
+        raise ConfigError(f"{error}; call register once for each registry.") from error
     return collector

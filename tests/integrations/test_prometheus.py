@@ -163,3 +163,9 @@ def test_the_dashboard_shows_every_metric_and_no_other(registry: Any) -> None:
     assert named == {f"{name}_total" if name in counters else name for name in prometheus.METRICS}
     labels = {label for query in queries for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(", ")}
     assert labels <= {"wrapper", "number", "reason"}
+
+
+def test_a_second_registration_is_refused_and_the_first_serves_on(registry: Any) -> None:
+    with pytest.raises(sg.ConfigError, match="call register once for each registry"):
+        prometheus.register(registry)
+    assert list(registry.collect())
