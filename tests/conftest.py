@@ -16,7 +16,7 @@ from seeds import leave_absent_devices_unseeded
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.device.select import graph_device
-from simplegraph.serve.runner import CudaGraphWrapper
+from simplegraph.serve.replay_or_eager import CudaGraphWrapper
 
 TESTS = pathlib.Path(__file__).resolve().parent
 GPU_TESTS = TESTS / "gpu"

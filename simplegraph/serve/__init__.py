@@ -1,7 +1,7 @@
 """The wrapped module.
 
-runner    the way of one call: the loop that replays or finds why not, then eager, capture, proof
-builder   captures for calls
-proof     compares calls with replays: the first of each batch size, and one now and then
-wrap      `wrap`, `cuda_graph`, `graph_pool`
+replay_or_eager  the way of one call: the loop that replays or finds why not, then eager, capture, proof
+builder          captures for calls
+proof            compares calls with replays: the first of each batch size, and one now and then
+wrap             `wrap`, `cuda_graph`, `graph_pool`
 """

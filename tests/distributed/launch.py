@@ -22,7 +22,11 @@ GONE = "the process ended without a word"
 # Imported once, by the server that ranks are forked from; none of it touches a device.
 PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]
 # Imported, too, where there is no GPU: some of what these import might touch one.
-PRELOADED_ELSEWHERE = ["torch._dynamo", "transformers.models.llama.configuration_llama", "simplegraph.serve.runner"]
+PRELOADED_ELSEWHERE = [
+    "torch._dynamo",
+    "transformers.models.llama.configuration_llama",
+    "simplegraph.serve.replay_or_eager",
+]
 
 # Asking whether there is a GPU must not start CUDA in the server: what is forked from it then could not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.device.cuda.device import CudaDevice
-from simplegraph.device.cuda.segment import CudaSegment
+from simplegraph.device.cuda.graph import CudaSegment
 from simplegraph.device.protocol import GraphPool
 
 MIB = 1 << 20

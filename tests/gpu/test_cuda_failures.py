@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.cuda.device import CudaDevice, cuda_device
-from simplegraph.device.cuda.segment import CudaSegment
+from simplegraph.device.cuda.graph import CudaSegment
 from simplegraph.device.protocol import GraphPool
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.manager import capture
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.serve.runner import GraphRunner
+from simplegraph.serve.replay_or_eager import GraphRunner
 from tests.module.answers import close
 
 pytestmark = pytest.mark.usefixtures("no_grad")

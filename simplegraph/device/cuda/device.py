@@ -18,8 +18,8 @@ from simplegraph.base.extras import graph_pool_id, wait_before_captures
 from simplegraph.device.cuda import allocator, forks
 from simplegraph.device.cuda.allocator import Allocations, owned_addresses, segments
 from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
+from simplegraph.device.cuda.graph import CudaPool, CudaSegment, OwnedGraph, graveyard
 from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
-from simplegraph.device.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
 from simplegraph.device.kernels import launched_by_torch
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, Inventory, KnownMemory, order_draws
 
