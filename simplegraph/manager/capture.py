@@ -92,7 +92,6 @@ class GraphCapture:
         jobs: largest first, so that the smaller ones reuse the pool's memory.
         settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
-        observe: False takes the jobs to read what others were seen to read.
         retry: a size that failed gets a warmup of its own and a second try; before_retry: called before such a warmup.
         state: Python's objects, remembered before the captures and put back after one that fails.
 
@@ -106,7 +105,6 @@ class GraphCapture:
     jobs: Sequence[CaptureJob]
     settings: dict[str, Any]
     lazy: bool = False
-    observe: bool = True
     retry: bool = True
     before_retry: Callable[[], object] = bool
     state: PythonState = dataclasses.field(default_factory=PythonState)
@@ -193,8 +191,7 @@ class GraphCapture:
         # A warmup shows what the first one reads, but for hooks, which it does not run.
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
         compared = 0 if first else len(self.observers)
-        ends = (first, len(jobs) - 1) if self.observe or self._followed else ()  # a job that follows goes on
-        observed = {job.label for at, job in enumerate(jobs) if at in ends or job.follows is not None}
+        observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
         with capture_bar(len(jobs), table.device, show=show) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]

@@ -67,8 +67,7 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     """
     captured = [job for job in jobs if job.key in table.graphs]
     ends = {job.key: job for job in (*captured[:1], *captured[-1:])}
-    # What was not observed reads what the capture before it read.
-    known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)] + ([] if read else table.accounted)
+    known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)]
     found: dict[str, Inventory] = {}
     for job in ends.values():
         graph = table.graphs[job.key]

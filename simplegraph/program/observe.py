@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,7 +164,8 @@ class NumbersBySize:
         before = self._seen.pop(rows, None)
         if before is not None and before.other(seen) is not None:
             self._seen.clear()  # it changes at one size, too, so other sizes tell nothing
-        differ = next(((size, *pair) for size, known in self._seen.items() if (pair := known.other(seen))), None)
+        found = ((size, known.other(seen)) for size, known in self._seen.items())
+        differ = next(((size, *pair) for size, pair in found if pair is not None), None)
         chosen = next(filter(None, map(seen.choice, self._seen.values())), None)
         self._seen[rows] = seen
         while len(self._seen) > _MAX_SIZES:
@@ -250,6 +250,7 @@ _CUDNN_DROPOUT = (
     "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
 )
 _NOT_JOINED = "{} runs on a stream that has not waited for the captured one: it would not be recorded, but run at once"
+_LIFTED = torch.ops.aten.lift_fresh.default
 
 
 class MemoryObserver(OperatorMode):
@@ -299,23 +300,18 @@ class MemoryObserver(OperatorMode):
         self.refused: HostError | None = None
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
-        self.numbers, self.operators = NumbersSeen(rows), 0
+        self.numbers = NumbersSeen(rows)
         self.dtypes: set[torch.dtype] = set()
+        self.operators = 0
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set() if after is None else set(after._own)
-        self._results: list[weakref.ref[Tensor]] = []
         self._follows = after is not None
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     def made(self, tensor: Tensor) -> bool:
         """True if the observed run made this memory."""
         return tensor.layout is torch.strided and storage_key(tensor) in self._own
-
-    def keeps(self, outputs: Sequence[Any]) -> bool:
-        """True if something keeps a tensor that an eager run made, beside the run's outputs: the next may read it."""
-        alive = map(storage_key, strided_tensors([result() for result in self._results]))
-        return not self._own.intersection(alive).issubset(map(storage_key, strided_tensors(outputs)))
 
     def pass_on(self, tensors: Sequence[Any]) -> None:
         """Note what a break is passed and the run did not make."""
@@ -384,7 +380,6 @@ class MemoryObserver(OperatorMode):
         if self._device is not None:
             self._last = self._device.recorded()
         made = strided_tensors((result,))
-        self._results += map(weakref.ref, made)
         if inside is None:
             self.numbers.note_choice(func, args, kwargs, tensors, made)
         for tensor in made:

@@ -262,7 +262,7 @@ class CaptureSession:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
-            stack.enter_context(collection_paused(self.thorough))
+            stack.enter_context(_collection_paused(self.thorough))
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())
@@ -374,8 +374,7 @@ class CaptureSession:
 
 
 @contextlib.contextmanager
-def collection_paused(thorough: bool = False) -> Iterator[None]:
-    """Collect no garbage meanwhile but young objects, at the beginning; `thorough` also at the end."""
+def _collection_paused(thorough: bool) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect(1 if thorough else 0)  # what was made lately; a whole collection takes longer than twenty captures
     gc.disable()

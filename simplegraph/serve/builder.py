@@ -61,8 +61,6 @@ class GraphBuilder:
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
         unsettled: settings that each of the latest eager runs changed.
-        reads: storage keys of what the latest eager run of a key read, and the latest observed capture of a signature,
-            beside their inputs; None after a run that filled a cache.
     """
 
     manager: CudaGraphManager
@@ -71,13 +69,12 @@ class GraphBuilder:
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
     unsettled: list[str] = dataclasses.field(default_factory=list)
-    reads: dict[Hashable, set[int] | None] = dataclasses.field(default_factory=dict)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
         self.inputs_of.clear()
-        self.reads.clear()
-        self.seen, self.state = MemoryInUse(), None
+        self.seen = MemoryInUse()
+        self.state = None
         self.manager.reset()
 
     # Eager runs.
@@ -96,16 +93,15 @@ class GraphBuilder:
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
         result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
-        self.unsettled = [*self.unsettled, changed] if (changed := call.layout.settings.difference()) else []
+        changed = call.layout.settings.difference()
+        self.unsettled = [*self.unsettled, changed] if changed else []
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
         self.keep_external(call, [observer], set(memory.values()))
-        leaves, spec = flatten(result)
-        self.reads[call.key] = None if observer.keeps(leaves) else observer.external.keys() - set(memory.values())
-        call.binding.learn_outputs(call.batch, leaves, spec)
+        call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
@@ -131,9 +127,9 @@ class GraphBuilder:
 
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
-        binding = call.binding
+        binding, table = call.binding, self.manager.table
         untraced = call.breaks and call.batch not in binding.traces and binding.trace_at(call.padded) is None
-        unknown = not call.padding and self.manager.table.constants.needs_warmup(call.key)
+        unknown = not call.padding and table.constants.needs_warmup(call.key)
         advanced = bool(binding.counted[call.padded].advanced)  # by its only run, or by every one
         return untraced or unknown or advanced or not binding.warm[call.padded]
 
@@ -188,15 +184,18 @@ class GraphBuilder:
         """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
         own = call.binding.signature
         others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
-        found = [differences(signature, own) for signature in others if own not in others]
-        return "; ".join(text for each in sorted(found, key=len)[:1] for text in each)
+        if own in others or not others:
+            return ""
+        return "; ".join(sorted((differences(signature, own) for signature in others), key=len)[0])
 
     def plan(self, call: Call) -> Plan:
         """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
-        table, inputs = self.manager.table, self.inputs_of[call.key]
-        plan = make_plan(call, table, table.graphs[call.key], inputs, self.state, self.seen.guards(call))
+        table = self.manager.table
+        plan = make_plan(
+            call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, self.seen.guards(call)
+        )
         if not plan.unproven:
             call.layout.plans[call.plan_key] = plan
         return plan
@@ -211,7 +210,8 @@ class GraphBuilder:
         trace = call.binding.trace_at(call.padded) if call.breaks else None
         if trace is not None:
             self.manager.table.add_trace(call.key, trace)
-        failed = self.build(call, inputs, self._jobs(call, inputs, [call.dispatch[:2]]), lazy=True).failed
+        jobs = self._jobs(call, inputs, [call.dispatch[:2]])
+        failed = self.build(call, inputs, jobs, lazy=True).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
                 self.manager.failures.pop(call.key, None)  # the next call tries again
@@ -261,12 +261,7 @@ class GraphBuilder:
         rehearsal = Rehearsal(self.seen, manager.table, call)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        # A size that read eagerly what the capture of another did, and kept nothing, reads that in its capture, too.
-        read, seen = self.reads.get(call.key), self.reads.get(call.binding.signature)
-        observe = not lazy or read is None or read != seen or bool(call.never_compared())
-        capture = manager.new_capture(
-            jobs, lazy=lazy, observe=observe, retry=retry, before_retry=rehearsal.begin, state=state
-        )
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
 
         def warmed_up() -> None:
             if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
@@ -308,12 +303,11 @@ class GraphBuilder:
 
     def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
         """Take note of what runs were seen to read and write, beside these buffers of their own."""
-        host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
-        own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         for observer in capture.observers:
             call.binding.note_written(observer, inputs.memory)
             call.binding.learn_numbers(self.manager.table, observer.numbers)
-            self.reads[call.binding.signature] = observer.external.keys() - own
+        host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
+        own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         self.keep_external(call, capture.observers, own)
         self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
 

@@ -41,7 +41,6 @@ from simplegraph.guard.torch_state import (
 )
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
-from simplegraph.program.session import collection_paused
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 
@@ -314,7 +313,7 @@ class GraphRunner:
                 if context is None:
                     known.refuse_form(module, args, kwargs, error)
                 raise
-            with builder.manager.pool.lock, collection_paused():  # a whole collection takes longer than many calls
+            with builder.manager.pool.lock:
                 try:
                     return self._serve(builder, call)
                 except CannotBind as error:

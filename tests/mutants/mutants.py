@@ -499,17 +499,11 @@ MUTANTS = [
         UNSEEN,
     ),
     Mutant(
-        "lazy captures are taken to read what others of such calls do",
-        "serve/builder.py",
-        "read is None or read != seen or",
-        "read is None or seen is None or",
-        LAZY,
-    ),
-    Mutant(
-        "a size that filled a cache is taken to read what others do",
-        "serve/builder.py",
-        "= None if observer.keeps(leaves) else observer",
-        "= observer",
+        "a further size that a call captures is taken to read what others do",
+        "manager/capture.py",
+        "        observed = {jobs[first].label, jobs[-1].label} | {",
+        "        observed = {jobs[first].label, jobs[-1].label} if not (self.lazy and table.graphs) else set()\n"
+        "        observed |= {",
         LAZY,
     ),
     Mutant(
