@@ -25,7 +25,7 @@ CORE = {
     "device": 1_710,
     "program": 1_690,
     "distributed": 210,
-    "manager": 1_240,
+    "manager": 1_237,
     "guard": 885,
     "call": 1_246,
     "serve": 910,
