@@ -1,4 +1,7 @@
-"""A pipeline of diffusers whose denoiser is replayed at every step of the schedule."""
+"""A pipeline of diffusers whose denoiser is replayed at every step of the schedule.
+
+It needs ``pip install simple-cuda-graph diffusers``.
+"""
 
 from __future__ import annotations
 

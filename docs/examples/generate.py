@@ -1,4 +1,7 @@
-"""Text by `generate` of transformers, decoded by graphs: same call, same tokens."""
+"""Text by `generate` of transformers, decoded by graphs: same call, same tokens.
+
+It needs ``pip install "simple-cuda-graph[transformers]"``.
+"""
 
 from __future__ import annotations
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from docs.tools.raw import ROOT
+from simplegraph.integrations.prometheus import METRICS
 
 DASHBOARD = ROOT / "docs" / "_static" / "grafana.json"
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 _BY, _RATE = "by (wrapper)", "[$__rate_interval]"
+_CHOSEN = '{job=~"$job", wrapper=~"$wrapper"}'  # by variables of the dashboard
 
 
 def _rate(metric: str) -> str:
@@ -62,20 +65,29 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
         {
             "{{wrapper}}: capturing": f"sum {_BY} (simplegraph_capture_seconds)",
             "{{wrapper}}: comparing with eager": f"sum {_BY} (simplegraph_proof_seconds)",
+            "{{wrapper}}: longest call that captured": f"max {_BY} (simplegraph_longest_stall_seconds)",
         },
     ),
 ]
 
 
 def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:
+    named = [re.findall(r"simplegraph_\w+", query) for query in queries.values()]
+    helps = {METRICS[name.removesuffix("_total")].help: None for names in named for name in names}
     targets = [
-        {"refId": chr(ord("A") + index), "expr": query, "legendFormat": legend, "datasource": _SOURCE}
+        {
+            "refId": chr(ord("A") + index),
+            "expr": re.sub(r"simplegraph_\w+", lambda name: name[0] + _CHOSEN, query),
+            "legendFormat": legend,
+            "datasource": _SOURCE,
+        }
         for index, (legend, query) in enumerate(queries.items())
     ]
     return {
         "id": number + 1,
         "type": "timeseries",
         "title": title,
+        "description": " ".join(helps),
         "datasource": _SOURCE,
         "gridPos": {"x": 8 * (number % 3), "y": 8 * (number // 3), "w": 8, "h": 8},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
@@ -83,8 +95,23 @@ def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[
     }
 
 
+def _choice(label: str) -> dict[str, Any]:
+    """Return a variable of the dashboard: the values of a label to show, all by default."""
+    everything = {"text": "All", "value": "$__all"}
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": f"label_values(simplegraph_graphs, {label})",
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": everything,
+    }
+
+
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it; it asks which Prometheus to read."""
+    """Return the dashboard as Grafana imports it; it asks which Prometheus, jobs and wrappers to read."""
     source = {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     return {
         "title": "simplegraph: CUDA graphs",
@@ -93,7 +120,7 @@ def dashboard() -> dict[str, Any]:
         "schemaVersion": 39,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [source]},
+        "templating": {"list": [source, _choice("job"), _choice("wrapper")]},
         "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
     }
 

@@ -8,10 +8,18 @@ from typing import Any
 
 from docs.tools.charts import LOG_SCALE, OURS, bars, colours_legend, dots, draw, log_axis
 from docs.tools.raw import ROOT, extra, load, startup
-from docs.tools.tables import FAMILIES, MODEL_ARMS, models
+from docs.tools.tables import FAMILIES, readme_rows
 
 FOLDER = ROOT / "docs" / "_static"
 _MARKERS = "osD^v"
+_ARMS = {
+    "graph": "simplegraph",
+    "eager": "eager",
+    "optimized": "sg.optimize",
+    "compiled": "torch.compile, reduce-overhead",
+    "make-graphed-callables": "make_graphed_callables",
+}
+_READY = [arm for arm in _ARMS if arm != "eager"]  # eager's first call waits for no graph
 _HOLLOW = "s^v"
 _GREYS = ("#343a40", "#868e96", "#1c7ed6", "#2b8a3e")
 
@@ -25,7 +33,6 @@ def _startup(path: Path) -> None:
         "lean-loop": "lean loop: one warmup, no checks",
         "simplegraph": "simplegraph",
         "simplegraph-fused": "simplegraph, fused layers",
-        "simplegraph-lazy": "simplegraph, captured lazily",
     }
     runs = {text: startup()[name] for name, text in names.items()}
 
@@ -89,12 +96,13 @@ def _dot_rows(axis: Any, title: str, rows: Rows, arms: Mapping[str, str]) -> Non
     names = list(rows)[::-1]
     greys = iter(_GREYS)
     for marker, (arm, text) in zip(_MARKERS, arms.items(), strict=False):
-        ours = arm == "simplegraph"
+        ours = arm in ("simplegraph", "graph")
         shade = OURS if ours else next(greys)
-        look = {"s": 80, "zorder": 4, "linewidths": 2} if ours else {"s": 34, "zorder": 3, "linewidths": 1.2}
+        look = {"s": 80, "zorder": 2, "linewidths": 2} if ours else {"s": 34, "zorder": 3, "linewidths": 1.2}
         look["edgecolors"] = shade
         look["facecolors"] = "none" if marker in _HOLLOW else shade  # points that lie on each other stay visible
-        axis.scatter([rows[name][arm] for name in names], names, marker=marker, label=text, **look)
+        there = [name for name in names if arm in rows[name]]
+        axis.scatter([rows[name][arm] for name in there], there, marker=marker, label=text, **look)
     every = [value for row in rows.values() for value in row.values()]
     log_axis(axis, min(every) / 1.4, max(every) * 1.4)
     axis.set_xlabel(LOG_SCALE)
@@ -108,28 +116,29 @@ def _two_panels(path: Path, panels: Mapping[str, Rows], arms: Mapping[str, str])
         for axis, (title, rows) in zip(axes, panels.items(), strict=True):
             _dot_rows(axis, title, rows, arms)
         axes[1].set_yticklabels([])
-        chart.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
+        chart.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
 
     draw(path, fill, ncols=2, figsize=(10.5, 4.2))
 
 
 def _models(path: Path) -> None:
-    texts = ("eager", "simplegraph", "torch.compile, reduce-overhead", "make_graphed_callables", "tensordict")
-    keys = {"first call, s": "first_seconds", "a call, ms": "ms"}
+    rows = readme_rows()
     panels = {
-        title: {name: {arm: arms[arm][key] for arm in MODEL_ARMS} for name, arms in models().items()}
-        for title, key in keys.items()
+        "until the fourth call is done, a replay, s": {
+            name: {arm: arms[arm]["ready_seconds"] for arm in _READY} for name, arms in rows.items()
+        },
+        "a call, ms": {name: {arm: arms[arm]["ms"] for arm in _ARMS} for name, arms in rows.items()},
     }
-    _two_panels(path, panels, dict(zip(MODEL_ARMS, texts, strict=True)))
+    _two_panels(path, panels, _ARMS)
 
 
 def _families(path: Path) -> None:
-    arms = {"plain": "plain", "simplegraph": "graph_generation", "static-compiled": "static cache, compiled"}
-    found = {text: extra(f"h200x4_models/generate_{key}")["models"][key]["arms"] for key, text in FAMILIES.items()}
+    arms = {"simplegraph": "graph_generation", "static-compiled": "static cache, compiled"}
+    found = load("h200_generate")["models"]
     keys = {"first generation, s": "first_seconds", "a token, ms": "ms_per_token"}
     panels = {
-        title: {name: {arm: runs[arm][key] for arm in arms} for name, runs in found.items()}
-        for title, key in keys.items()
+        title: {text: {arm: found[key]["arms"][arm][value] for arm in arms} for key, text in FAMILIES.items()}
+        for title, value in keys.items()
     }
     _two_panels(path, panels, arms)
 

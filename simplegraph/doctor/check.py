@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -143,7 +144,8 @@ def check(
         **kwargs: example inputs passed by keyword, for every batch.
 
     Raises:
-        InputError: `module` is no module or in training mode, or these inputs cannot be bound to a graph.
+        InputError: `module` is no module or in training mode, or these inputs cannot be bound to a graph, or bear
+            names of settings.
         CaptureError: `capture_sizes` was given, and one of the sizes cannot be captured.
     """
     if not isinstance(module, nn.Module):
@@ -153,6 +155,13 @@ def check(
         raise InputError("the module is in training mode; call .eval() before check.")
     if not all(isinstance(other, tuple) for other in others):
         raise InputError("check got others that are not tuples of positional arguments, such as [(x2,), (x3,)].")
+    settings = (
+        kwargs.keys() & CudaGraphConfig.__dataclass_fields__.keys() - inspect.signature(module.forward).parameters
+    )
+    if settings:
+        raise InputError(
+            f"check got {', '.join(sorted(settings))}, which the forward does not take; settings are wrap's."
+        )
     config = TrialConfig(
         batch_dims=batch_dims or {},
         on_capture_failure="raise",

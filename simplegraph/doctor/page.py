@@ -17,7 +17,8 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: #d9480f; --waste: #868e96; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; } p { margin: .3rem 0; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } p, b { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .wide td:last-child { min-width: 12rem; } p, b { overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; }
 th { font-weight: 600; text-align: left; white-space: nowrap; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -134,20 +135,20 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     )
     if len(calls) > len(worst):
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
-    used = {padded for _, padded in calls}
-    histogram = sum((collections.Counter(graph.batch_sizes()) for graph in graphs), start=collections.Counter[int]())
-    plan = plan_sizes(histogram, len(used))
-    if plan.waste_after < sum(waste.values()):
-        chosen = f"capture_sizes={list(plan.sizes)}"
+    sizes = sorted({graph.size for graph in graphs})
+    histogram = {size: count for size, count in stats.batch_sizes.items() if size <= sizes[-1]}  # proofs, too
+    now = sum(count * (min(held for held in sizes if held >= size) - size) for size, count in histogram.items())
+    plan = plan_sizes(histogram, len(sizes))
+    if plan.waste_after < now:
         yield (
-            f"<p>For these calls <code>plan_sizes</code> would choose <code>{text(chosen)}</code>: padding of "
-            f"{plan.waste_after:,.0f} {text(stats.unit)} instead of {sum(waste.values()):,}, "
-            f"with {'as many' if len(plan.sizes) == len(used) else 'fewer'} sizes.</p>"
+            f"<p>For all calls of up to {sizes[-1]} {text(stats.unit)} <code>plan_sizes</code> would choose "
+            f"<code>capture_sizes={list(plan.sizes)}</code>: padding of {plan.waste_after:,.0f} {text(stats.unit)} "
+            f"instead of {now:,}, with {counted(len(plan.sizes), 'size')}; now there are {len(sizes)}.</p>"
         )
-    above = {size: count for size, count in stats.batch_sizes.items() if size > max(used)}
+    above = {size: count for size, count in stats.batch_sizes.items() if size > sizes[-1]}
     if above:
-        sizes, times = " to ".join(map(str, sorted({min(above), max(above)}))), counted(sum(above.values()), "call")
-        yield paragraph(f"Not among these: {times} of {sizes} {stats.unit}, which no graph here holds.")
+        larger, times = " to ".join(map(str, sorted({min(above), max(above)}))), counted(sum(above.values()), "call")
+        yield paragraph(f"Not among these: {times} of {larger} {stats.unit}, which no graph here holds.")
 
 
 def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
@@ -171,12 +172,13 @@ def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason])
         return
     yield heading(title)
     most = max(counts.values())
-    rows = "".join(
-        f'<tr><td><a href="{text(reason.link)}">{text(reason.value)}</a></td>{_cell(count)}{_cell(Bar(count / most))}'
-        f"<td>{text(stats.explained(reason))}</td></tr>"
-        for reason, count in counts.most_common()
+    yield _scrolled(
+        "".join(
+            f'<tr><td><a href="{text(why.link)}">{text(why.value)}</a></td>{_cell(count)}{_cell(Bar(count / most))}'
+            f"<td>{text(stats.explained(why))}</td></tr>"
+            for why, count in counts.most_common()
+        )
     )
-    yield _scrolled(rows)
     yield f'<p>All reasons are in <a href="{DOCUMENTATION}troubleshooting.html">troubleshooting</a>.</p>'
 
 
@@ -198,9 +200,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, Bar):
         return f'<td class="bar"><i style="width:{value.share:.1%}"></i></td>'
     if isinstance(value, (int, float)):
-        return (
-            f'<td class="number">{value:,}</td>' if isinstance(value, int) else f'<td class="number">{value:.3f}</td>'
-        )
+        return f'<td class="number">{format(value, "," if isinstance(value, int) else ".3f")}</td>'
     return f"<td>{text(value)}</td>"
 
 

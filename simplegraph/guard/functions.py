@@ -221,7 +221,7 @@ _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where c
 _MOST_CHANGES = 3  # new values in a row, each within a few looks after the last, from which on calls run eagerly
 _OFTEN = 8  # looks: so few after the last, and until a value holds for more
 _CHANGING = (
-    "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
+    "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
     "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
     "cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
 )

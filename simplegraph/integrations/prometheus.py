@@ -91,6 +91,9 @@ METRICS = {
         _GAUGE, "Time that capturing the present graphs took.", _one(lambda stats: stats.capture_seconds)
     ),
     "simplegraph_proof_seconds": MetricKind(_GAUGE, "Time of comparisons with eager runs.", _one(_proof_seconds)),
+    "simplegraph_longest_stall_seconds": MetricKind(
+        _GAUGE, "Time of the longest call that captured a size.", _one(lambda stats: stats.longest_stall)
+    ),
     "simplegraph_unverified_graphs": MetricKind(
         _GAUGE, "Graphs that cannot be compared with eager.", _one(_unverified)
     ),
@@ -155,5 +158,5 @@ def register(registry: CollectorRegistry = REGISTRY) -> GraphCollector:
     try:
         registry.register(collector)
     except ValueError as error:
-        raise ConfigError(f"{error}; call register once for each registry.") from error
+        raise ConfigError("the metrics are in this registry already; call register once for each registry.") from error
     return collector

@@ -143,7 +143,7 @@ class GraphStats:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
         unit: what batches are counted in, "rows" or "tokens"; "calls" if each call counts as one.
         eager: eager calls by `Reason`; slower: those that graphs served, but in a slower way than they were asked to;
-            details: what the latest call of each reason was about, where that is known.
+            details: what the latest call of each reason was about, or the largest that was too large, if known.
         texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
@@ -231,6 +231,8 @@ class GraphStats:
             self._eager_sizes[size] += 1
         for listener in (*eager_listeners,):
             listener(self.name, reason, detail)
+        if reason is Reason.BATCH_TOO_LARGE and size is not None and size < max(self._eager_sizes, default=0):
+            detail = self.details.get(reason, detail)  # of a larger one: what is added for that serves this
         learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
         self._explain("runs eagerly", reason, detail, warn=not learning and reason not in _EXPECTED)
 
@@ -354,8 +356,10 @@ class GraphReport:
         lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if explained else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
-        stall = f"{stats.longest_stall:.3f} s; capture_graphs does that before the first call"
-        lines += [f"  the longest call that had to capture took {stall}"] if stats.longest_stall else []
+        lines += [
+            f"  the longest call that had to capture took {stats.longest_stall:.3f} s"
+            + "; capture_graphs does that before the first call" * (stats.unit != "calls")  # a step has none
+        ] * bool(stats.longest_stall)
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
@@ -495,6 +499,11 @@ def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], Non
 
     Returns:
         A function that ends it.
+
+    Raises:
+        ConfigError: the callback cannot be called.
     """
+    if not callable(callback):
+        raise ConfigError(f"on_eager was given {callback!r}; expected a function of (name, reason, detail).")
     eager_listeners.append(callback)
     return lambda: eager_listeners.remove(callback)

@@ -451,3 +451,8 @@ def test_a_module_is_checked_as_if_nothing_were_set_in_the_environment(device, m
     report = sg.check(module_of(device, lambda m, x: (x @ m.weight).relu()), rows(device), capture_sizes=[2, 4])
     assert report.capturable
     assert report.memory.graphs == 2
+
+
+def test_a_setting_is_not_passed_to_the_forward(device):
+    with pytest.raises(sg.InputError, match=r"check got mode, outputs, which the forward does not take"):
+        sg.check(module_of(device, lambda m, x: x * 2), rows(device), mode="PIECEWISE", outputs="static")

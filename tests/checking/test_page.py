@@ -75,7 +75,7 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     assert "PIECEWISE 4" in page.texts
     assert "batch size\nserved at\ncalls\npadding\n2\n2\n5\n0\n3\n4\n10\n10" in text
     assert "capture_sizes=[2, 3]" in page.texts
-    assert ": padding of 0 rows instead of 10, with as many sizes." in page.texts
+    assert ": padding of 0 rows instead of 10, with 2 sizes; now there are 2." in page.texts
     assert "Not among these: 2 calls of 8 to 9 rows, which no graph here holds." in page.texts
     assert "Gated.gate" in page.texts
     assert "0.00 MiB" not in page.texts, "graphs of a small model are shown in KiB"
@@ -121,3 +121,15 @@ def test_the_page_of_a_module_without_graphs_or_without_batches_is_a_page(exact:
     page = Parts((tmp_path / "after.html").read_text())
     assert "<b>Odd</b>: CUDA graphs" in page.texts
     assert ("Padding by batch size, in calls" in page.texts) is False
+
+
+def test_the_sizes_to_choose_hold_every_batch_that_a_graph_could_serve(device: torch.device, tmp_path: Path) -> None:
+    """A size whose only call was a proof, which runs eagerly, is no size to leave out."""
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[4, 8], verify=1, progress=False)
+    model.capture_graphs(torch.zeros(3, 4, device=device))
+    for size in (3,) * 6 + (8,):
+        model(torch.zeros(size, 4, device=device))
+    model.graph_report().save(path := tmp_path / "graphs.html")
+    texts = Parts(path.read_text(encoding="utf-8")).texts
+    assert "capture_sizes=[3, 8]" in texts
+    assert not any("which no graph here holds" in text for text in texts)

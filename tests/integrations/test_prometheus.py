@@ -79,6 +79,7 @@ def test_metrics_agree_with_the_counters_after_a_thousand_mixed_calls(device: to
         "captures_total": stats.captures,
         "replays_total": stats.replays,
         "rows_total": stats.replayed_tokens,
+        "longest_stall_seconds": stats.longest_stall,
         "padding_rows_total": stats.padded_tokens,
         "recaptures_total": stats.recaptures,
         "flushes_total": 0,

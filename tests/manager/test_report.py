@@ -444,3 +444,37 @@ def test_replays_of_backwards_stay_counted_once_their_graphs_are_dropped(device:
     assert before[0] > model.graph_stats.batch_sizes[4] - model.graph_stats.eager.total()
     model.reset_graphs()
     assert (model.graph_stats.replays, model.graph_stats.batch_sizes) == before
+
+
+def test_the_largest_batch_that_no_size_holds_is_named(device: torch.device) -> None:
+    """What is added for it serves the others, too."""
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[2, 4], progress=False)
+    for rows in (64, 9, 65, 33):
+        with torch.no_grad():
+            model(torch.zeros(rows, 4, device=device))
+    assert "4 x batch_too_large" in str(model.graph_report())
+    assert "add 65 to capture_sizes" in str(model.graph_report())
+
+
+def test_no_method_is_advised_that_a_step_has_not(device: torch.device) -> None:
+    net = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @sg.train_step(optimizers=optimizer)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(4):
+        step(torch.ones(8, 4, device=device))
+    said = str(step.graph_report())
+    assert "the longest call that had to capture took" in said
+    assert "capture_graphs" not in said
+
+
+def test_what_cannot_be_called_is_refused_as_a_callback() -> None:
+    with pytest.raises(sg.ConfigError, match=r"on_eager was given None; expected a function"):
+        sg.on_eager(None)
