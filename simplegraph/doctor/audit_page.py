@@ -22,6 +22,7 @@ details { content-visibility: auto; contain-intrinsic-size: auto 2rem; }
 .strip i:nth-child(even) { opacity: .55; } ol { padding-left: 1.5rem; } li { overflow-wrap: anywhere; }
 .bad { color: #c92a2a; font-weight: 600; } td { overflow-wrap: anywhere; } td:first-child { white-space: normal; }
 @media (max-width: 36rem) { td { min-width: 7rem; } }
+.wide td:last-child { min-width: 7rem; } h2 + div td:nth-child(n+3):nth-child(-n+5) { min-width: 9rem; }
 h2 + div td:nth-child(-n+2) { min-width: 0; white-space: nowrap; overflow-wrap: normal; }
 """
 

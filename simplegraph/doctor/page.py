@@ -15,9 +15,9 @@ _MOST_ROWS = 40  # of a table of batch sizes
 _MOST_STEPS = 3  # graphs whose steps are shown
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: #d9480f; --waste: #868e96; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; } p { margin: .3rem 0; }
-.wide { overflow-x: auto; } .wide td:last-child { min-width: 12rem; } p, b { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .wide td:last-child { min-width: 20rem; } p, b { overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; }
 th { font-weight: 600; text-align: left; white-space: nowrap; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
