@@ -31,10 +31,11 @@ from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.snapshot import Snapshot, names_in
 from simplegraph.serve.wrap import wrap
 
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
+_MOST_FROZEN = 6  # in one line
 _FILLS = (0, 3, -3, 100)
 _TRIED = (
     "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
@@ -67,6 +68,8 @@ class CheckReport:
         inputs_written: names of arguments that the forward writes to.
         output_aliases: outputs that share memory with an argument or with the module.
         memory: the memory that capturing `capture_sizes` would take; None if they were not given.
+        frozen: numbers, flags and texts in attributes that forwards name, with their values: replays keep those of the
+            capture, whatever the attributes become.
     """
 
     capturable: bool
@@ -79,6 +82,7 @@ class CheckReport:
     inputs_written: tuple[str, ...]
     output_aliases: tuple[str, ...]
     memory: MemoryEstimate | None = None
+    frozen: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.capturable and self.rows_independent is not False
@@ -93,6 +97,12 @@ class CheckReport:
         lists = self.state_written, self.inputs_written, self.output_aliases
         titles = "writes its own state", "writes its inputs", "outputs that alias"
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
+        if self.frozen:
+            more = f" and {len(self.frozen) - _MOST_FROZEN} more" * (len(self.frozen) > _MOST_FROZEN)
+            shown = ", ".join(self.frozen[:_MOST_FROZEN]) + more
+            lines.append(
+                f"replays keep the values of: {shown}\n  name in state_key, or make a buffer, what changes later"
+            )
         if self.memory is not None:
             lines.append(str(self.memory))
         return "\n".join(lines)
@@ -173,7 +183,7 @@ def check(
         for number, batch in enumerate([args, *others]):
             if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
-        return _report(trials, capture_sizes)
+        return dataclasses.replace(_report(trials, capture_sizes), frozen=tuple(_frozen(module)))
 
 
 def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
@@ -201,6 +211,16 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
         first.output_aliases,
         memory,
     )
+
+
+def _frozen(module: nn.Module) -> Iterator[str]:
+    """Yield the plain attributes that forwards of classes that are not torch's name, and their values."""
+    for path, child in module.named_modules():
+        code = getattr(type(child).forward, "__code__", None)
+        if code is not None and not type(child).__module__.startswith("torch."):
+            values = {name: vars(child).get(name) for name in sorted(names_in(code) - {"training"})}
+            named = ((".".join(filter(None, (path, name))), value) for name, value in values.items())
+            yield from (f"{name} = {value!r}" for name, value in named if isinstance(value, (bool, int, float, str)))
 
 
 def _without_advice(problem: str) -> str:

@@ -322,7 +322,7 @@ class Snapshot:
             name
             for thing in self.things
             if code and type(thing) is types.FunctionType
-            for name in _names_in(thing.__code__)
+            for name in names_in(thing.__code__)
         }
         for holder, before in self._touched(code=code):
             now, own = held_by(holder), self._places[id(holder)][2]
@@ -487,7 +487,7 @@ def _beyond(value: Any, held: Any) -> Iterable[Any]:
 
 def _named_by(function: types.FunctionType) -> Iterator[Any]:
     """Yield what a function names in its file, and in files that it names there or has in its closure."""
-    names, cells = sorted(_names_in(function.__code__)), map(held_by, function.__closure__ or ())
+    names, cells = sorted(names_in(function.__code__)), map(held_by, function.__closure__ or ())
     files = [function.__globals__, *_files_in(item for held in cells for item in (held or {}).values())]
     for file in files:  # which grows meanwhile
         things = [file[name] for name in names if name in file]
@@ -499,9 +499,9 @@ def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
     return [vars(thing) for thing in things if type(thing) is types.ModuleType and not is_library(thing.__name__)]
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes that code has, and the functions in it."""
-    return set(code.co_names).union(*(_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    return set(code.co_names).union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:

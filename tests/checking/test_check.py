@@ -456,3 +456,26 @@ def test_a_module_is_checked_as_if_nothing_were_set_in_the_environment(device, m
 def test_a_setting_is_not_passed_to_the_forward(device):
     with pytest.raises(sg.InputError, match=r"check got mode, outputs, which the forward does not take"):
         sg.check(module_of(device, lambda m, x: x * 2), rows(device), mode="PIECEWISE", outputs="static")
+
+
+class Scaled(nn.Module):
+    """Divides by an attribute, which a replay keeps."""
+
+    def __init__(self, depth=0):
+        super().__init__()
+        self.temperature, self.unread, self.training_steps = 1.5, 2.5, 3
+        self.inner = Scaled(depth - 1) if depth else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x) / self.temperature
+
+
+def test_attributes_whose_values_a_replay_keeps_are_named(device):
+    module = Scaled(depth=8).to(device).eval()
+    report = sg.check(module, rows(device))
+    assert report.frozen[:2] == ("temperature = 1.5", "inner.temperature = 1.5")
+    assert len(report.frozen) == 9  # torch's own layers, and what no forward names, are not among them
+    said = str(report)
+    assert "replays keep the values of: temperature = 1.5, inner.temperature = 1.5," in said
+    assert " and 3 more\n  name in state_key, or make a buffer, what changes later" in said
+    assert "replays keep" not in str(sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device)))
