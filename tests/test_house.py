@@ -25,7 +25,7 @@ CORE = {
     "device": 1_710,
     "program": 1_690,
     "distributed": 210,
-    "manager": 1_240,
+    "manager": 1_246,
     "guard": 885,
     "call": 1_246,
     "serve": 910,
@@ -36,7 +36,7 @@ EXTRAS = {
     "training": 1_415,
     "attention": 1_775,
     "spec_decode": 280,
-    "doctor": 1_266,
+    "doctor": 1_268,
     "sleeping": 590,
     "integrations": 2_500,
 }

@@ -67,6 +67,8 @@ def _body(report: GraphReport) -> Iterator[str]:
         yield from (f"<pre>{text(message)}</pre>" for _, message in merged_failures(stats.failures))
     if stats.unit != "calls":
         yield from _padding(graphs, stats)
+    if stats.lengths:
+        yield paragraph(f"{stats.padded_lengths().strip()}.")
     yield from _steps([graph for graph in graphs if graph.breaks])
     if report.optimizations:
         yield heading("Optimized")

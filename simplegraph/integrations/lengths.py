@@ -32,7 +32,7 @@ from simplegraph.program.snapshot import Snapshot, tensors_in
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others
-_MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE = 256, 512, 4096
+_MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
 
 
 @dataclasses.dataclass
@@ -294,6 +294,8 @@ class LengthBuckets:
             return server.call(module, args, kwargs)  # which says why it runs eagerly
         try:
             call = self._read(module, args, kwargs)
+            if (pair := (call.length, call.padded)) in (counts := server.stats.lengths) or len(counts) < _MAX_COUNTED:
+                counts[pair] += 1
             if call.length == call.padded:
                 return server.call(module, args, kwargs)
             rule = self._rule(call.kind)

@@ -149,6 +149,7 @@ class GraphStats:
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
         longest_stall: seconds of the longest call that captured a size, its own eager run and the proof included.
+        lengths: calls by their length and the captured one that they were padded to, with `length_dims`.
     """
 
     name: str = "model"
@@ -163,6 +164,7 @@ class GraphStats:
     recaptures: int = 0
     flushes: int = 0
     longest_stall: float = 0.0
+    lengths: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
@@ -217,6 +219,12 @@ class GraphStats:
     def capture_seconds(self) -> float:
         """Time that capturing the present graphs took."""
         return sum(graph.seconds for graph in list(self.graphs.values()))
+
+    def padded_lengths(self) -> str:
+        """Say how much longer calls became by padding to captured lengths."""
+        called, served = (sum(pair[at] * count for pair, count in self.lengths.items()) for at in (0, 1))
+        shown = (f"{own} at {padded} x {count}" for (own, padded), count in self.lengths.most_common(_MOST_SHOWN))
+        return f"  lengths x calls: {', '.join(shown)}; {1 - called / served:.0%} of what was served is padding"
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
         """Count an eager call; the first of each cause is logged, as a warning if it costs speed.
@@ -313,6 +321,7 @@ class GraphReport:
             "slower": {reason.value: count for reason, count in stats.slower.most_common()},
             "details": {reason.value: detail for reason, detail in stats.details.items()},
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
+            "lengths": [[*pair, count] for pair, count in sorted(stats.lengths.items())],
             "failures": dict(stats.failures),
             "optimizations": list(self.optimizations),
             "graphs": [_as_dict(graph) for graph in self.graphs()],
@@ -367,6 +376,7 @@ class GraphReport:
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
             more = f", and {left} other sizes" if (left := len(stats.batch_sizes) - len(sizes)) else ""
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
+        lines += [stats.padded_lengths()] if stats.lengths else []
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
         if stats.recaptures:

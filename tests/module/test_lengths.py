@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,3 +328,23 @@ def test_cut_outputs_have_no_gaps_where_eager_has_none(device: torch.device) -> 
         found, expected = model(samples), sg.unwrap(model)(samples)
         assert {name: part.stride() for name, part in found.items()} == {n: p.stride() for n, p in expected.items()}
     assert model.graph_stats.replays >= 3
+
+
+def test_the_report_says_how_much_of_the_lengths_is_padding(device: torch.device, tmp_path: Path) -> None:
+    model = sg.wrap(
+        Masked().to(device).eval(),
+        capture_sizes=[2],
+        length_dims={"tokens": 1, "mask": 1},
+        lengths=[8, 16],
+        progress=False,
+    )
+    for length in (4, 6, 8, 16) * 5:
+        tokens = torch.randint(0, 20, (2, length), device=device)
+        model(tokens, torch.ones(2, length, device=device))
+    assert model.graph_stats.lengths == {(4, 8): 5, (6, 8): 5, (8, 8): 5, (16, 16): 5}
+    report = model.graph_report()
+    assert report.to_dict()["lengths"] == [[4, 8, 5], [6, 8, 5], [8, 8, 5], [16, 16, 5]]
+    said = "lengths x calls: 4 at 8 x 5, 6 at 8 x 5, 8 at 8 x 5, 16 at 16 x 5; 15% of what was served is padding"
+    assert said in str(report)
+    report.save(page := tmp_path / "graphs.html")
+    assert said in page.read_text(encoding="utf-8")
