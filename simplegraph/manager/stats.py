@@ -80,7 +80,7 @@ def headline(message: str) -> str:
 
 def where_failed(error: CaptureError) -> str:
     """Return what could not be captured, and the user's line: the first line of the error, without its verbs."""
-    return str(error).splitlines()[0].replace("capturing ", "", 1).replace(" failed", "", 1)
+    return re.sub("^capturing |^the graph of | failed$| is dropped$", "", str(error).splitlines()[0])
 
 
 @dataclasses.dataclass(slots=True)

@@ -316,7 +316,7 @@ class ProgramTable:
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
         """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""
         self.forget(jobs)
-        text = "capturing {} failed\n  {}.\n  {}"
+        text = "the graph of {} is dropped\n  {}.\n  {}"
         failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
         outcome = "no other size was captured" if len(jobs) > 1 else OTHERS_TOO
         self.add_failures({job: failed[job.label] for job in jobs}, outcome)
