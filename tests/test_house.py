@@ -36,7 +36,7 @@ EXTRAS = {
     "training": 1_415,
     "attention": 1_775,
     "spec_decode": 280,
-    "doctor": 1_268,
+    "doctor": 1_264,
     "sleeping": 590,
     "integrations": 2_500,
 }

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -35,7 +36,6 @@ from simplegraph.program.snapshot import Snapshot, names_in
 from simplegraph.serve.wrap import wrap
 
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
-_MOST_FROZEN = 6  # in one line
 _FILLS = (0, 3, -3, 100)
 _TRIED = (
     "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
@@ -68,8 +68,7 @@ class CheckReport:
         inputs_written: names of arguments that the forward writes to.
         output_aliases: outputs that share memory with an argument or with the module.
         memory: the memory that capturing `capture_sizes` would take; None if they were not given.
-        frozen: numbers, flags and texts in attributes that forwards name, with their values: replays keep those of the
-            capture, whatever the attributes become.
+        frozen: attributes with a number, a flag or a text that forwards name, by class: replays keep that value.
     """
 
     capturable: bool
@@ -94,15 +93,10 @@ class CheckReport:
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
-        lists = self.state_written, self.inputs_written, self.output_aliases
-        titles = "writes its own state", "writes its inputs", "outputs that alias"
+        lists = self.state_written, self.inputs_written, self.output_aliases, self.frozen
+        kept = "replays keep, unless state_key names it, the value of"
+        titles = "writes its own state", "writes its inputs", "outputs that alias", kept
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
-        if self.frozen:
-            more = f" and {len(self.frozen) - _MOST_FROZEN} more" * (len(self.frozen) > _MOST_FROZEN)
-            shown = ", ".join(self.frozen[:_MOST_FROZEN]) + more
-            lines.append(
-                f"replays keep the values of: {shown}\n  name in state_key, or make a buffer, what changes later"
-            )
         if self.memory is not None:
             lines.append(str(self.memory))
         return "\n".join(lines)
@@ -183,7 +177,7 @@ def check(
         for number, batch in enumerate([args, *others]):
             if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
-        return dataclasses.replace(_report(trials, capture_sizes), frozen=tuple(_frozen(module)))
+        return dataclasses.replace(_report(trials, capture_sizes), frozen=tuple(dict.fromkeys(_frozen(module))))
 
 
 def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
@@ -214,13 +208,14 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:
-    """Yield the plain attributes that forwards of classes that are not torch's name, and their values."""
-    for path, child in module.named_modules():
-        code = getattr(type(child).forward, "__code__", None)
-        if code is not None and not type(child).__module__.startswith("torch."):
-            values = {name: vars(child).get(name) for name in sorted(names_in(code) - {"training"})}
-            named = ((".".join(filter(None, (path, name))), value) for name, value in values.items())
-            yield from (f"{name} = {value!r}" for name, value in named if isinstance(value, (bool, int, float, str)))
+    """Yield the plain attributes that forwards name; torch's layers are left out, whose settings guards compare."""
+    for child in module.modules():
+        kind = type(child)
+        if not kind.__module__.startswith("torch.") and isinstance(kind.forward, types.FunctionType):
+            plain = {name for name, value in vars(child).items() if isinstance(value, (bool, int, float, str))}
+            yield from (
+                f"{kind.__name__}.{name}" for name in sorted(plain & names_in(kind.forward.__code__) - {"training"})
+            )
 
 
 def _without_advice(problem: str) -> str:

@@ -227,8 +227,7 @@ class PaddedCall:
         if len(lengths) != 1:
             said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
             given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
-            said = said or given
-            raise CannotBind(Reason.BATCH_MISMATCH, said)
+            raise CannotBind(Reason.BATCH_MISMATCH, said or given)
         self.length = next(iter(lengths))
         captured = config.lengths or ()
         if self.length > captured[-1]:
@@ -294,9 +293,8 @@ class LengthBuckets:
             return server.call(module, args, kwargs)  # which says why it runs eagerly
         try:
             call = self._read(module, args, kwargs)
-            if (pair := (call.length, call.padded)) in (counts := server.stats.lengths) or len(counts) < _MAX_COUNTED:
-                counts[pair] += 1
             if call.length == call.padded:
+                _count(server.stats.lengths, call)
                 return server.call(module, args, kwargs)
             rule = self._rule(call.kind)
             rule.check()
@@ -307,6 +305,7 @@ class LengthBuckets:
         sizes = rule.sizes(call.length, call.padded)
         if sizes is None:
             return self._learn(server, rule, call, module)
+        _count(server.stats.lengths, call)
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
         return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
 
@@ -348,6 +347,10 @@ class LengthBuckets:
         elif not padded.drew_as(run):
             rule.refuse("it draws more random numbers")
         return run.outputs
+
+
+def _count(lengths: collections.Counter[tuple[int, int]], call: PaddedCall) -> None:
+    lengths.update([(call.length, call.padded)] * (len(lengths) < _MAX_COUNTED))
 
 
 def _declared(declared: Mapping[str, Any], name: str) -> Any:

@@ -149,7 +149,7 @@ class GraphStats:
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
         longest_stall: seconds of the longest call that captured a size, its own eager run and the proof included.
-        lengths: calls by their length and the captured one that they were padded to, with `length_dims`.
+        lengths: calls by their length and the captured one that they went on with, with `length_dims`.
     """
 
     name: str = "model"
@@ -222,8 +222,9 @@ class GraphStats:
 
     def padded_lengths(self) -> str:
         """Say how much longer calls became by padding to captured lengths."""
-        called, served = (sum(pair[at] * count for pair, count in self.lengths.items()) for at in (0, 1))
-        shown = (f"{own} at {padded} x {count}" for (own, padded), count in self.lengths.most_common(_MOST_SHOWN))
+        counts = self.lengths.most_common()  # of a moment: another thread may add one
+        called, served = (sum(pair[at] * count for pair, count in counts) for at in (0, 1))
+        shown = (f"{own} at {padded} x {count}" for (own, padded), count in counts[:_MOST_SHOWN])
         return f"  lengths x calls: {', '.join(shown)}; {1 - called / served:.0%} of what was served is padding"
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
@@ -239,10 +240,10 @@ class GraphStats:
             self._eager_sizes[size] += 1
         for listener in (*eager_listeners,):
             listener(self.name, reason, detail)
-        if reason is Reason.BATCH_TOO_LARGE and size is not None and size < max(self._eager_sizes, default=0):
-            detail = self.details.get(reason, detail)  # of a larger one: what is added for that serves this
-        learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
-        self._explain("runs eagerly", reason, detail, warn=not learning and reason not in _EXPECTED)
+        smaller = reason is Reason.BATCH_TOO_LARGE and (size or 0) < max(self._eager_sizes, default=0)
+        learns = reason in _EXPECTED or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)  # by this very call
+        # What is added for a larger batch serves this one, too.
+        self._explain("runs eagerly", reason, self.details.get(reason, detail) if smaller else detail, warn=not learns)
 
     def ran_slower(self, reason: Reason, detail: str) -> None:
         """Count a call that graphs served in a slower way than asked for; the first of each cause is logged."""
@@ -321,7 +322,7 @@ class GraphReport:
             "slower": {reason.value: count for reason, count in stats.slower.most_common()},
             "details": {reason.value: detail for reason, detail in stats.details.items()},
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
-            "lengths": [[*pair, count] for pair, count in sorted(stats.lengths.items())],
+            "lengths": [[*pair, count] for pair, count in sorted(stats.lengths.copy().items())],
             "failures": dict(stats.failures),
             "optimizations": list(self.optimizations),
             "graphs": [_as_dict(graph) for graph in self.graphs()],

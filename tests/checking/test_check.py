@@ -473,9 +473,15 @@ class Scaled(nn.Module):
 def test_attributes_whose_values_a_replay_keeps_are_named(device):
     module = Scaled(depth=8).to(device).eval()
     report = sg.check(module, rows(device))
-    assert report.frozen[:2] == ("temperature = 1.5", "inner.temperature = 1.5")
-    assert len(report.frozen) == 9  # torch's own layers, and what no forward names, are not among them
-    said = str(report)
-    assert "replays keep the values of: temperature = 1.5, inner.temperature = 1.5," in said
-    assert " and 3 more\n  name in state_key, or make a buffer, what changes later" in said
-    assert "replays keep" not in str(sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device)))
+    assert report.frozen == ("Scaled.temperature",)  # not torch's own layers, nor what no forward names
+    said = "replays keep, unless state_key names it, the value of: Scaled.temperature"
+    assert said in str(report)
+    plain = sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device))
+    assert "replays keep" not in str(plain)
+
+
+def test_a_scripted_submodule_is_checked(device):
+    module = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH).eval())).to(device).eval()
+    report = sg.check(module, rows(device))
+    assert not report.capturable
+    assert "TorchScript" in str(report)
