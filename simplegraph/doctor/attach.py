@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from simplegraph.base import patches
+from simplegraph.base.collection import without_collections
 from simplegraph.base.errors import ConfigError
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.driver import cuda_driver
@@ -35,7 +36,6 @@ from simplegraph.device.cuda.inventory.nodes import (
     places_of,
 )
 from simplegraph.device.cuda.inventory.reading import device_memory
-from simplegraph.fused.first_use import without_collections
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams", "Clone")
@@ -187,7 +187,7 @@ class CudaGraphs:
 
     def _ending(self, original: Any) -> Any:
         def capture_end(graph: Any) -> None:
-            with without_collections():  # a graph that the collector destroyed would break the capture
+            with without_collections():
                 reading = self._read(self._under_capture())  # a graph may be gone when its capture has ended
                 original(graph)
             self._watcher.capture_ended(graph, reading)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from simplegraph.base.collection import without_collections
 from simplegraph.fused.first_use import (
     build_driver,
     import_triton,
     read_compiler,
     triton_starts,
-    without_collections,
 )
 from simplegraph.fused.torch_operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 

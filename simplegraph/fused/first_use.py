@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import logging
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from simplegraph.base.collection import without_collections
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.extras import before_captures
 
@@ -180,21 +180,6 @@ class Preload:
                 filled[1:].copy_(filled.index_select(0, torch.arange(3, device="cuda") % 2))
                 torch.equal(filled, filled.clone())  # waits
         return True
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile: imports and Triton's compiler make many objects, and hardly any garbage.
-
-    That is a tenth of the import of torch. Beside it, one collection takes as long as the compilation of a kernel.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _ordinal(device: torch.device | str | int | None) -> tuple[bool, int]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.collection import without_collections
 from simplegraph.base.errors import CaptureError, EscapeError, InputError, refuse_inside_capture
 from simplegraph.base.extras import wait_before_captures
 from simplegraph.base.failures import capture_error
@@ -235,10 +236,9 @@ logger = logging.getLogger("simplegraph")
 
 @dataclasses.dataclass(eq=False)
 class CaptureSession:
-    """One or many captures into one pool, on the capture stream, with garbage collection paused.
+    """One or many captures into one pool, on the capture stream, without garbage collection.
 
-    A graph destroyed by the collector during another's capture is an error (pytorch #161037), so gc is
-    off. `thorough` sessions, meant for many captures, also start from a synchronised device and an
+    `thorough` sessions, meant for many captures, also start from a synchronised device and an
     emptied cache, and collect before and after; a single lazy capture does without that.
 
     Args:
@@ -262,7 +262,10 @@ class CaptureSession:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
-            stack.enter_context(_collection_paused(self.thorough))
+            stack.enter_context(without_collections())
+            if self.thorough:
+                gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
+                stack.callback(gc.collect, 0)  # what this session makes: with collection off, all of it is young
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())
@@ -371,20 +374,6 @@ class CaptureSession:
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(self.pool, leaf)
         return leaf
-
-
-@contextlib.contextmanager
-def _collection_paused(thorough: bool) -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect(1 if thorough else 0)  # what was made lately; a whole collection takes longer than twenty captures
-    gc.disable()
-    try:
-        yield
-    finally:
-        if thorough:
-            gc.collect(0)  # what this session made: with collection off, all of it is young
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
