@@ -20,19 +20,19 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_060,
+    "base": 1_071,
     "batch": 300,
     "device": 1_710,
-    "program": 1_690,
+    "program": 1_684,
     "distributed": 210,
     "manager": 1_246,
     "guard": 885,
-    "call": 1_246,
+    "call": 1_248,
     "serve": 910,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
-    "fused": 2_760,
+    "fused": 2_752,
     "training": 1_415,
     "attention": 1_775,
     "spec_decode": 280,

@@ -11,5 +11,6 @@ operators       operators as torch dispatches them
 nested          nested values taken apart and rebuilt
 modes           modes of torch that a replay must set again
 constants       device copies of what a forward makes from Python data
+collection      when the garbage collector shall wait
 patches         every change to other people's classes, and the way back
 """

@@ -185,8 +185,15 @@ class StaticInput:
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""
         if isinstance(self.arg.batch_dim, int) and padded > rows:
-            source = torch.arange(padded - rows, device=self.arg.device) % rows
-            self.part(padded, rows, padded).copy_(self.part(padded, 0, rows).index_select(self.arg.batch_dim, source))
+            real = self.part(padded, 0, rows)
+            self.part(padded, rows, padded).copy_(_over_and_over(real, self.arg.batch_dim, padded - rows))
+
+
+def _over_and_over(tensor: Tensor, dim: int, count: int, first: int = 0) -> Tensor:
+    """Take so many rows of a tensor, over and over, from one of them on."""
+    # Counted on the CPU: a GPU loads each operator at its first use, which takes longer than the loading of a layer.
+    rows = torch.arange(first, first + count, device="cpu") % tensor.shape[dim]
+    return tensor.index_select(dim, rows.to(tensor.device))
 
 
 class InputSet:
@@ -221,15 +228,14 @@ class InputSet:
         return [given[str(arg.key) if isinstance(arg, SameArg) else arg.name] for arg in args]
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int, first: int = 0) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], padded: int, first: int = 0) -> None:
         """Fill a size with a call's rows, over and over from one of them on: real values, valid as indices."""
         given = dict(tensors)
         for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
             dim = static.arg.batch_dim
             if isinstance(dim, int):
-                rows = torch.arange(first, first + padded, device=source.device) % batch
-                static.view(padded).copy_(source.index_select(dim, rows))
+                static.view(padded).copy_(_over_and_over(source, dim, padded, first))
             elif dim is None:
                 static.view(padded).copy_(source)
         self.forget_padding()  # rows above this size were not looked at

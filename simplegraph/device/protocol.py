@@ -147,6 +147,8 @@ class GraphDevice(Protocol):
 
     drawing_stream: int
 
+    dtype: torch.dtype  # of the products in what is captured next: libraries load kernels for each
+
     @property
     def torch_device(self) -> torch.device: ...
 

@@ -32,6 +32,7 @@ _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
 _CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
+_PRODUCTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 class HeldTensor(NamedTuple):
@@ -162,6 +163,11 @@ def device_of_state(module: nn.Module) -> torch.device:
     parameters = [parameter.device for parameter in module.parameters()]  # before looking any further
     devices = parameters or [held.tensor.device for held in held_tensors(module)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def dtype_of_products(module: nn.Module) -> torch.dtype:
+    """Return the dtype that a module's matrix products are most likely in: that of its first such parameter."""
+    return next((each.dtype for each in module.parameters() if each.dtype in _PRODUCTS), torch.bfloat16)
 
 
 def _is_shape(value: Any) -> bool:

@@ -266,6 +266,7 @@ class Snapshot:
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {}
         self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
+        self._empty: list[tuple[Any, int, bool]] = []  # dicts, what led to each, and no code: no places until filled
         self._modules: list[tuple[nn.Module, type]] = []
         found: list[Tensor] = []
         kinds = _Kinds()
@@ -294,9 +295,8 @@ class Snapshot:
                 held = () if _is_globals(value) else before or ()
                 for item in held.values() if isinstance(held, dict) else held:
                     if type(item) in _EXACT and not item:  # most are, a module's ten for hooks
-                        if id(item) not in self._ways and (own or not is_module):
-                            self._ways[id(item)] = item, at
-                            self._places[id(item)] = item, {}, own
+                        if own or not is_module:
+                            self._empty.append((item, at, own))
                     elif (leads := kinds[type(item)]) is not None and (own or leads is not Tensor):
                         (near if own else far).append((item, at, away))
                 far.extend(
@@ -365,10 +365,13 @@ class Snapshot:
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
+        for holder, above, own in filter(operator.itemgetter(0), self._empty):
+            self._ways.setdefault(id(holder), (holder, above))
+            self._places.setdefault(id(holder), (holder, {}, own))
         return [
             (holder, before)
             for holder, before, own in self._places.values()
-            if (own or code) and (before or type(holder) not in _EXACT or holder) and not is_untouched(holder, before)
+            if (own or code) and not is_untouched(holder, before)
         ]
 
     def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], Tensor]]:

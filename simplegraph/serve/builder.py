@@ -239,7 +239,7 @@ class GraphBuilder:
         memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.own.hold(entry[1].data_ptr())])
         copies = memory.copy()
         try:
-            inputs.load(call.tensors, call.batch, call.padded)
+            inputs.load(call.tensors, call.padded)
             summary = self._capture(call, inputs, jobs, lazy=lazy)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
@@ -266,7 +266,7 @@ class GraphBuilder:
         def warmed_up() -> None:
             if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
                 # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
-                inputs.load(call.tensors, call.batch, call.padded, first=1)
+                inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
                 self._observe_second_size(call, inputs, rehearsal, state)

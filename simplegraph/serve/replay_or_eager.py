@@ -31,7 +31,7 @@ from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
-from simplegraph.guard.survey import device_of_state
+from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -393,6 +393,7 @@ class GraphRunner:
             manager = CudaGraphManager(
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
+            manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
             if manager.device.emulated:
                 _warn_of_emulation()
             known = self.builder = self.builder_kind(manager, self._known.reader(module))

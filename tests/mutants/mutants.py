@@ -621,8 +621,8 @@ MUTANTS = [
     Mutant(
         "the real run of a capture of all sizes has rows in another order",
         "serve/builder.py",
-        "            inputs.load(call.tensors, call.batch, call.padded)\n",
-        "            inputs.load(call.tensors, call.batch, call.padded, first=1)\n",
+        "            inputs.load(call.tensors, call.padded)\n",
+        "            inputs.load(call.tensors, call.padded, first=1)\n",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(

@@ -41,6 +41,7 @@ class MetaDevice:
     """The `GraphDevice` protocol on the meta device, with nothing behind it."""
 
     emulated = True
+    dtype = torch.float32
     torch_device = torch.device("meta")
 
     def __init__(self) -> None:

@@ -129,30 +129,30 @@ class Allocations:
         """The pools that libraries have their workspaces in."""
         return () if self._workspaces is None else (self._workspaces,)
 
-    def keep_workspaces(self) -> None:
+    def keep_workspaces(self, dtype: torch.dtype) -> None:
         """Let cuBLAS have its workspaces for this thread and stream in memory that is given to nothing else.
 
         They live in a table that anyone may clear, as compiled modules with graphs of their own do, and graphs captured
-        before go on using them. So they come from a pool of their own, which is never released.
+        before go on using them. So they come from a pool of their own, which is never released. The product that makes
+        cuBLASLt take one is of the forward's dtype: kernels of another one would take 0.1 s to load.
         """
         if not _CAN_DIVERT:
             return
         index = self._device.index
-        if self._workspaces is None:
-            self._operands = [self._new(16), self._new(16, 16), self._new(16, 16)]
-            self._workspaces = torch.cuda.graph_pool_handle()
+        operands = [self._new(*shape, dtype=dtype) for shape in ((16,), (16, 16), (16, 16))]
+        self._workspaces = self._workspaces or torch.cuda.graph_pool_handle()
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, self._workspaces)
         try:
             torch._C._cuda_getCurrentBlasHandle()
             if not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
                 with outside_modes(), torch._C._DisableAutocast():
-                    torch.ops.aten.addmm(*self._operands)  # cuBLASLt, which has another one
+                    torch.ops.aten.addmm(*operands)  # cuBLASLt, which has another one
         except RuntimeError as error:  # out of memory: the forward will say so, if it needs them
             logger.debug("cuBLAS has no workspaces of our own: %s", error)
         finally:
             torch._C._cuda_endAllocateToPool(index, self._workspaces)
 
-    def _new(self, *shape: int) -> Tensor:
+    def _new(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         with outside_modes():
-            empty: Tensor = torch.ops.aten.empty(shape, dtype=torch.float16, device=self._device)
+            empty: Tensor = torch.ops.aten.empty(shape, dtype=dtype, device=self._device)
             return empty

@@ -53,6 +53,7 @@ class CudaDevice:
     """
 
     emulated = False
+    dtype = torch.bfloat16
 
     def __init__(self, index: int) -> None:
         if not torch.cuda.is_available():
@@ -67,7 +68,6 @@ class CudaDevice:
         self._lasting = {0, self._stream.cuda_stream}  # raw handles of streams that are never destroyed
         self.drawing_stream = 0
         self._allocations = Allocations(self.torch_device)
-        self.keep_workspaces = self._allocations.keep_workspaces
         self._former: set[tuple[int, int]] = set()  # ranges that the allocator had when it was asked
         self._released = 0  # bytes of pools that the allocator may still hold
         self._thread = threading.local()
@@ -110,6 +110,9 @@ class CudaDevice:
         # The allocator keeps it until somebody empties its cache; what is captured next cannot use it.
         self._released += sum(segment["total_size"] for segment in segments(pool.handle.anchors))
         pool.handle.anchors.clear()  # each ends with the last tensor that was borrowed from its pool
+
+    def keep_workspaces(self) -> None:
+        self._allocations.keep_workspaces(self.dtype)
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:

@@ -61,6 +61,7 @@ class EmulatorDevice:
     """
 
     emulated = True
+    dtype = torch.float32
     torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
