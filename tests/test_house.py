@@ -32,7 +32,7 @@ CORE = {
 }
 # Extras, which the core would not miss.
 EXTRAS = {
-    "fused": 2_752,
+    "fused": 2_776,
     "training": 1_415,
     "attention": 1_775,
     "spec_decode": 280,

@@ -79,6 +79,7 @@ def decoder_operators(decoder: LlamaDecoder, *rotary: KernelTrial) -> Operators:
     trials = (
         KernelTrial("add_rms_norm", (weight.shape[1],)),
         KernelTrial("gated", (mlp.gate_proj.out_features, "silu")),
+        *(KernelTrial("gated_rms_norm", (each.out_proj.in_features,)) for each in decoder.recurrences[:1]),
         *rotary,
     )
     return operators_for(weight.device, weight.dtype, trials)

@@ -6,15 +6,18 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplegraph.attention import Mamba2Shape, Mamba2Weights
+from simplegraph.fused.torch_operators import Operators
 
 if TYPE_CHECKING:
     from transformers import BambaConfig
 
     from bench.models.llama import LlamaStep
+
+
+_TORCH = Operators()
 
 
 class Mamba2(nn.Module):
@@ -36,7 +39,7 @@ class Mamba2(nn.Module):
         self.norm = GatedNorm(inner, self.shape.num_groups, config.rms_norm_eps)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.mamba_proj_bias)
 
-    def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
+    def forward(self, hidden: Tensor, step: LlamaStep, operators: Operators = _TORCH) -> Tensor:
         if not hasattr(step, "recur"):
             raise ValueError(
                 f"layer {self.index} is recurrent; {type(step).__name__} has no states. Serve this model with "
@@ -48,7 +51,7 @@ class Mamba2(nn.Module):
         # Allocated outside the operator, as attention's output is; padding rows stay zero.
         out = hidden.new_zeros(hidden.shape[0], inner)
         step.recur(self, xbc, dt, out)
-        return self.out_proj(self.norm(out, gate))
+        return self.out_proj(self.norm(out, gate, operators))
 
     @property
     def weights(self) -> Mamba2Weights:
@@ -65,17 +68,15 @@ class Mamba2(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each group's columns, of values times SiLU of a gate; in float32."""
+    """RMSNorm of each group's columns, of values times SiLU of a gate."""
 
     def __init__(self, size: int, num_groups: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.num_groups, self.eps = num_groups, eps
 
-    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
-        gated = (hidden.float() * F.silu(gate.float())).view(hidden.shape[0], self.num_groups, -1)
-        normed = gated * torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * normed.view(hidden.shape).to(hidden.dtype)
+    def forward(self, hidden: Tensor, gate: Tensor, operators: Operators) -> Tensor:
+        return operators.gated_rms_norm(hidden, gate, self.weight, self.eps, self.num_groups)
 
 
 def mamba2_shape(config: BambaConfig) -> Mamba2Shape:

@@ -62,7 +62,7 @@ class ServingLayers(FusedLayers):
 
         def mix(layer: DecoderLayer, hidden: Tensor) -> Stages:
             if layer.mamba is not None:
-                return layer.mamba(hidden, step)
+                return layer.mamba(hidden, step, self.operators)
             if self._whole_heads:
                 heads = self._attend_pages(layer.self_attn, hidden, positions)
             else:

@@ -283,6 +283,13 @@ _TRIALS: Mapping[str, _Trial] = {
         "norm",
         variants=True,
     ),
+    "gated_rms_norm": _Trial(
+        lambda run, numbers, columns: run.gated_rms_norm(
+            numbers(2, columns), numbers(2, columns, phase=2), numbers(columns, phase=1), 1e-5
+        ),
+        "norm",
+        variants=True,
+    ),
     "group_norm": _Trial(
         lambda run, numbers, channels, groups: run.group_norm(
             _image(numbers, 2, channels, 3, 2),

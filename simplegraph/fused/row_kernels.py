@@ -1,4 +1,4 @@
-"""Triton kernels over rows: a norm with a residual, also one scaled and shifted by image, and a gated activation.
+"""Triton kernels over rows: a norm with a residual or a gate, one scaled and shifted by image, and a gated activation.
 
 Imported only if Triton is installed. Nothing is specialized for the number of rows: there is one variant for each dtype
 and shape of a model, so that no capture has to compile one.
@@ -23,20 +23,23 @@ _TILE = 1024  # elements of several short rows in one program
 def _norm(  # type: ignore[no-untyped-def]
     x_ptr,
     residual_ptr,
+    gate_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     total_ptr,
+    gate_row,
     eps,
     OFFSET: tl.constexpr,
     ADDED: tl.constexpr,
+    GATED: tl.constexpr,
     CENTERED: tl.constexpr,
     BIASED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add a residual and normalize a row in each program, in float32 from the rounded sum on."""
+    """Add a residual, or gate, and normalize a row in each program, in float32 from the rounded sum on."""
     await_others(EARLY)
     start = tl.program_id(0).to(tl.int64) * COLUMNS
     column = tl.arange(0, BLOCK)
@@ -47,6 +50,9 @@ def _norm(  # type: ignore[no-untyped-def]
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + start + column, total, inside)
         x = total.to(tl.float32)
+    if GATED:
+        gate = tl.load(gate_ptr + tl.program_id(0).to(tl.int64) * gate_row + column, inside, 0.0).to(tl.float32)
+        x = x * gate * tl.sigmoid(gate)
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) * (1.0 / COLUMNS), 0.0)
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32) + OFFSET
@@ -66,8 +72,9 @@ def norm(
     *,
     offset: float = 0.0,
     centered: bool = False,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute an RMS norm, or a layer norm if `centered`, of a sum over the last dimension.
+    """Compute an RMS norm, or a layer norm if `centered`, of a sum or a gated product over the last dimension.
 
     Args:
         x: (..., columns), at most `MAX_COLUMNS`; float32, bfloat16 or float16.
@@ -77,11 +84,13 @@ def norm(
         eps: added to the variance.
         offset: added to the weights.
         centered: True subtracts the mean.
+        gate: of the shape and dtype of `x`, its rows without gaps: `x` is multiplied by its SiLU; None for no gate.
 
     Returns:
         The norm, and the sum: `x` itself without a residual.
     """
     x, weight = x.contiguous(), weight.contiguous()
+    gates = x if gate is None else gate.reshape(-1, gate.shape[-1])
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     columns = x.shape[-1]
@@ -90,13 +99,16 @@ def norm(
         _norm[(x.numel() // columns,)](
             x,
             x if residual is None else residual.contiguous(),
+            gates,
             weight,
             weight if bias is None else bias.contiguous(),
             out,
             total,
+            gates.stride(0),
             eps,
             OFFSET=offset,
             ADDED=residual is not None,
+            GATED=gate is not None,
             CENTERED=centered,
             BIASED=bias is not None,
             COLUMNS=columns,

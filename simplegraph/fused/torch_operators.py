@@ -129,6 +129,12 @@ class Operators:
         total = x + residual
         return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+        """Return the RMS norm of ``x * silu(gate)``, by so many groups of columns; in float32 up to the weight."""
+        product = (x.float() * F.silu(gate.float())).view(*x.shape[:-1], groups, -1)
+        normed = product * torch.rsqrt(product.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.view(x.shape).to(x.dtype)
+
     def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
         """Return the activation of the group norm of ``x + row + added``; see `Grouped`.
 

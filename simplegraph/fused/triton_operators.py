@@ -75,6 +75,11 @@ class TritonOperators(Operators):
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+        if groups > 1 or not self._norms(x, gate, weight) or gate.stride(-1) != 1:
+            return super().gated_rms_norm(x, gate, weight, eps, groups)
+        return self._rows.norm(x, None, weight, None, eps, gate=gate)[0]  # type: ignore[no-any-return]
+
     def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
         fits = (
             x.dim() == 4

@@ -367,6 +367,46 @@ def test_rotation_and_cache_write(
     assert torch.equal(wide[:, -1], beside)
 
 
+@every
+@pytest.mark.parametrize("columns", [1, 100, 2048])
+@pytest.mark.parametrize("rows", [(1,), (3, 2), (65,)])
+@pytest.mark.parametrize("gaps", ["none", "between rows", "between columns"])
+def test_a_gated_norm(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    columns: int,
+    rows: tuple[int, ...],
+    gaps: str,
+    device: torch.device,
+) -> None:
+    """The gate is a part of a wider projection's rows in most models."""
+    x, weight = (numbers(*shape, dtype=dtype, device=device) for shape in ((*rows, columns), (columns,)))
+    wide = numbers(*rows, 2 * columns, dtype=dtype, device=device)
+    gate = {"none": x.flip(0), "between rows": wide[..., columns:], "between columns": wide[..., ::2]}[gaps]
+    before = x.clone(), gate.clone()
+    found = make().gated_rms_norm(x, gate, weight, 1e-5)
+    assert torch.equal(x, before[0])
+    assert torch.equal(gate, before[1])
+
+    def text(product: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return weight * (product * torch.rsqrt(product.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+
+    exact = text(x.double() * F.silu(gate.double()), weight.double(), torch.float64)
+    kernels = make is triton and gaps != "between columns"
+    check(found, exact, text(x.float() * F.silu(gate.float()), weight, dtype), kernels=kernels)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@needs_triton
+def test_a_gated_norm_in_groups_is_for_torch(groups: int, device: torch.device) -> None:
+    x, gate, weight = (numbers(*shape, dtype=torch.float32, device=device) for shape in ((3, 8), (3, 8), (8,)))
+    found = triton().gated_rms_norm(x, gate, weight, 1e-5, groups)
+    for part in range(groups):
+        columns = slice(part * 8 // groups, (part + 1) * 8 // groups)
+        alone = Operators().gated_rms_norm(x[:, columns], gate[:, columns], weight[columns], 1e-5)
+        torch.testing.assert_close(found[:, columns], alone)
+
+
 @needs_triton
 @pytest.mark.parametrize("case", ["gradient", "float64", "another dtype", "no rows", "another shape"])
 def test_what_the_kernels_do_not_take_is_for_torch(case: str, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 from unittest import mock
@@ -20,12 +21,14 @@ from tiny_generation import GREEDY, TOKENS  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Model  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
 from simplegraph.fused.choice import chosen_operators  # noqa: E402
 from simplegraph.fused.layers.norms import rms_norms  # noqa: E402
 from simplegraph.fused.layers.table import KINDS, RMS_NORM, find_layers, fused_forwards  # noqa: E402
+from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 
@@ -74,6 +77,74 @@ def test_triton_s_norm_is_for_what_it_takes(case: str, device: torch.device, mon
     assert torch.equal(found, torch.full_like(hidden, 0.25)) is (case == "few columns")
     if case != "few columns":
         torch.testing.assert_close(found, expected)
+
+
+TINY_MAMBA2 = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 99}
+TINY_MAMBA2 |= {"num_hidden_layers": 2, "chunk_size": 8}
+
+
+class OneGroup(nn.Module):
+    """As transformers 5.17 writes it."""
+
+    def __init__(self, hidden_size, eps=1e-6):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states, gate=None):  # type: ignore[no-untyped-def]
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        return self.weight * hidden_states.to(input_dtype)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_norm_of_mamba2_is_one_operator(groups: int, dtype: torch.dtype, device: torch.device) -> None:
+    kind = type(Mamba2Model(Mamba2Config(**TINY_MAMBA2)).layers[0].mixer.norm)
+    by_group = "group_size" in inspect.signature(kind).parameters
+    if groups and not by_group:
+        pytest.skip("this version of transformers has one group")
+    norm = (kind(64, 64 // groups, eps=1e-3) if groups else OneGroup(64, eps=1e-3)).to(device, dtype)
+    norm.weight.data.normal_()
+    hidden, gate = torch.randn(3, 5, 64, device=device).to(dtype), torch.randn(3, 5, 128, device=device).to(dtype)
+    gate = gate[..., 64:]
+    counted = mock.Mock(wraps=Operators().gated_rms_norm)
+    forwards = norm_forwards(norm)
+    with mock.patch.object(Operators, "gated_rms_norm", lambda self, *given: counted(*given)):
+        with override_forwards(forwards):
+            found = norm(hidden, gate)
+            assert counted.call_args.args[4] == max(1, groups)
+            assert torch.equal(found, norm(hidden, gate))
+        assert counted.call_count == 2
+        for given in [(hidden,), (hidden, None), (hidden, gate[:1]), (hidden, gate.double())]:
+            with override_forwards(forwards):
+                other = norm(*given)
+            torch.testing.assert_close(other, norm(*given))
+        assert counted.call_count == 2
+    expected = norm(hidden, gate)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_layers_of_a_mamba2_have_their_gated_norms_fused(device: torch.device) -> None:
+    model = Mamba2Model(Mamba2Config(**TINY_MAMBA2)).to(device).eval()
+    norms = [layer.mixer.norm for layer in model.layers]
+    assert {module: layer.kind for module, layer in find_layers(model).items() if module in norms} == dict.fromkeys(
+        norms, RMS_NORM
+    )
+    assert not set(norms) & find_layers(model, {RMS_NORM}).keys()
+    tokens = torch.randint(90, (2, 7), device=device)
+    with torch.no_grad():
+        expected = model(tokens).last_hidden_state
+        with override_forwards(norm_forwards(model)):
+            found = model(tokens).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_norms_of_a_known_text_are_fused() -> None:

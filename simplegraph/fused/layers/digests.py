@@ -28,6 +28,8 @@ DIGESTS: Mapping[str, str] = MappingProxyType(
         "120b04907c6b9561": "transformers.models.t5.modeling_t5:T5LayerNorm.forward",
         "0ad30f87a4ded1a1": "transformers.models.gemma.modeling_gemma:GemmaRMSNorm.forward",
         "70a692341dc47196": "transformers.models.gemma.modeling_gemma:GemmaRMSNorm._norm",
+        "881f9b88c74309fb": "transformers.models.mamba2.modeling_mamba2:MambaRMSNormGated.forward",  # in one group
+        "facfcdfcb4dd59ad": "transformers.models.mamba2.modeling_mamba2:MambaRMSNormGated.forward",
         "bf6c663d53e5af35": "transformers.models.llama.modeling_llama:LlamaMLP.forward",
         "3c9741377361bd3a": "transformers.models.phi3.modeling_phi3:Phi3MLP.forward",
         "76cb58d612050dae": "transformers.activations:SiLUActivation.forward",

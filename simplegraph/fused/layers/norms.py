@@ -62,6 +62,23 @@ _LAYER_NORMS = {"LayerNorm.forward": Norm("eps", centered=True)}  # timm's
 _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
 
 
+def gated_norms(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the norms of a model that multiply by the SiLU of a gate before, as Mamba2's do, to their layers."""
+    found: dict[Any, bool] = recognize(model, {"MambaRMSNormGated.forward": True})
+    return {module: _gated_norm(module, len(module.weight)) for module in found}
+
+
+def _gated_norm(module: Any, columns: int) -> Layer:
+    groups = columns // getattr(module, "group_size", columns)  # transformers 5.17 has one
+
+    def run(operators: Operators, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs or not _fits(args[0], module.weight) or not _alike(*args):
+            raise AsWritten
+        return operators.gated_rms_norm(*args, module.weight, module.variance_epsilon, groups)
+
+    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * (groups == 1), run)
+
+
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can replace to their parameters."""
     return {module: norm for module, norm in recognize(model, _RMS_NORMS).items() if _is_whole(module, norm)}
@@ -137,13 +154,17 @@ def _fits(x: Any, weight: Any) -> bool:
     )
 
 
+def _alike(x: Tensor, other: Any) -> bool:
+    """True if another value is a tensor that looks the same."""
+    return type(other) is Tensor and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
+
+
 def _fits_sum(residual: Any, x: Any, module: Any) -> bool:
     """True if the sum is of equal tensors without gradients, and its norm can be computed now."""
     tensors = (residual, x, module.weight, getattr(module, "bias", None))
     return (
         _fits(x, module.weight)
-        and type(residual) is Tensor
-        and (residual.shape, residual.dtype, residual.device) == (x.shape, x.dtype, x.device)
+        and _alike(x, residual)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors if each is not None))
     )
 

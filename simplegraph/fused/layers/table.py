@@ -16,7 +16,7 @@ from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, ATTENTI
 from simplegraph.fused.layers.images import IMAGE_BLOCK, IMAGE_CLASSES, group_layers
 from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, is_plain, runs_as_written
 from simplegraph.fused.layers.linears import LINEAR, activation_layers, gate_layers, linear_layers
-from simplegraph.fused.layers.norms import norm_layer, residual_layers, rms_norms, sum_norms
+from simplegraph.fused.layers.norms import gated_norms, norm_layer, residual_layers, rms_norms, sum_norms
 from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
@@ -67,11 +67,11 @@ def find_layers(
     """
     found: dict[nn.Module, Layer] = {}
     alone = {} if RMS_NORM in skip else rms_norms(model)
-    norms = dict(alone)
+    norms, gated = dict(alone), {} if RMS_NORM in skip else gated_norms(model)
     if RESIDUAL not in skip:
         found, behind = residual_layers(model, sum_norms(model))
         norms |= behind
-    found |= {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
+    found |= gated | {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
     left_out = {*skip, *(() if images else IMAGE_KINDS)}
     found |= {module: layer for module, layer in _of_classes(model).items() if layer.kind not in left_out}
     finders: dict[str, Callable[[nn.Module], dict[nn.Module, Layer]]] = {

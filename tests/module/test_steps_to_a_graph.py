@@ -1,0 +1,129 @@
+"""The calls that lead to a graph: when Python runs in them, that garbage waits, and what happens where one raises."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from tests.module.answers import close, reasons
+
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
+WIDTH = 6
+
+
+class Runs:
+    """Notes at each run of the layer if garbage is collected meanwhile; raises at the one that it is told."""
+
+    def __init__(self) -> None:
+        self.collects: list[bool] = []
+        self.raises = 0
+
+    def linear(self, *args: Tensor) -> Tensor:
+        self.collects.append(gc.isenabled())
+        if len(self.collects) == self.raises:
+            raise ArithmeticError("told to")
+        return torch.addmm(args[2], args[0], args[1].t())
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """What torch's layers call is seen there: a module that notes its own runs would have no graph."""
+    found = Runs()
+    monkeypatch.setattr(nn.functional, "linear", found.linear)
+    return found
+
+
+def served(device: torch.device, **settings: Any) -> Any:
+    layer = nn.Linear(WIDTH, WIDTH, device=device).eval()
+    return sg.wrap(layer, **{"capture_sizes": [4], "progress": False} | settings)
+
+
+def called(model: Any, device: torch.device, rows: int = 4) -> None:
+    x = torch.randn(rows, WIDTH, device=device)
+    close(model(x), torch.addmm(model.bias, x, model.weight.t()))
+
+
+def _call_until_it_raises(model: Any, device: torch.device) -> None:
+    for _ in range(4):
+        called(model, device)
+
+
+def test_python_runs_once_a_call_and_once_more_where_it_is_recorded(runs: Runs, device: torch.device) -> None:
+    model = served(device)
+    ran = []
+    for _ in range(5):
+        runs.collects.clear()
+        called(model, device)
+        ran.append(len(runs.collects))
+    assert ran == [1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("upfront", [True, False])
+def test_garbage_waits_while_a_step_is_taken(upfront: bool, collects: bool, runs: Runs, device: torch.device) -> None:
+    """What is remembered before a step makes enough objects to start a collection of everything every few calls."""
+    model = served(device)
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        if upfront:
+            model.capture_graphs(torch.randn(4, WIDTH, device=device))
+        for _ in range(5):
+            called(model, device)
+            assert gc.isenabled() == collects
+        assert set(runs.collects) == {False}
+        with sg.eager():
+            called(model, device)
+        assert runs.collects[-1] == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("run", [1, 2, 3])
+def test_a_forward_that_raises_at_any_step_is_served_later(run: int, runs: Runs, device: torch.device) -> None:
+    """Runs are those of a first call, of a capture, and of the proof in the same call."""
+    model = served(device, on_capture_failure="raise")
+    runs.raises = run
+    with pytest.raises((ArithmeticError, sg.CaptureError), match="told to"):
+        _call_until_it_raises(model, device)
+    assert gc.isenabled()
+    assert len(runs.collects) == run
+    for _ in range(5):
+        called(model, device)
+    assert model.graph_stats.replays > 0
+
+
+def test_wrappers_inside_take_no_step_of_their_own(device: torch.device) -> None:
+    inner = sg.wrap(nn.Linear(WIDTH, WIDTH, device=device), capture_sizes=[4], progress=False)
+    inner.eval()
+    model = sg.wrap(nn.Sequential(inner, nn.ReLU()).eval(), capture_sizes=[4], progress=False)
+    for _ in range(5):
+        x = torch.randn(4, WIDTH, device=device)
+        close(model(x), torch.addmm(inner.bias, x, inner.weight.t()).relu())
+    assert model.graph_stats.replays == 3
+    assert inner.graph_stats.captures == 0
+    assert set(reasons(inner)) == {"nested"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "expected"),
+    [
+        (torch.float16, None, torch.float16),
+        (torch.float32, None, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float64, None, torch.bfloat16),
+    ],
+)
+def test_libraries_load_for_the_dtype_of_the_modules_products(
+    dtype: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype, device: torch.device
+) -> None:
+    layers = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device, dtype).eval()
+    model = sg.wrap(layers, capture_sizes=[4], progress=False)
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        model(torch.zeros(4, dtype=torch.long, device=device))
+    assert model.graph_manager.device.dtype is expected
