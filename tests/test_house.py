@@ -21,14 +21,14 @@ ROOT = Path(__file__).parent.parent
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
     "base": 1_071,
-    "batch": 300,
+    "batch": 293,
     "device": 1_710,
     "program": 1_684,
     "distributed": 210,
     "manager": 1_246,
-    "guard": 885,
+    "guard": 890,
     "call": 1_248,
-    "serve": 910,
+    "serve": 914,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

@@ -4,7 +4,8 @@
 (``row_us``), and the ms of a step; of ten modules, of the startup's model at batch 1, and of the models of
 `bench.optimized`; each beside the bare replay of such a graph. ``mixed``: calls of the startup's
 model at many batch sizes, all of them proven, with ``verify`` as users have it beside ``verify=0``, in turn. ``lazy``:
-the longest call of such batches while each size is captured as it comes, beside eager's longest.
+the longest call of such batches while each size is captured as it comes, or one in the gap before each call, which is
+not timed, beside eager's longest.
 """
 
 from __future__ import annotations
@@ -184,12 +185,17 @@ def _mixed(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figure
 
 def _lazy(plan: ModelsPlan, device: torch.device) -> Iterator[tuple[str, Figures]]:
     model = _Model(plan, device)
-    batches = model.mixed(plan)[: plan.calls // 2]
+    batches, example, waiting = model.mixed(plan), model.batch(plan.largest), model.wrap(capture="upfront")
     for batch in batches[:BATCHES]:
         model.module(*batch)  # libraries load here
-    for name, call in {"eager": model.module, "simplegraph": model.wrap(capture="lazy")}.items():
+    for name, call, gap in (
+        ("eager", model.module, int),
+        ("simplegraph", model.wrap(capture="lazy"), int),
+        ("simplegraph-in-gaps", waiting, lambda: waiting.capture_next(*example)),
+    ):
         taken = []
-        for batch in batches:
+        for batch in batches[: plan.calls // 2]:
+            gap()
             synchronize(device)
             began = time.perf_counter()
             call(*batch)

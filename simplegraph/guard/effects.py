@@ -148,6 +148,11 @@ class CountedState:
         self._always: set[str] = set()  # what two eager runs in a row advanced
         self._changed: set[str] | None = None
 
+    @property
+    def watched(self) -> bool:
+        """True once an eager run showed what it changes."""
+        return self._changed is not None
+
     def check(self) -> None:
         """Refuse to record a forward that advances host state at every run. Raises CannotBind."""
         if self._always:

@@ -421,6 +421,11 @@ class GraphedFunction(Generic[P, R]):
         with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
             return self._wrapped.capture_graphs(*args, **kwargs)  # type: ignore[no-any-return]
 
+    def capture_next(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture the next size, from example arguments; see `CudaGraphWrapper.capture_next`."""
+        with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
+            return self._wrapped.capture_next(*args, **kwargs)  # type: ignore[no-any-return]
+
     if not TYPE_CHECKING:  # which would then take any name
 
         def __getattr__(self, name: str) -> Any:

@@ -309,14 +309,16 @@ class LengthBuckets:
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
         return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
 
-    def capture_all(self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
-        """Capture every batch size at every length, the longest first. Raises InputError."""
+    def capture_all(
+        self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool
+    ) -> CaptureSummary:
+        """Capture every batch size at every length, the longest first; `how` is as for runners. Raises InputError."""
         try:
             call = self._read(module, args, kwargs)
         except CannotBind as error:
             raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
         lengths = reversed(self.config.lengths or ())
-        return added({f"length {length}": server.capture_all(module, *call.at(length)) for length in lengths})
+        return added({f"length {length}": server.capture_all(module, *call.at(length), **how) for length in lengths})
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:

@@ -211,7 +211,7 @@ class GraphBuilder:
         if trace is not None:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
-        failed = self.build(call, inputs, jobs, lazy=True).failed
+        failed = self.build(call, inputs, jobs, lazy=True, warmups=0).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
                 self.manager.failures.pop(call.key, None)  # the next call tries again
@@ -219,17 +219,26 @@ class GraphBuilder:
             raise CannotBind(Reason.CAPTURE_FAILED, where_failed(next(iter(failed.values()))))
         call.check()  # as was learnt meanwhile
 
-    def capture_sizes(self, call: Call) -> CaptureSummary:
-        """Capture every size that is not captured yet, from a call that is an example of the largest."""
+    def capture_sizes(self, call: Call, *, following: bool = False) -> CaptureSummary:
+        """Capture sizes that are not captured yet, from a call that is an example of the largest.
+
+        Args:
+            call: the example.
+            following: only the largest of them that did not fail before; with a warmup if no run was watched.
+        """
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
-        jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in table.graphs]
-        summary = self.build(call, inputs, jobs, lazy=False)
+        known = table.graphs.keys() | (table.failures.keys() if following else ())
+        jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in known]
+        warmups = 0 if following and binding.counted[call.padded].watched else 1
+        summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, warmups=warmups)
         binding.called = True
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
 
-    def build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+    def build(
+        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, warmups: int
+    ) -> CaptureSummary:
         """Capture, and record what the programs read; if either fails with an error, drop the programs.
 
         The static inputs are loaded first, since Python may look at shapes of them. What a caller wrote there in place
@@ -240,7 +249,7 @@ class GraphBuilder:
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
-            summary = self._capture(call, inputs, jobs, lazy=lazy)
+            summary = self._capture(call, inputs, jobs, lazy=lazy, warmups=warmups)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
         except BaseException:
@@ -250,7 +259,9 @@ class GraphBuilder:
             memory.put(copies)
         return summary
 
-    def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+    def _capture(
+        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, warmups: int
+    ) -> CaptureSummary:
         """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
 
         A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
@@ -277,7 +288,7 @@ class GraphBuilder:
             afterwards.callback(self.note_seen, call, inputs, capture)  # the last: a stack runs backwards
             afterwards.callback(rehearsal.close)
             try:
-                summary = capture.run(0 if lazy else 1, warmed_up)
+                summary = capture.run(warmups, warmed_up)
                 _check_settings(call)
             finally:
                 kept = state.put_back()

@@ -137,9 +137,28 @@ class CudaGraphWrapper(Sleeps, Graphed):
             CaptureError: a size failed and ``on_capture_failure`` is "raise".
             Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
         """
+        return self._capture(args, kwargs)
+
+    def capture_next(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture the largest size that has no graph yet, as `capture_graphs` captures all: for gaps between requests.
+
+        With ``capture="upfront"`` a service answers from its first request on, eagerly where there is no graph, and no
+        request waits for more than one capture. Once every size was tried, nothing is captured and nothing fails. The
+        first of these calls runs the forward once for real, as `capture_graphs` does, and the others run nothing. With
+        `length_dims` one size is captured at each length.
+
+        Returns:
+            What was captured, how long it took, and what failed.
+
+        Raises:
+            InputError: as `capture_graphs`; CaptureError: as well.
+        """
+        return self._capture(args, kwargs, following=True)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool) -> CaptureSummary:
         runner = self._graph_runner
         capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
-        summary: CaptureSummary = capture(self, args, kwargs)
+        summary: CaptureSummary = capture(self, args, kwargs, **how)
         return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
@@ -468,8 +487,10 @@ class GraphRunner:
             self._use(settings, config, pool or self._pool, ranks or self._ranks)
 
     @without_collections()
-    def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
-        """Capture every size; see `CudaGraphWrapper.capture_graphs`."""
+    def capture_all(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
+    ) -> CaptureSummary:
+        """Capture every size, or the `following` one; see `CudaGraphWrapper.capture_graphs` and `capture_next`."""
         _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0, switched_off=True)  # the program goes on
@@ -481,7 +502,7 @@ class GraphRunner:
                     builder, call = self._read(module, args, kwargs, largest=True)
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock:
-                        summary = builder.capture_sizes(call)
+                        summary = builder.capture_sizes(call, following=following)
                     self._served_before = self.stats.replays
                     return summary
                 except CannotBind as error:

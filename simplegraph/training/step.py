@@ -46,6 +46,8 @@ class TrainStep(GraphedFunction[P, R]):
         """
         raise ConfigError("a training step has no capture_graphs: its first calls are real steps, and lead to graphs.")
 
+    capture_next = capture_graphs
+
     def use_graph_pool(self, pool: Any) -> NoReturn:
         """Refuse to share the pool: gradients lie there from one step to the next.
 

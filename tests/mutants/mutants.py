@@ -675,6 +675,27 @@ MUTANTS = [
         STALE,
     ),
     Mutant(
+        "a dict that was empty is no place once it is filled",
+        "program/snapshot.py",
+        "            self._places.setdefault(id(holder), (holder, {}, own))\n",
+        "            pass\n",
+        ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
+    ),
+    Mutant(
+        "garbage is collected while a call takes a step towards its graph",
+        "serve/replay_or_eager.py",
+        "    @without_collections()\n    def _call_slowly(",
+        "    def _call_slowly(",
+        ("tests/module/test_steps_to_a_graph.py",),
+    ),
+    Mutant(
+        "a gate is left out of a gated norm",
+        "fused/torch_operators.py",
+        "x.float() * F.silu(gate.float())",
+        "x.float() * F.silu(x.float())",
+        ("tests/fused/test_kernels.py", "tests/fused/test_norms.py"),
+    ),
+    Mutant(
         "a module of TorchScript is captured",
         "serve/builder.py",
         "refused=call.binding.refused or refused,",

@@ -23,6 +23,7 @@ def takes_a_wrapper(wrapper: sg.CudaGraphWrapper) -> None: ...
 
 model = sg.wrap(Decoder(), capture_sizes=[1, 2])
 assert_type(model.capture_graphs(torch.ones(2, 4)), sg.CaptureSummary)
+assert_type(model.capture_next(torch.ones(2, 4)), sg.CaptureSummary)
 assert_type(model.graph_stats.replays, int)
 assert_type(model.graph_report().to_json(), str)
 assert_type(model.static_inputs(2), dict[str, torch.Tensor])
