@@ -20,19 +20,19 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_071,
+    "base": 1_076,
     "batch": 293,
     "device": 1_710,
-    "program": 1_684,
+    "program": 1_690,
     "distributed": 210,
     "manager": 1_246,
-    "guard": 890,
+    "guard": 891,
     "call": 1_248,
     "serve": 914,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
-    "fused": 2_776,
+    "fused": 2_782,
     "training": 1_415,
     "attention": 1_775,
     "spec_decode": 280,

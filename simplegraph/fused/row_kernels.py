@@ -52,7 +52,7 @@ def _norm(  # type: ignore[no-untyped-def]
         x = total.to(tl.float32)
     if GATED:
         gate = tl.load(gate_ptr + tl.program_id(0).to(tl.int64) * gate_row + column, inside, 0.0).to(tl.float32)
-        x = x * gate * tl.sigmoid(gate)
+        x = x * (gate * tl.sigmoid(gate))
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) * (1.0 / COLUMNS), 0.0)
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32) + OFFSET
@@ -104,7 +104,7 @@ def norm(
             weight if bias is None else bias.contiguous(),
             out,
             total,
-            gates.stride(0),
+            columns if gate is None else gates.stride(0),
             eps,
             OFFSET=offset,
             ADDED=residual is not None,

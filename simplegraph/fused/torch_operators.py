@@ -131,7 +131,7 @@ class Operators:
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
         """Return the RMS norm of ``x * silu(gate)``, by so many groups of columns; in float32 up to the weight."""
-        product = (x.float() * F.silu(gate.float())).view(*x.shape[:-1], groups, -1)
+        product = (x.float() * F.silu(gate.float())).view(*x.shape[:-1], groups, x.shape[-1] // groups)
         normed = product * torch.rsqrt(product.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.view(x.shape).to(x.dtype)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from simplegraph.base.collection import without_collections
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.patches import plain
 from simplegraph.base.tensors import has_address, lies_at, parts
@@ -262,11 +263,16 @@ class Snapshot:
         things: everything that was looked into.
     """
 
+    @without_collections()
     def __init__(self, *roots: Any, tensors: bool = True, code: int = 0, breaks: bool = True) -> None:
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {}
         self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
-        self._empty: list[tuple[Any, int, bool]] = []  # dicts, what led to each, and no code: no places until filled
+        # By id, without an object each, which Python would collect garbage for: empty dicts, and what led to them. They
+        # are no places until they are filled. Of the first so many no code lies on the way.
+        self._empty: dict[int, Any] = {}
+        self._led: dict[int, int] = {}
+        self._empty_near = 0
         self._modules: list[tuple[nn.Module, type]] = []
         found: list[Tensor] = []
         kinds = _Kinds()
@@ -279,7 +285,7 @@ class Snapshot:
             at, kind = id(value), kinds[type(value)]
             if own and kind is OPAQUE:
                 far.append((value, above, away))
-            elif at not in self._ways:
+            elif at not in self._ways and at not in self._empty:
                 self._ways[at] = value, above
                 away += issubclass(type(value), _CODE)
                 if kind is Tensor:
@@ -296,7 +302,9 @@ class Snapshot:
                 for item in held.values() if isinstance(held, dict) else held:
                     if type(item) in _EXACT and not item:  # most are, a module's ten for hooks
                         if own or not is_module:
-                            self._empty.append((item, at, own))
+                            self._empty[id(item)] = item
+                            self._led.setdefault(id(item), at)
+                            self._empty_near = len(self._empty) if own else self._empty_near
                     elif (leads := kinds[type(item)]) is not None and (own or leads is not Tensor):
                         (near if own else far).append((item, at, away))
                 far.extend(
@@ -365,9 +373,10 @@ class Snapshot:
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
-        for holder, above, own in filter(operator.itemgetter(0), self._empty):
-            self._ways.setdefault(id(holder), (holder, above))
-            self._places.setdefault(id(holder), (holder, {}, own))
+        for number, (at, holder) in enumerate(self._empty.items()):
+            if holder and at not in self._places:
+                self._ways[at] = holder, self._led[at]
+                self._places[at] = holder, {}, number < self._empty_near
         return [
             (holder, before)
             for holder, before, own in self._places.values()

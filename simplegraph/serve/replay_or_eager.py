@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from simplegraph.base.collection import without_collections
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode, check_settings
 from simplegraph.base.context import CALLS, CallContext, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
@@ -319,7 +318,6 @@ class GraphRunner:
         self.stats.ran_eagerly(*why)
         return invoke(module, args, kwargs)
 
-    @without_collections()
     def _call_slowly(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
     ) -> Any:
@@ -486,7 +484,6 @@ class GraphRunner:
             self.stats.failures.clear()
             self._use(settings, config, pool or self._pool, ranks or self._ranks)
 
-    @without_collections()
     def capture_all(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
     ) -> CaptureSummary:

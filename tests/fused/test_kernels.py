@@ -396,6 +396,30 @@ def test_a_gated_norm(
     check(found, exact, text(x.float() * F.silu(gate.float()), weight, dtype), kernels=kernels)
 
 
+@every
+@pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_gated_norm_of_no_rows(
+    make: Callable[[], Operators], dtype: torch.dtype, shape: tuple[int, ...], groups: int, device: torch.device
+) -> None:
+    x, weight = torch.zeros(shape, dtype=dtype, device=device), torch.ones(24, dtype=dtype, device=device)
+    found = make().gated_rms_norm(x, x, weight, 1e-5, groups)
+    assert (found.shape, found.dtype) == (shape, dtype)
+
+
+@pytest.mark.parametrize("make", [Operators, pytest.param(triton, marks=needs_triton)])
+@pytest.mark.parametrize(("value", "gate"), [(1e34, -1e5), (3e38, -100.0), (-1e38, -90.0), (3e38, -2.0), (1e38, -88.0)])
+def test_a_gated_norm_of_huge_numbers_is_finite_where_its_text_is(
+    make: Callable[[], Operators], value: float, gate: float, device: torch.device
+) -> None:
+    x, gates = torch.randn(2, 1, 8, device=device)
+    x[0, 3], gates[0, 3] = value, gate
+    product = x * F.silu(gates)
+    expected = product * torch.rsqrt(product.pow(2).mean(-1, keepdim=True) + 1e-5)
+    found = make().gated_rms_norm(x, gates, torch.ones(8, device=device), 1e-5)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("groups", [2, 4])
 @needs_triton
 def test_a_gated_norm_in_groups_is_for_torch(groups: int, device: torch.device) -> None:

@@ -132,6 +132,36 @@ def test_a_gated_norm_of_mamba2_is_one_operator(groups: int, dtype: torch.dtype,
     torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "case", ["a group size that is not read", "another one later", "one that does not divide", "0"]
+)
+def test_a_gated_norm_goes_by_the_groups_that_its_text_reads(case: str, device: torch.device) -> None:
+    kind = type(Mamba2Model(Mamba2Config(**TINY_MAMBA2)).layers[0].mixer.norm)
+    grouped = case != "a group size that is not read"
+    if grouped and "group_size" not in inspect.signature(kind).parameters:
+        pytest.skip("this version of transformers has one group")
+    norm = (kind(24, 24) if grouped else OneGroup(24)).to(device)
+    forwards = norm_forwards(norm)
+    norm.group_size = {"another one later": 8, "one that does not divide": 7, "0": 0}.get(case, 8)
+    hidden, gate = torch.randn(2, 3, 24, device=device)
+    try:
+        expected = norm(hidden, gate)
+    except (RuntimeError, ZeroDivisionError) as error:
+        with override_forwards(forwards), pytest.raises(type(error)):
+            norm(hidden, gate)
+        return
+    with override_forwards(forwards):
+        torch.testing.assert_close(norm(hidden, gate), expected)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0, torch.ones(())], ids=["none", "a number", "no dimension"])
+def test_a_gated_norm_without_a_row_of_weights_is_left_alone(weight: Any) -> None:
+    norm = OneGroup(24)
+    del norm.weight
+    norm.weight = weight
+    assert find_layers(norm) == {}
+
+
 def test_the_layers_of_a_mamba2_have_their_gated_norms_fused(device: torch.device) -> None:
     model = Mamba2Model(Mamba2Config(**TINY_MAMBA2)).to(device).eval()
     norms = [layer.mixer.norm for layer in model.layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -93,3 +94,28 @@ def test_of_a_file_that_is_imported_what_code_names_is_looked_into(kept: str, na
     names = before.release(lambda thing: thing is graph)
     reached = named == kept or (kept == "other.items" and named != "None")  # which has the same name
     assert (items == [] and names) if reached else (items == [graph] and not names)
+
+
+WAYS = {
+    "a view": lambda log: log.keys(),
+    "a proxy": types.MappingProxyType,
+    "a method": lambda log: log.__setitem__,
+    "an iterator": iter,
+    "the dict of a thread": lambda log: log,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_dict_that_something_else_leads_to_is_put_back_with_its_holder(way: str) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            local = threading.local()
+            self.log: dict[str, Any] = vars(local) if way == "the dict of a thread" else {}
+            self.other = local if way == "the dict of a thread" else WAYS[way](self.log)
+
+    holder = Holder()
+    before = Snapshot(holder, code=4)
+    holder.log["new"] = [1]
+    assert before.changes().keys() == {"log.new"}
+    before.put_back({"log.new"})
+    assert holder.log == {}

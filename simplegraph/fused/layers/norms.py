@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
-from simplegraph.fused.layers.texts import known_name, recognize
+from simplegraph.fused.layers.texts import known_name, recognize, undecorated
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
@@ -65,18 +65,24 @@ _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
 def gated_norms(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the norms of a model that multiply by the SiLU of a gate before, as Mamba2's do, to their layers."""
     found: dict[Any, bool] = recognize(model, {"MambaRMSNormGated.forward": True})
-    return {module: _gated_norm(module, len(module.weight)) for module in found}
+    one_dimension = (module for module in found if isinstance(module.weight, Tensor) and module.weight.dim() == 1)
+    return {module: _gated_norm(module, len(module.weight)) for module in one_dimension}
 
 
 def _gated_norm(module: Any, columns: int) -> Layer:
-    groups = columns // getattr(module, "group_size", columns)  # transformers 5.17 has one
+    grouped = "group_size" in undecorated(type(module).forward).__code__.co_names  # since transformers 5.23
 
     def run(operators: Operators, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 2 or kwargs or not _fits(args[0], module.weight) or not _alike(*args):
+        x, gate = args if len(args) == 2 and not kwargs else (None, None)
+        if x is None or gate is None or not _fits(x, module.weight) or not _alike(x, gate):
             raise AsWritten
-        return operators.gated_rms_norm(*args, module.weight, module.variance_epsilon, groups)
+        size, eps = module.group_size if grouped else x.shape[-1], module.variance_epsilon
+        if type(size) is not int or size < 1 or x.shape[-1] % size or type(eps) is not float:
+            raise AsWritten
+        return operators.gated_rms_norm(x, gate, module.weight, eps, x.shape[-1] // size)
 
-    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * (groups == 1), run)
+    alone = not grouped or getattr(module, "group_size", None) == columns
+    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * alone, run)
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
