@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_076,
+    "base": 1_086,
     "batch": 293,
     "device": 1_710,
     "program": 1_690,
@@ -28,7 +28,7 @@ CORE = {
     "manager": 1_246,
     "guard": 891,
     "call": 1_248,
-    "serve": 914,
+    "serve": 917,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

@@ -166,9 +166,9 @@ def device_of_state(module: nn.Module) -> torch.device:
 
 
 def dtype_of_products(module: nn.Module) -> torch.dtype:
-    """Return the dtype that a module's matrix products are most likely in: that of the first such tensor it holds."""
-    dtypes = (held.tensor.dtype for held in Survey(module).tensors.values())
-    return next(filter(_PRODUCTS.__contains__, dtypes), torch.bfloat16)
+    """Return the dtype that a module's products are most likely in: that of its first such parameter, or tensor."""
+    held = sorted(Survey(module).tensors.values(), key=lambda each: not isinstance(each.tensor, nn.Parameter))
+    return next((each.tensor.dtype for each in held if each.tensor.dtype in _PRODUCTS), torch.bfloat16)
 
 
 def _is_shape(value: Any) -> bool:

@@ -211,7 +211,7 @@ class GraphBuilder:
         if trace is not None:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
-        failed = self.build(call, inputs, jobs, lazy=True, warmups=0).failed
+        failed = self.build(call, inputs, jobs, lazy=True).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
                 self.manager.failures.pop(call.key, None)  # the next call tries again
@@ -224,20 +224,22 @@ class GraphBuilder:
 
         Args:
             call: the example.
-            following: only the largest of them that did not fail before; with a warmup if no run was watched.
+            following: only the largest of them that did not fail before, as a capture in the middle of serving; with a
+                warmup if no run was watched.
         """
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         known = table.graphs.keys() | (table.failures.keys() if following else ())
         jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in known]
-        warmups = 0 if following and binding.counted[call.padded].watched else 1
-        summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, warmups=warmups)
+        if following and not jobs:
+            return CaptureSummary(0, {}, 0.0, 0)
+        summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
         binding.called = True
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
 
     def build(
-        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, warmups: int
+        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool = False
     ) -> CaptureSummary:
         """Capture, and record what the programs read; if either fails with an error, drop the programs.
 
@@ -249,7 +251,7 @@ class GraphBuilder:
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
-            summary = self._capture(call, inputs, jobs, lazy=lazy, warmups=warmups)
+            summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
         except BaseException:
@@ -260,7 +262,7 @@ class GraphBuilder:
         return summary
 
     def _capture(
-        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, warmups: int
+        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool
     ) -> CaptureSummary:
         """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
 
@@ -272,7 +274,9 @@ class GraphBuilder:
         rehearsal = Rehearsal(self.seen, manager.table, call)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
+        alone, before = lazy or following, rehearsal.begin
+        capture = manager.new_capture(jobs, lazy=alone, retry=retry, before_retry=before, state=state)
+        watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
         def warmed_up() -> None:
             if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
@@ -288,7 +292,7 @@ class GraphBuilder:
             afterwards.callback(self.note_seen, call, inputs, capture)  # the last: a stack runs backwards
             afterwards.callback(rehearsal.close)
             try:
-                summary = capture.run(warmups, warmed_up)
+                summary = capture.run(0 if lazy or watched else 1, warmed_up)
                 _check_settings(call)
             finally:
                 kept = state.put_back()

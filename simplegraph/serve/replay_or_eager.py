@@ -143,8 +143,9 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
         With ``capture="upfront"`` a service answers from its first request on, eagerly where there is no graph, and no
         request waits for more than one capture. Once every size was tried, nothing is captured and nothing fails. The
-        first of these calls runs the forward once for real, as `capture_graphs` does, and the others run nothing. With
-        `length_dims` one size is captured at each length.
+        first of these calls, and the first after graphs were dropped, runs the forward once for real, as
+        `capture_graphs` does; the others run nothing that stays. With `length_dims` one size is captured at each
+        length.
 
         Returns:
             What was captured, how long it took, and what failed.
@@ -497,10 +498,11 @@ class GraphRunner:
                 left -= 1
                 try:
                     builder, call = self._read(module, args, kwargs, largest=True)
+                    self._strikes = 0 if following else self._strikes  # no request waits for it
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock:
                         summary = builder.capture_sizes(call, following=following)
-                    self._served_before = self.stats.replays
+                    self._served_before = self.stats.replays if summary.captured else self._served_before
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels.

@@ -135,7 +135,7 @@ class PairBuilder(GraphBuilder):
         jobs = recording.jobs(key, held_generators(call))
         set_up_backwards(device)
         try:
-            failed = self.build(call, inputs, jobs, lazy=True, warmups=0).failed
+            failed = self.build(call, inputs, jobs, lazy=True).failed
         finally:
             recording.tape.outputs.clear()
             self._recording = None

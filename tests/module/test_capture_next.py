@@ -96,6 +96,84 @@ def test_an_error_leaves_the_other_sizes_to_be_captured(device: torch.device) ->
     assert sorted(graph.size for graph in model.graph_stats.graphs.values()) == [2, 8]
 
 
+class Limited(nn.Module):
+    """Takes a few rows, or many, and counts its runs."""
+
+    def __init__(self, fits: Any) -> None:
+        super().__init__()
+        self.fits = fits
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fits(len(x)):
+            raise ValueError(f"not {len(x)} rows")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("fits", "works"), [(lambda n: n < 5, [4, 2]), (lambda n: n > 2, [8, 4]), (lambda n: n == 4, [4])]
+)
+def test_a_size_that_the_module_cannot_run_does_not_stand_before_the_others(
+    fits: Any, works: list[int], device: torch.device
+) -> None:
+    model, plain = twins(device, Limited(fits))
+    done = [model.capture_next(rows(4, device)) for _ in range(4)]
+    assert sorted(len(one.failed) for one in done) == sorted([1] * (3 - len(works)) + [0] * (1 + len(works)))
+    assert sum(one.captured for one in done) == len(works)
+    for size in works * 3:
+        x = rows(size, device)
+        close(model(x), plain(x))
+    assert {graph.size for graph in model.graph_stats.graphs.values() if graph.replays} == set(works)
+
+
+def test_idle_calls_change_nothing_and_never_switch_graphs_off(device: torch.device) -> None:
+    model, plain = twins(device)
+    for _ in range(6):
+        for _ in SIZES:
+            assert model.capture_next(rows(8, device)).captured == 1
+        static = model.static_inputs(4)["x"]
+        static.fill_(5.0)
+        assert model.capture_next(torch.zeros(4, WIDTH, device=device)).captured == 0
+        assert static.eq(5.0).all()
+        for size in SIZES * 2:
+            x = rows(size, device)
+            close(model(x), plain(x))
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device=device))
+        for each in (model, plain):
+            each.linear.weight = weight
+    assert model.graph_stats.recaptures >= 5
+    assert "stale_too_often" not in reasons(model)
+
+
+class PerSize(nn.Module):
+    """Keeps a tensor for each batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(WIDTH, WIDTH), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept:
+            self.kept[len(x)] = torch.full((1,), float(len(x)), device=x.device)
+        return self.linear(x) + self.kept[len(x)]
+
+
+def test_a_cache_that_requests_fill_delays_graphs_and_does_not_switch_them_off(device: torch.device) -> None:
+    model, plain = twins(device, PerSize(), padding=True)
+    for size in (3, 1, 7, 5, 2, 6, 4, 8):
+        model.capture_next(rows(8, device))
+        x = rows(size, device)
+        close(model(x), plain(x))
+    for _ in range(4):
+        model.capture_next(rows(8, device))
+    before = model.graph_stats.replays
+    for size in (8, 4, 2, 8, 4, 2):
+        x = rows(size, device)
+        close(model(x), plain(x))
+    assert model.graph_stats.replays > before
+    assert "stale_too_often" not in reasons(model)
+
+
 class Tallies(nn.Module):
     """Counts in Python at every run of more than three rows."""
 

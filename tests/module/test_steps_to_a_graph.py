@@ -158,12 +158,16 @@ def test_wrappers_inside_take_no_step_of_their_own(device: torch.device) -> None
         (torch.float32, None, torch.float32),
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.float64, None, torch.bfloat16),
+        (torch.float16, "buffer", torch.float16),
     ],
 )
 def test_libraries_load_for_the_dtype_of_the_modules_products(
-    dtype: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype, device: torch.device
+    dtype: torch.dtype, autocast: Any, expected: torch.dtype, device: torch.device
 ) -> None:
     layers = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device, dtype).eval()
+    if autocast == "buffer":
+        layers.register_buffer("scale", torch.ones(1, device=device))
+        autocast = None
     model = sg.wrap(layers, capture_sizes=[4], progress=False)
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         model(torch.zeros(4, dtype=torch.long, device=device))

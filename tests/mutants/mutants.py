@@ -677,15 +677,15 @@ MUTANTS = [
     Mutant(
         "a dict that was empty is no place once it is filled",
         "program/snapshot.py",
-        "            self._places.setdefault(id(holder), (holder, {}, own))\n",
-        "            pass\n",
+        "                self._places[at] = holder, {}, number < self._empty_near\n",
+        "                pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
     ),
     Mutant(
-        "garbage is collected while a call takes a step towards its graph",
-        "serve/replay_or_eager.py",
-        "    @without_collections()\n    def _call_slowly(",
-        "    def _call_slowly(",
+        "garbage is collected while what a module holds is remembered",
+        "program/snapshot.py",
+        "    @without_collections()\n    def __init__(self, *roots",
+        "    def __init__(self, *roots",
         ("tests/module/test_steps_to_a_graph.py",),
     ),
     Mutant(
