@@ -316,7 +316,7 @@ class LengthBuckets:
         try:
             call = self._read(module, args, kwargs)
         except CannotBind as error:
-            raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+            raise InputError(f"capture_{'next' if how else 'graphs'} cannot use this call: {error.explained}") from None
         lengths = reversed(self.config.lengths or ())
         return added({f"length {length}": server.capture_all(module, *call.at(length), **how) for length in lengths})
 

@@ -239,7 +239,7 @@ class CaptureSession:
     """One or many captures into one pool, on the capture stream, without garbage collection.
 
     `thorough` sessions, meant for many captures, also start from a synchronised device and an
-    emptied cache, and collect before and after; a single lazy capture does without that.
+    emptied cache, and collect before; a single lazy capture does without that.
 
     Args:
         device: where to capture.
@@ -263,9 +263,10 @@ class CaptureSession:
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(without_collections())
+            # What this session makes, all of it young with collection off: memory that cycles held shows as freed then.
+            stack.callback(gc.collect, 0)
             if self.thorough:
                 gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
-                stack.callback(gc.collect, 0)  # what this session makes: with collection off, all of it is young
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())

@@ -274,8 +274,9 @@ class GraphBuilder:
         rehearsal = Rehearsal(self.seen, manager.table, call)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        alone, before = lazy or following, rehearsal.begin
-        capture = manager.new_capture(jobs, lazy=alone, retry=retry, before_retry=before, state=state)
+        capture = manager.new_capture(
+            jobs, lazy=lazy or following, retry=retry, before_retry=rehearsal.begin, state=state
+        )
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
         def warmed_up() -> None:

@@ -489,7 +489,8 @@ class GraphRunner:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
     ) -> CaptureSummary:
         """Capture every size, or the `following` one; see `CudaGraphWrapper.capture_graphs` and `capture_next`."""
-        _refuse_inside_forward("capture_graphs")
+        what = "capture_next" if following else "capture_graphs"
+        _refuse_inside_forward(what)
         if self._disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0, switched_off=True)  # the program goes on
         left = _RUNS_TO_SETTLE
@@ -507,7 +508,7 @@ class GraphRunner:
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels.
                     if error.reason is not Reason.PYTHON_STATE or not left:
-                        raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+                        raise InputError(f"{what} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""

@@ -44,7 +44,7 @@ class TrainStep(GraphedFunction[P, R]):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("a training step has no capture_graphs: its first calls are real steps, and lead to graphs.")
+        raise ConfigError("a training step captures nothing ahead: its first calls are real steps, and lead to graphs.")
 
     capture_next = capture_graphs
 

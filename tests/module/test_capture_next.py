@@ -223,5 +223,5 @@ def test_functions_and_lengths_have_it_and_training_steps_say_why_not(device: to
 
 def test_a_call_that_cannot_be_bound_says_so(device: torch.device) -> None:
     model, _ = twins(device)
-    with pytest.raises(sg.InputError, match="capture_graphs cannot use this call"):
+    with pytest.raises(sg.InputError, match="capture_next cannot use this call"):
         model.train().capture_next(rows(3, device))

@@ -81,8 +81,8 @@ def _gated_norm(module: Any, columns: int) -> Layer:
             raise AsWritten
         return operators.gated_rms_norm(x, gate, module.weight, eps, x.shape[-1] // size)
 
-    alone = not grouped or getattr(module, "group_size", None) == columns
-    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * alone, run)
+    in_one_group = not grouped or getattr(module, "group_size", None) == columns
+    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * in_one_group, run)
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
