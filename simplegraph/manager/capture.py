@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
@@ -200,11 +199,10 @@ class GraphCapture:
             if self._ranks.any("what graphs read", otherwise or refused):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
-                with capture_bar(len(again), table.device, show=False) as hidden:
-                    self._capture_or_fail(session, again, {job.label for job in again}, hidden)
+                self._capture_or_fail(session, again, {job.label for job in again})
 
     def _capture_or_fail(
-        self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: Any
+        self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: Any = None
     ) -> None:
         """Capture jobs, those that failed on any rank a second time after a warmup of their own; note what failed.
 
@@ -212,17 +210,17 @@ class GraphCapture:
         """
         errors: dict[str, CaptureError] = {}
         for job in jobs:
-            if not bar.disable:
-                bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= self._capture_one(session, job, observed=job.label in observed)
-            bar.update(job.label not in errors)
+            if bar is not None:
+                bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
+                bar.update(job.label not in errors)
         errors = on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
-            if job.label in errors:
-                error = errors[job.label]
+            if (error := errors.get(job.label)) is not None:
                 self._failed |= self._try_again(session, job, error) if self.retry else {job.label: error}
-                bar.update(job.label not in self._failed)
-                bar.set_postfix(failed=len(self._failed))
+                if bar is not None:
+                    bar.set_postfix(failed=len(self._failed))
+                    bar.update(job.label not in self._failed)
 
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> dict[str, CaptureError]:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
@@ -360,7 +358,10 @@ class GraphCapture:
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
-    """Make the progress bar of so many captures; it is hidden on all ranks but the first."""
-    hidden = not show or os.environ.get("RANK", "") not in ("", "0")
+    """Make the progress bar of so many captures; a context of None if it is hidden, as on all ranks but the first."""
+    if not show or os.environ.get("RANK", "") not in ("", "0"):
+        return contextlib.nullcontext()
+    from tqdm import tqdm  # not before: it makes a lock that processes share, which one that is killed leaves behind
+
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
-    return tqdm(total=total, desc=f"Capturing {kind}", unit="graph", disable=hidden)
+    return tqdm(total=total, desc=f"Capturing {kind}", unit="graph")

@@ -285,6 +285,7 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
+                self.note_seen(call, inputs, capture)  # what it writes is put back after a rehearsal
                 self._observe_second_size(call, inputs, rehearsal, state)
 
         # Afterwards, each even if another raises: Python's state is put back, then memory and random numbers, then what

@@ -520,8 +520,9 @@ class GraphRunner:
         found = manager.dispatch(size, *described_batch())
         inputs = self.builder.inputs_of.get((signature, found.mode, found.descriptor))
         if inputs is None:
-            said = f"{found.reason.text}.\n  See {found.reason.link}"
-            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
+            raise CaptureSizeError(
+                f"no graph was captured that holds batch size {size}: {found.reason.text}.\n  See {found.reason.link}"
+            )
         inputs.handed_out = True
         return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 

@@ -61,6 +61,21 @@ def test_state_after_capture_graphs_is_that_of_one_run_on_the_examples_in_their_
     assert torch.equal(model.slots, example)
 
 
+def test_memory_that_the_module_does_not_hold_sees_one_run_too(device):
+    calls = torch.zeros(1, device=device)
+
+    class Counts(nn.Module):
+        def forward(self, x):
+            calls.add_(1)
+            return x * 2
+
+    model = sg.wrap(Counts().eval(), capture_sizes=[2, 8], progress=False)
+    assert model.capture_graphs(rows(8, device)).captured == 2
+    assert calls.item() == 1
+    model(rows(8, device))
+    assert calls.item() == 2
+
+
 @pytest.mark.parametrize("settings", [{}, {"mode": "PIECEWISE"}, {"on_capture_failure": "raise"}])
 def test_inputs_that_the_module_cannot_take_raise_its_own_error_and_leave_no_trace(device, caplog, settings):
     model = wrapped_mlp(device, **settings)
