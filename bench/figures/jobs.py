@@ -63,7 +63,11 @@ def headline_jobs() -> list[Job]:
             400,
         ),
         "model_calls": (_command("bench.host_overhead.models", "--parts", "mixed,lazy"), (HEADLINE,), 150),
-        "engine": (_command("bench.serve.decode_steps", "--attention", "fa3", "--beside", "eager"), (HEADLINE,), 200),
+        "engine": (
+            _command("bench.serve.decode_steps", "--attention", "triton", "--beside", "eager"),
+            (HEADLINE,),
+            200,
+        ),
         "generate": (_command("bench.transformers_generate", *_GENERATED), (HEADLINE,), 300),
         "hybrid": (_command("bench.layer_kinds", "--kinds", "hybrid"), (HEADLINE,), 300),
         "training_memory": (_command("bench.training", *_MEMORY), ("training-memory", HEADLINE), 150),

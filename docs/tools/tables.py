@@ -112,6 +112,10 @@ def _model_calls() -> str:
     return grid(head, rows)
 
 
+# By the name that the engine has for it: the first is the one that it takes by itself.
+_ATTENTION = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
+
+
 def _headline() -> str:
     """Show what was measured at one commit: ours, and what it is measured beside."""
     start, calls = startup(), load("headline/model_calls")
@@ -140,8 +144,11 @@ def _headline() -> str:
     for batch in ("1", "64"):
         found = {text: start[arm]["step_ms"][batch] for arm, text in loops.items()}
         line(f"its step at batch {batch}, ms", 2, start["simplegraph"]["step_ms"][batch], found)
-    engine = {"fa3 eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
-    steps("the engine's step, fused layers, logits", load("headline/engine")["decode"], "fa3 graph", engine)
+    decode = load("headline/engine")["decode"]
+    attention = next(name for name in _ATTENTION if f"{name} graph" in decode[0]["ms"])
+    engine = {f"{attention} eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
+    text = f"the engine's step, fused layers, logits, {_ATTENTION[attention]}"
+    steps(text, decode, f"{attention} graph", engine)
     llama = load("headline/generate")["models"]["llama"]["arms"]
     names = {"plain": "plain", "static-compiled": "static cache, compiled"}
     beside = {name: llama[arm]["ms_per_token"] for arm, name in names.items() if "ms_per_token" in llama[arm]}
@@ -207,12 +214,7 @@ def _attention() -> str:
 
 def _decode() -> str:
     steps = {row["batch"]: row["ms"] for row in extra("h200_engine_steps")["decode"]}
-    names = {
-        "triton": "`TritonDecodeBackend`",
-        "fa3": "FlashAttention-3",
-        "flashinfer": "FlashInfer",
-    }
-    labels = {f"{key} {how}": f"{text}, {how}" for key, text in names.items() for how in ("graph", "eager")}
+    labels = {f"{key} {how}": f"{text}, {how}" for key, text in _ATTENTION.items() for how in ("graph", "eager")}
     labels |= {
         "eager": "FlashAttention-3, eager, no fused layers",
         "compiled-piecewise": "FlashAttention-3, compiled piecewise",
@@ -228,8 +230,7 @@ def _generation() -> str:
     found: dict[str, dict[int, float]] = {}
     for row in extra("h200_engine_steps")["generation"]:
         found.setdefault(row["attention"], {})[row["batch"]] = row["ms_per_token"]
-    names = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
-    rows = [[text, *(f"{ms:.2f}" for ms in found[key].values())] for key, text in names.items()]
+    rows = [[text, *(f"{ms:.2f}" for ms in found[key].values())] for key, text in _ATTENTION.items()]
     return grid(["token to token, ms", "batch 1", "8", "64", "256"], rows)
 
 
