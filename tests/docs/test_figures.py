@@ -71,6 +71,30 @@ def generated_sooner() -> list[float]:
     ]
 
 
+def profiled(attention: str) -> list[float]:
+    steps = raw.load("h100_engine_profile")["steps"]
+    return [step["ms"] for step in reversed(steps) if step["attention"] == attention]
+
+
+def _and(figures: list[float]) -> str:
+    *first, last = (f"{figure:.2f}" for figure in figures)
+    return f"{', '.join(first)} and {last}"
+
+
+def shorter(ours: float, other: float) -> float:
+    return 100 * (1 - ours / other)
+
+
+def kernels(name: str) -> float:
+    """Add up the ms of kernels of a name in the profiled step of 256 requests."""
+    step = next(
+        each
+        for each in raw.load("h100_engine_profile")["steps"]
+        if (each["attention"], each["batch"]) == ("triton", 256)
+    )
+    return sum(us for kernel, _, us in step["kernels"] if name in kernel and "layer_norm" not in kernel) / 1e3
+
+
 def in_turn(arm: str, *, again: bool = False) -> float:
     """Compute the median of an arm's starts, the first ones or all later ones in the process."""
     runs = [run for run in raw.load("h100_startup_rounds")["runs"] if run["arm"] == arm]
@@ -250,6 +274,15 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
     ("imported after {} s with fused", lambda: imported("simplegraph-fused")),
     ("and after {} s with the compiler", lambda: imported("compiled-piecewise")),
     ("and {} us with FlashInfer", lambda: between(map(int, prepared("FlashInfer")), "d")),
+    ("takes {} ms with `TritonDecodeBackend`, and", lambda: _and(profiled("triton"))),
+    ("`TritonDecodeBackend`, and {} ms with FlashAttention-3.", lambda: _and(profiled("fa3"))),
+    ("by itself, they are {} % shorter", lambda: between(map(shorter, profiled("triton"), profiled("fa3")), ".0f")),
+    ("products take {}, attention", lambda: f"{kernels('nvjet'):.2f}"),
+    ("attention {}, which reads", lambda: f"{kernels('_decode'):.2f}"),
+    ("gates {}, norms", lambda: f"{kernels('_gate'):.2f}"),
+    ("norms {}, the choice", lambda: f"{kernels('_norm'):.2f}"),
+    ("the choice of the token {} (", lambda: f"{kernels('reduce_kernel'):.2f}"),
+    ("rotary embeddings {}.", lambda: f"{kernels('_rotate_and_write'):.2f}"),
     ("took {} s in the median, eager", lambda: f"{in_turn('simplegraph'):.2f}"),
     ("in the median, eager {} and the lean", lambda: _over("eager")),
     ("and the lean loop {}, which", lambda: _over("lean-loop")),
