@@ -619,6 +619,13 @@ MUTANTS = [
         INPUTS,
     ),
     Mutant(
+        "what a rehearsal writes outside of the module stays",
+        "serve/builder.py",
+        "                self.note_seen(call, inputs, capture)  # what it writes is put back after a rehearsal\n",
+        "",
+        ("tests/module/test_capture_graphs.py",),
+    ),
+    Mutant(
         "the real run of a capture of all sizes has rows in another order",
         "serve/builder.py",
         "            inputs.load(call.tensors, call.padded)\n",
