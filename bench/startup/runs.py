@@ -56,10 +56,8 @@ def start(arm_class: type[A], setup: Setup) -> tuple[A, Figures]:
 
 def speeds(arm: Arm, setup: Setup, steps: int) -> Figures:
     """Measure step times in ms by batch, and on a GPU microseconds of host time per call at batch 1."""
-    step_ms = {}
-    for count in STEP_BATCHES:
-        if count <= setup.workload.max_batch:
-            step_ms[str(count)] = step_milliseconds(arm.call(setup.batch(count)), setup.device, steps=steps)
+    batches = (count for count in STEP_BATCHES if count <= setup.workload.max_batch)
+    step_ms = {str(n): step_milliseconds(arm.call(setup.batch(n)), setup.device, steps=steps) for n in batches}
     if setup.device.type != "cuda":
         return {"step_ms": step_ms}
     return {"step_ms": step_ms, "host_us": host_microseconds(arm.call(setup.batch(1)), setup.device, calls=steps)}

@@ -6,6 +6,10 @@ import contextlib
 import importlib
 import os
 
+from tqdm.std import TRLock, tqdm
+
+# By default it makes one that processes share, which those that are killed when they have answered leave behind.
+tqdm.set_lock(TRLock())
 for module in filter(None, os.environ.get("BENCH_PRELOADED_MODULES", "").split(",")):
     # Not installed, or built for another torch: what needs it says so.
     with contextlib.suppress(Exception):
