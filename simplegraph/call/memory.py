@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,19 @@ from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import containers, flatten
-from simplegraph.base.operators import strided_tensors, written_args
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, remember
+from simplegraph.device.memory import (
+    HostRandom,
+    SavedMemory,
+    copy_limit,
+    default_generator,
+    put_random_states,
+    random_states,
+)
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey
@@ -139,8 +145,53 @@ def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator,
     return tuple(dict.fromkeys(found))
 
 
+class Undo(contextlib.ExitStack):
+    """Puts back memory and random numbers when it is closed; see `remember`.
+
+    A `MemoryObserver` calls it before an operator writes to memory from before the run, which is remembered then.
+
+    Attributes:
+        saved: storage keys of memory that is put back; left: bytes that may be copied yet.
+    """
+
+    saved: set[int]
+    left: float
+
+    def __call__(self, tensor: Tensor) -> None:
+        if storage_key(tensor) not in self.saved and tensor.untyped_storage().nbytes() <= self.left:
+            with outside_modes():
+                memory = SavedMemory([("", tensor)])
+                self.callback(memory.put, memory.copy())
+            self.saved |= memory.keys
+            self.left -= memory.nbytes
+
+
+def remember(
+    saved: SavedMemory | None,
+    generators: Sequence[torch.Generator],
+    *,
+    kept: SavedMemory | None = None,
+    limit: float = float("inf"),
+) -> Undo:
+    """Remember memory and random numbers as they are now.
+
+    Args:
+        saved: that memory.
+        generators: of the random numbers, beside those of Python and NumPy.
+        kept: memory that somebody else puts back.
+        limit: bytes that may be copied beside; memory that is written and does not fit stays as it is left.
+    """
+    undo = Undo()
+    undo.saved, undo.left = {key for each in (saved, kept) if each is not None for key in each.keys}, limit
+    if saved is not None:
+        undo.callback(saved.put, saved.copy())
+    undo.callback(put_random_states, generators, random_states(generators))
+    undo.callback(HostRandom().put_back)
+    return undo
+
+
 class Rehearsal(contextlib.ExitStack):
-    """Puts back what runs beside the calls write and draw, when it is closed.
+    """Puts back what runs beside the calls write and draw, when it is closed; of memory as much as fits.
 
     Args:
         seen: what the call's forward was seen to use.
@@ -150,37 +201,19 @@ class Rehearsal(contextlib.ExitStack):
 
     def __init__(self, seen: MemoryInUse, table: ProgramTable, call: Call) -> None:
         super().__init__()
-        self._seen, self._table, self._call, self._begun = seen, table, call, False
+        self._seen, self._table, self._call = seen, table, call
+        self._undo: Undo | None = None
         self._generators = drawn_generators(call, table.device.torch_device)
 
-    def begin(self) -> None:
-        """Remember memory and random numbers as they are now, before the first such run; later ones change nothing."""
-        if not self._begun:
-            self.enter_context(remember(self._seen.save(self._table, self._call), self._generators))
-            self._begun = True
+    def begin(self) -> Undo:
+        """Remember memory and random numbers as they are before the first such run; each is observed with what returns.
 
-
-class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
-    """Copies memory from before the run once an operator is about to write to it.
-
-    Args:
-        saved: storage keys of memory that has been copied.
-        undo: puts the copies back.
-        rows: the batch size of the run; 0 if it is not known.
-    """
-
-    def __init__(self, saved: Iterable[int], undo: contextlib.ExitStack, rows: int = 0) -> None:
-        super().__init__(rows=rows)
-        self._saved, self._undo = set(saved), undo
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator when what it writes to is copied."""
-        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
-            if storage_key(tensor) not in self._saved and not self.made(tensor):
-                self._saved.add(storage_key(tensor))
-                memory = SavedMemory([("", tensor)])
-                self._undo.callback(memory.put, memory.copy())
-        return super().run(func, args, kwargs)
+        Operators show what they write, wherever it lies. The module's memory is remembered for other kernels.
+        """
+        if self._undo is None:
+            saved, limit = self._seen.save(self._table, self._call), copy_limit(self._table.device.free_memory())
+            self._undo = self.enter_context(remember(saved, self._generators, limit=limit))
+        return self._undo
 
 
 def invoke_watched(

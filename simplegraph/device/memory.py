@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ class SavedMemory:
         inputs: the caller's tensors that stand for static inputs of the graph, or are such.
 
     Attributes:
-        nbytes: bytes that one copy takes.
+        keys: of the storages; nbytes: bytes that one copy takes.
     """
 
     def __init__(
@@ -105,13 +104,7 @@ class SavedMemory:
         self.tensors, self.inputs = [*written, *others], list(inputs)
         storages = {storage_key(tensor): tensor.untyped_storage() for _, tensor in (*self.tensors, *self.inputs)}
         self._bytes = {key: _view(it, torch.uint8, 0, (it.nbytes(),), (1,)) for key, it in storages.items()}
-        self.nbytes = sum(view.numel() for view in self._bytes.values())
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._bytes
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._bytes)
+        self.keys, self.nbytes = self._bytes.keys(), sum(view.numel() for view in self._bytes.values())
 
     def copy(self) -> list[Tensor]:
         """Copy everything as it is now."""
@@ -121,6 +114,9 @@ class SavedMemory:
     def put(self, copies: Sequence[Tensor]) -> None:
         """Let everything be as it was when it was copied."""
         for view, copy in zip(self._bytes.values(), copies, strict=True):
+            storage = view.untyped_storage()
+            if storage.nbytes() < copy.numel():  # the run gave some of it back
+                storage.resize_(copy.numel())
             view.copy_(copy)
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
@@ -140,16 +136,6 @@ class SavedMemory:
         return [
             _view(storages[storage_key(it)], it.dtype, it.storage_offset(), it.shape, it.stride()) for _, it in tensors
         ]
-
-
-def remember(saved: SavedMemory | None, generators: Sequence[torch.Generator]) -> contextlib.ExitStack:
-    """Remember memory and random numbers as they are now; closing what is returned puts them back."""
-    undo = contextlib.ExitStack()
-    if saved is not None:
-        undo.callback(saved.put, saved.copy())
-    undo.callback(put_random_states, generators, random_states(generators))
-    undo.callback(HostRandom().put_back)
-    return undo
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:

@@ -324,7 +324,7 @@ def most_likely(scores: Tensor) -> Tensor:
     Returns:
         (rows,) int64.
     """
-    if scores.shape[-1] % _PART or len(scores) > _MOST_ROWS:
+    if scores.shape[-1] % _PART or not 0 < len(scores) <= _MOST_ROWS:
         return scores.argmax(dim=-1)
     values, places = scores.reshape(len(scores), -1, _PART).max(dim=-1)
     part = values.argmax(dim=-1, keepdim=True)

@@ -18,16 +18,17 @@ from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.call import invoke
-from simplegraph.call.memory import WriteSaver
+from simplegraph.call.memory import remember
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states, remember
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.proof import EXACT, cloned, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
+from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot, tensors_in
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
@@ -80,17 +81,16 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
             if has_address(part) and not isinstance(part, nn.Parameter):
                 held.setdefault(storage_key(part), (name, part))
     saved = SavedMemory((), held.values())
-    fits = saved.nbytes <= copy_limit(graph_device(device).free_memory())
+    limit = copy_limit(graph_device(device).free_memory())
     drawing = [default_generator(device), *Survey(module).generators.values()]
     generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
-    with CAPTURE_LOCK, remember(saved if fits else None, generators) as undo:
+    with CAPTURE_LOCK, remember(saved if saved.nbytes <= limit else None, generators) as undo:
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back)
-        with bypassed(Reason.NESTED), WriteSaver(held if fits else (), undo):
+        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo):
             leaves, spec = flatten(invoke(module, args, kwargs))
         left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
-        passed_on = cloned(flatten((args, kwargs))[0])
-        return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), passed_on)
+        return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), cloned(flatten((args, kwargs))[0]))
 
 
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:

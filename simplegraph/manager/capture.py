@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
@@ -48,6 +49,7 @@ def run_observed(
     traced: bool = False,
     rows: int = 0,
     inputs: Collection[int] = (),
+    before_write: Callable[[Tensor], object] = id,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -58,8 +60,9 @@ def run_observed(
         traced: note what its breaks return, too.
         rows: its batch size, if known.
         inputs: storage keys of its tensors.
+        before_write: see `MemoryObserver`.
     """
-    observer = MemoryObserver(rows=rows)
+    observer = MemoryObserver(rows=rows, before_write=before_write)
     tracer = None
     if traced:
         from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
@@ -91,7 +94,8 @@ class GraphCapture:
         jobs: largest first, so that the smaller ones reuse the pool's memory.
         settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
-        retry: a size that failed gets a warmup of its own and a second try; before_retry: called before such a warmup.
+        retry: a size that failed gets a warmup of its own and a second try; rehearsing: called before such a
+            warmup, and one for what breaks return; see `MemoryObserver` for what it returns.
         state: Python's objects, remembered before the captures and put back after one that fails.
 
     Attributes:
@@ -105,7 +109,7 @@ class GraphCapture:
     settings: dict[str, Any]
     lazy: bool = False
     retry: bool = True
-    before_retry: Callable[[], object] = bool
+    rehearsing: Callable[[], Callable[[Tensor], object]] = lambda: id
     state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
@@ -210,9 +214,10 @@ class GraphCapture:
         """
         errors: dict[str, CaptureError] = {}
         for job in jobs:
-            errors |= self._capture_one(session, job, observed=job.label in observed)
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
+            errors |= self._capture_one(session, job, observed=job.label in observed)
+            if bar is not None:
                 bar.update(job.label not in errors)
         errors = on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
@@ -225,9 +230,8 @@ class GraphCapture:
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> dict[str, CaptureError]:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
         self.state.put_back()
-        self.before_retry()
         earlier, runs = copy.copy(self.state), len(self.observers)
-        if self._warm_up(job):
+        if self._warm_up(job, self.rehearsing()):
             again = {job.label: error}
         else:
             if isinstance(error, EscapeError):
@@ -316,11 +320,13 @@ class GraphCapture:
         self.observers += [observer] if observed else []
         return outputs
 
-    def _warm_up(self, job: CaptureJob) -> dict[str, CaptureError]:
+    def _warm_up(self, job: CaptureJob, before_write: Callable[[Tensor], object] = id) -> dict[str, CaptureError]:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
-        return on_all_ranks(self.table, "warming up", [job], self._warm_up_here(job, self.observers))
+        return on_all_ranks(self.table, "warming up", [job], self._warm_up_here(job, self.observers, before_write))
 
-    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> dict[str, CaptureError]:
+    def _warm_up_here(
+        self, job: CaptureJob, observers: list[MemoryObserver], before_write: Callable[[Tensor], object]
+    ) -> dict[str, CaptureError]:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
             notes = self.table.constants.notes
@@ -330,7 +336,9 @@ class GraphCapture:
                     return job.run()
 
             with self._ranks.seconds.timed("warmup"):
-                _, observer, trace = run_observed(self.table, run, job.key, traced=traced, rows=job.rows)
+                _, observer, trace = run_observed(
+                    self.table, run, job.key, traced=traced, rows=job.rows, before_write=before_write
+                )
             if trace is not None:
                 self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:
@@ -351,17 +359,15 @@ class GraphCapture:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.table.trace(job.key) is None:
-            self.before_retry()
-            for error in self._warm_up_here(job, self._traced).values():
+            for error in self._warm_up_here(job, self._traced, self.rehearsing()).values():
                 raise error
         return self.table.trace(job.key)
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     """Make the progress bar of so many captures; a context of None if it is hidden, as on all ranks but the first."""
+    # A hidden bar, too, would make a lock that processes share, which those that are killed leave behind.
     if not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()
-    from tqdm import tqdm  # not before: it makes a lock that processes share, which one that is killed leaves behind
-
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
     return tqdm(total=total, desc=f"Capturing {kind}", unit="graph")

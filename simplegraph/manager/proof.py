@@ -242,7 +242,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
         proof = ReplayProof(table, graph, memory, tuple(generators))
         try:
             result, observer = proof.run_eager(run)
-            unknown = {key for key in observer.written if key not in memory}
+            unknown = observer.written - memory.keys
             if ranks.any(f"unknown memory that {job.label} writes", bool(unknown)):
                 shapes = [str(tuple(observer.external[key].shape)) for key in unknown if key in observer.external]
                 raise InputError(

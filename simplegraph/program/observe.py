@@ -135,8 +135,14 @@ class NumbersSeen:
         """Find the first operator that picks as many values among the rows of two batch sizes."""
         if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
             return None
-        pairs = zip(self.choices, seen.choices, strict=True)
-        return next((now for now, then in pairs if now.given != then.given and now.made == then.made), None)
+        return next(
+            (
+                now
+                for now, then in zip(self.choices, seen.choices, strict=True)
+                if now.given != then.given and now.made == then.made
+            ),
+            None,
+        )
 
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
@@ -250,7 +256,6 @@ _CUDNN_DROPOUT = (
     "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
 )
 _NOT_JOINED = "{} runs on a stream that has not waited for the captured one: it would not be recorded, but run at once"
-_LIFTED = torch.ops.aten.lift_fresh.default
 
 
 class MemoryObserver(OperatorMode):
@@ -263,6 +268,7 @@ class MemoryObserver(OperatorMode):
         device: where a capture is under way, to see if it records more than operators; None for an eager run.
         rows: the batch size of the run; 0 if it is not known.
         after: of the run before, whose memory this one goes on with: it counts as its own.
+        before_write: called with each tensor of memory from before the run, once an operator is about to write to it.
 
     Attributes:
         captures: True if the observed run is a capture.
@@ -284,9 +290,15 @@ class MemoryObserver(OperatorMode):
         operators: a hash of which operators ran, in their order.
     """
 
-    def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
+    def __init__(
+        self,
+        device: GraphDevice | None = None,
+        rows: int = 0,
+        after: MemoryObserver | None = None,
+        before_write: Callable[[Tensor], object] = id,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._before_write = device, before_write
         self.captures = device is not None
         self._last: tuple[int, int] | None = None
         self.unseen = self.reads_anything = ""
@@ -369,10 +381,12 @@ class MemoryObserver(OperatorMode):
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
             own.update(given)
         self._note_given(given, func)
-        for value in written_args(func, args, kwargs):
-            keys = {storage_key(tensor) for tensor in strided_tensors((value,))}
-            self.written |= keys - own
-            self.blank -= keys
+        for tensor in strided_tensors(written_args(func, args, kwargs)):
+            key = storage_key(tensor)
+            self.blank.discard(key)
+            if key not in own:
+                self._before_write(tensor)
+                self.written.add(key)
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
             self.operators = hash((self.operators, func))

@@ -138,7 +138,14 @@ class GraphBuilder:
         return self.manager.device.on_capture_stream()
 
     def _run_on_capture_stream(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None, *, rows: int
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        key: Hashable | None = None,
+        *,
+        rows: int,
+        before_write: Callable[[Tensor], object] = id,
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
         counted = call.binding.counted[call.padded].eager_run(call.module)
@@ -154,6 +161,7 @@ class GraphBuilder:
                 traced=call.breaks,
                 rows=rows,
                 inputs=copied,
+                before_write=before_write,
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
@@ -275,7 +283,7 @@ class GraphBuilder:
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
         capture = manager.new_capture(
-            jobs, lazy=lazy or following, retry=retry, before_retry=rehearsal.begin, state=state
+            jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsal.begin, state=state
         )
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
@@ -285,7 +293,6 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
-                self.note_seen(call, inputs, capture)  # what it writes is put back after a rehearsal
                 self._observe_second_size(call, inputs, rehearsal, state)
 
         # Afterwards, each even if another raises: Python's state is put back, then memory and random numbers, then what
@@ -358,9 +365,9 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
-        rehearsal.begin()
+        undo = rehearsal.begin()
         try:
-            result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other)
+            result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other, before_write=undo)
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:

@@ -15,9 +15,9 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.memory import WriteSaver, drawn_generators
+from simplegraph.call.memory import drawn_generators, remember
 from simplegraph.call.plan import Plan
-from simplegraph.device.memory import SavedMemory, remember
+from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.manager.touched import freed_since
@@ -57,7 +57,7 @@ def learn_writes(owner: Any, call: Call, proof: ReplayProof, observer: MemoryObs
     binding.written |= proof.written_inputs
     binding.note_written(observer, memory)
     owner.keep_external(call, [observer], set(memory.values()))
-    return unknown or any(key not in saved for key in observer.written)
+    return unknown or not observer.written <= saved.keys
 
 
 def first_distance(cost: float, verify: int) -> int:
@@ -191,8 +191,8 @@ class _CallProof:
         self._load(proof)
         leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
         args, kwargs = call.spec.unflatten(leaves)
-        with remember(None, self._generators) as undo, bypassed(Reason.NESTED):
-            with WriteSaver(self._memory or (), undo, rows) as observer:
+        with remember(None, self._generators, kept=self._memory) as undo, bypassed(Reason.NESTED):
+            with MemoryObserver(rows=rows, before_write=undo) as observer:
                 leaves, _ = flatten(wait_collectives(call.run(args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:

@@ -61,19 +61,121 @@ def test_state_after_capture_graphs_is_that_of_one_run_on_the_examples_in_their_
     assert torch.equal(model.slots, example)
 
 
-def test_memory_that_the_module_does_not_hold_sees_one_run_too(device):
-    calls = torch.zeros(1, device=device)
+class Counts(nn.Module):
+    """Counts its calls in memory that it does not hold.
 
-    class Counts(nn.Module):
-        def forward(self, x):
-            calls.add_(1)
-            return x * 2
+    Args:
+        count: does that.
+        fails: a batch size that cannot be captured, and runs eagerly.
+    """
 
-    model = sg.wrap(Counts().eval(), capture_sizes=[2, 8], progress=False)
-    assert model.capture_graphs(rows(8, device)).captured == 2
-    assert calls.item() == 1
+    def __init__(self, count, fails=None):
+        super().__init__()
+        self.count, self.fails = count, fails
+
+    def forward(self, x):
+        self.count(x)
+        if len(x) == self.fails:
+            x.sum().item()
+        return x * 2
+
+
+@sg.eager_break
+def count_in_a_break(known):
+    known["calls"].add_(1)
+
+
+def counted(device, how):
+    """Return what counts a call, and what tells the calls of 8 rows and of others."""
+    known = {"calls": torch.zeros(1, device=device)}
+    if how == "made by the first call":
+        known.clear()
+    elif how == "by size":
+        known.update((size, torch.zeros(1, device=device)) for size in range(1, 9))
+
+    def count(x):
+        if how == "in a break":
+            count_in_a_break(known)
+        else:
+            at = len(x) if how == "by size" else "calls"
+            if at not in known:
+                known[at] = torch.zeros(1, device=x.device)
+            known[at].add_(1)
+
+    return count, lambda: sum(each.item() for each in known.values())
+
+
+@pytest.mark.parametrize("fails", [None, 2, 8])
+@pytest.mark.parametrize("how", ["by a global", "made by the first call", "by size", "in a break"])
+def test_memory_that_the_module_does_not_hold_sees_one_run_too(device, how, fails):
+    count, calls = counted(device, how)
+    mode = "PIECEWISE" if how == "in a break" else "FULL"
+    model = sg.wrap(Counts(count, fails).eval(), capture_sizes=[2, 8], progress=False, mode=mode)
+    model.capture_graphs(rows(8, device))
+    assert calls() == 1
     model(rows(8, device))
-    assert calls.item() == 2
+    assert calls() == 2
+
+
+@pytest.mark.parametrize("how", ["by a global", "in a break"])
+def test_captures_in_gaps_run_once_in_memory_that_the_module_does_not_hold(device, how):
+    count, calls = counted(device, how)
+    mode = "PIECEWISE" if how == "in a break" else "FULL"
+    model = sg.wrap(Counts(count, fails=4).eval(), capture_sizes=[2, 4, 8], progress=False, mode=mode)
+    for _ in range(4):
+        model.capture_next(rows(8, device))
+    assert model.graph_stats.captures == 2
+    assert calls() == 1
+
+
+def test_memory_that_is_too_much_to_copy_keeps_nothing_else_from_being_put_back(device, monkeypatch):
+    monkeypatch.setattr("simplegraph.device.memory._LIMIT_BYTES", 1 << 10)
+    pages, calls = torch.zeros(1 << 10, device=device), torch.zeros(1, device=device)
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("position", torch.zeros(1))
+
+        def forward(self, x):
+            pages[: x.shape[1]] = x[0]
+            calls.add_(1)
+            self.position.add_(1)
+            return x * self.position
+
+    eager, model = Decoder().to(device), sg.wrap(Decoder().to(device).eval(), capture_sizes=[2, 8], progress=False)
+    x = rows(8, device)
+    eager(x)
+    calls.zero_()
+    model.capture_graphs(x)
+    assert calls.item() == 1
+    for size in (8, 2, 8):
+        close(model(x[:size]), eager(x[:size]))
+
+
+def test_memory_that_cannot_be_viewed_otherwise_is_no_obstacle(device):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device)
+    model = sg.wrap(Counts(lambda x: nested.mul_(2)).eval(), capture_sizes=[2, 8], progress=False)
+    model.capture_graphs(rows(8, device))
+    assert nested.unbind()[0].tolist() == [2, 2]
+
+
+def test_memory_that_a_run_gives_back_is_put_back_whole(device):
+    class Resizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("work", torch.zeros(8 << 12, device=device))
+
+        def forward(self, x):
+            storage, elements = self.work.untyped_storage(), len(x) << 12
+            storage.resize_(4 * elements)
+            self.work.set_(storage, 0, (elements,))
+            return x + self.work.fill_(1)[0]
+
+    model = sg.wrap(Resizes().eval(), capture_sizes=[2, 8], progress=False)
+    model.capture_graphs(rows(8, device))
+    assert model.work.untyped_storage().nbytes() >= 4 * model.work.numel()
+    assert model.work.eq(1).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "PIECEWISE"}, {"on_capture_failure": "raise"}])

@@ -621,8 +621,22 @@ MUTANTS = [
     Mutant(
         "what a rehearsal writes outside of the module stays",
         "serve/builder.py",
-        "                self.note_seen(call, inputs, capture)  # what it writes is put back after a rehearsal\n",
-        "",
+        "rows=other, before_write=undo)",
+        "rows=other)",
+        ("tests/module/test_capture_graphs.py",),
+    ),
+    Mutant(
+        "what the warmup of a second try writes outside of the module stays",
+        "manager/capture.py",
+        "if self._warm_up(job, self.rehearsing()):",
+        "if self._warm_up(job):",
+        ("tests/module/test_capture_graphs.py",),
+    ),
+    Mutant(
+        "memory that does not fit takes the room of what does",
+        "call/memory.py",
+        "not in self.saved and tensor.untyped_storage().nbytes() <= self.left:",
+        "not in self.saved and self.left > 0:",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
