@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 CORE = {
     "base": 1_086,
     "batch": 293,
-    "device": 1_701,
-    "program": 1_690,
+    "device": 1_704,
+    "program": 1_691,
     "distributed": 210,
-    "manager": 1_245,
+    "manager": 1_247,
     "guard": 891,
-    "call": 1_256,
-    "serve": 916,
+    "call": 1_247,
+    "serve": 917,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

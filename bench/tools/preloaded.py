@@ -8,7 +8,7 @@ import os
 
 from tqdm.std import TRLock, tqdm
 
-# By default it makes one that processes share, which those that are killed when they have answered leave behind.
+# Processes share tqdm's default lock, and benchmark processes, which are killed, leave it behind.
 tqdm.set_lock(TRLock())
 for module in filter(None, os.environ.get("BENCH_PRELOADED_MODULES", "").split(",")):
     # Not installed, or built for another torch: what needs it says so.

@@ -112,7 +112,7 @@ def _model_calls() -> str:
     return grid(head, rows)
 
 
-# By the name that the engine has for it: the first is the one that it takes by itself.
+# Attention kernels by the engine's names for them; the first is its default.
 _ATTENTION = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
 
 

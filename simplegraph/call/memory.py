@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,74 +146,59 @@ def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator,
 
 
 class Undo(contextlib.ExitStack):
-    """Puts back memory and random numbers when it is closed; see `remember`.
+    """Copies memory and the states of random generators, and puts them back when it is closed.
 
-    A `MemoryObserver` calls it before an operator writes to memory from before the run, which is remembered then.
-
-    Attributes:
-        saved: storage keys of memory that is put back; left: bytes that may be copied yet.
+    Args:
+        saved: the memory; None for none.
+        generators: beside Python's and NumPy's.
+        kept: memory that the caller puts back, and that is not copied.
+        budget: bytes beside `saved` that may be copied later.
     """
 
-    saved: set[int]
-    left: float
+    def __init__(
+        self,
+        saved: SavedMemory | None,
+        generators: Sequence[torch.Generator],
+        *,
+        kept: SavedMemory | None = None,
+        budget: float = float("inf"),
+    ) -> None:
+        super().__init__()
+        self._keys = {key for each in (saved, kept) if each is not None for key in each.keys}
+        self._budget = budget
+        if saved is not None:
+            self.callback(saved.put, saved.copy())
+        self.callback(put_random_states, generators, random_states(generators))
+        self.callback(HostRandom().put_back)
 
-    def __call__(self, tensor: Tensor) -> None:
-        if storage_key(tensor) not in self.saved and tensor.untyped_storage().nbytes() <= self.left:
+    def copy(self, tensor: Tensor) -> None:
+        """Copy all memory that a tensor is a part of, unless it was copied before or the budget does not allow it."""
+        if storage_key(tensor) not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:
             with outside_modes():
                 memory = SavedMemory([("", tensor)])
                 self.callback(memory.put, memory.copy())
-            self.saved |= memory.keys
-            self.left -= memory.nbytes
+            self._keys |= memory.keys
+            self._budget -= memory.nbytes
 
 
-def remember(
-    saved: SavedMemory | None,
-    generators: Sequence[torch.Generator],
-    *,
-    kept: SavedMemory | None = None,
-    limit: float = float("inf"),
-) -> Undo:
-    """Remember memory and random numbers as they are now.
+@contextlib.contextmanager
+def rehearsal(seen: MemoryInUse, table: ProgramTable, call: Call) -> Iterator[Callable[[Tensor], object]]:
+    """Surround an extra eager run of a call's forward, and put back at its end what it wrote and drew.
+
+    Operators tell what they write, wherever it lies. Other kernels do not, so the module's memory is copied before the
+    run, if it is not too much. Memory above the limit stays as the run leaves it.
 
     Args:
-        saved: that memory.
-        generators: of the random numbers, beside those of Python and NumPy.
-        kept: memory that somebody else puts back.
-        limit: bytes that may be copied beside; memory that is written and does not fit stays as it is left.
-    """
-    undo = Undo()
-    undo.saved, undo.left = {key for each in (saved, kept) if each is not None for key in each.keys}, limit
-    if saved is not None:
-        undo.callback(saved.put, saved.copy())
-    undo.callback(put_random_states, generators, random_states(generators))
-    undo.callback(HostRandom().put_back)
-    return undo
-
-
-class Rehearsal(contextlib.ExitStack):
-    """Puts back what runs beside the calls write and draw, when it is closed; of memory as much as fits.
-
-    Args:
-        seen: what the call's forward was seen to use.
-        table: of its graphs.
+        seen: what the forward was seen to use.
+        table: of the call's graphs.
         call: whose forward runs.
+
+    Yields:
+        What the run's observer calls before a write.
     """
-
-    def __init__(self, seen: MemoryInUse, table: ProgramTable, call: Call) -> None:
-        super().__init__()
-        self._seen, self._table, self._call = seen, table, call
-        self._undo: Undo | None = None
-        self._generators = drawn_generators(call, table.device.torch_device)
-
-    def begin(self) -> Undo:
-        """Remember memory and random numbers as they are before the first such run; each is observed with what returns.
-
-        Operators show what they write, wherever it lies. The module's memory is remembered for other kernels.
-        """
-        if self._undo is None:
-            saved, limit = self._seen.save(self._table, self._call), copy_limit(self._table.device.free_memory())
-            self._undo = self.enter_context(remember(saved, self._generators, limit=limit))
-        return self._undo
+    saved, budget = seen.save(table, call), copy_limit(table.device.free_memory())
+    with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:
+        yield undo.copy
 
 
 def invoke_watched(

@@ -109,21 +109,19 @@ class SavedMemory:
     def copy(self) -> list[Tensor]:
         """Copy everything as it is now."""
         with torch.inference_mode(False):
-            return [view.clone() for view in self._bytes.values()]
+            return [view[: view.untyped_storage().nbytes()].clone() for view in self._bytes.values()]
 
     def put(self, copies: Sequence[Tensor]) -> None:
         """Let everything be as it was when it was copied."""
-        for view, copy in zip(self._bytes.values(), copies, strict=True):
-            storage = view.untyped_storage()
-            if storage.nbytes() < copy.numel():  # the run gave some of it back
-                storage.resize_(copy.numel())
-            view.copy_(copy)
+        for each in zip(self._bytes.values(), copies, strict=True):
+            _restore(*each)
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
         """Copy some of it, given by storage keys, for breaks; what is returned puts it back."""
         self._written_by_breaks.update(keys)
-        copies = [(self._bytes[key], self._bytes[key].clone()) for key in keys if key in self._bytes]
-        return lambda: [view.copy_(copy) for view, copy in copies]
+        views = [self._bytes[key] for key in keys if key in self._bytes]
+        copies = [view[: view.untyped_storage().nbytes()].clone() for view in views]
+        return lambda: list(map(_restore, views, copies))
 
     @property
     def written_by_segments(self) -> list[tuple[str, Tensor]]:
@@ -136,6 +134,14 @@ class SavedMemory:
         return [
             _view(storages[storage_key(it)], it.dtype, it.storage_offset(), it.shape, it.stride()) for _, it in tensors
         ]
+
+
+def _restore(view: Tensor, copy: Tensor) -> None:
+    """Put bytes back, and memory that a run has given back at their end."""
+    storage = view.untyped_storage()
+    if storage.nbytes() < len(copy):
+        storage.resize_(len(copy))
+    view[: len(copy)].copy_(copy)
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:

@@ -173,8 +173,8 @@ class Preload:
 
         breaking_operators()
         with torch.inference_mode(), torch.cuda.device(self._index):
-            product = torch.zeros(16, 16, device="cuda", dtype=self._dtype or torch.bfloat16)
-            torch.addmm(product[0], product, product)  # by which the capture stream gets its workspaces
+            operand = torch.zeros(16, 16, device="cuda", dtype=self._dtype or torch.bfloat16)
+            torch.addmm(operand[0], operand, operand)  # by which the capture stream gets its workspaces
             for dtype in (torch.int64, torch.int32, torch.uint8, self._dtype or torch.bfloat16):
                 filled = torch.full((4, 4), 1, device="cuda", dtype=dtype)
                 filled[1:].copy_(filled.index_select(0, torch.arange(3, device="cuda") % 2))

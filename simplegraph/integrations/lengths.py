@@ -18,7 +18,7 @@ from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.call import invoke
-from simplegraph.call.memory import remember
+from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states
@@ -84,10 +84,10 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     limit = copy_limit(graph_device(device).free_memory())
     drawing = [default_generator(device), *Survey(module).generators.values()]
     generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
-    with CAPTURE_LOCK, remember(saved if saved.nbytes <= limit else None, generators) as undo:
+    with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back)
-        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo):
+        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy):
             leaves, spec = flatten(invoke(module, args, kwargs))
         left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
         return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), cloned(flatten((args, kwargs))[0]))

@@ -35,6 +35,8 @@ from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession, PythonState, take_back
 
 logger = logging.getLogger("simplegraph")
+Rehearsing = Callable[[], contextlib.AbstractContextManager[Callable[[Tensor], object]]]
+_REAL: Rehearsing = lambda: contextlib.nullcontext(id)  # noqa: E731 - of a run that nothing is put back after
 _HELD_ATTENTION = (
     "capturing {} failed\n  {}: the graph would hold the attention.\n"
     "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe."
@@ -94,8 +96,8 @@ class GraphCapture:
         jobs: largest first, so that the smaller ones reuse the pool's memory.
         settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
-        retry: a size that failed gets a warmup of its own and a second try; rehearsing: called before such a
-            warmup, and one for what breaks return; see `MemoryObserver` for what it returns.
+        retry: a size that failed gets a warmup of its own and a second try.
+        rehearsing: makes the context of each warmup that is no real run, which gives its observer's `before_write`.
         state: Python's objects, remembered before the captures and put back after one that fails.
 
     Attributes:
@@ -109,7 +111,7 @@ class GraphCapture:
     settings: dict[str, Any]
     lazy: bool = False
     retry: bool = True
-    rehearsing: Callable[[], Callable[[Tensor], object]] = lambda: id
+    rehearsing: Rehearsing = _REAL
     state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
@@ -231,7 +233,7 @@ class GraphCapture:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
         self.state.put_back()
         earlier, runs = copy.copy(self.state), len(self.observers)
-        if self._warm_up(job, self.rehearsing()):
+        if self._warm_up(job, self.rehearsing):
             again = {job.label: error}
         else:
             if isinstance(error, EscapeError):
@@ -320,12 +322,12 @@ class GraphCapture:
         self.observers += [observer] if observed else []
         return outputs
 
-    def _warm_up(self, job: CaptureJob, before_write: Callable[[Tensor], object] = id) -> dict[str, CaptureError]:
+    def _warm_up(self, job: CaptureJob, context: Rehearsing = _REAL) -> dict[str, CaptureError]:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
-        return on_all_ranks(self.table, "warming up", [job], self._warm_up_here(job, self.observers, before_write))
+        return on_all_ranks(self.table, "warming up", [job], self._warm_up_here(job, self.observers, context))
 
     def _warm_up_here(
-        self, job: CaptureJob, observers: list[MemoryObserver], before_write: Callable[[Tensor], object]
+        self, job: CaptureJob, observers: list[MemoryObserver], context: Rehearsing
     ) -> dict[str, CaptureError]:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
@@ -335,7 +337,7 @@ class GraphCapture:
                 with entered(notes, as_captured=True) if notes else contextlib.nullcontext():
                     return job.run()
 
-            with self._ranks.seconds.timed("warmup"):
+            with self._ranks.seconds.timed("warmup"), context() as before_write:
                 _, observer, trace = run_observed(
                     self.table, run, job.key, traced=traced, rows=job.rows, before_write=before_write
                 )
@@ -359,14 +361,14 @@ class GraphCapture:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.table.trace(job.key) is None:
-            for error in self._warm_up_here(job, self._traced, self.rehearsing()).values():
+            for error in self._warm_up_here(job, self._traced, self.rehearsing).values():
                 raise error
         return self.table.trace(job.key)
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     """Make the progress bar of so many captures; a context of None if it is hidden, as on all ranks but the first."""
-    # A hidden bar, too, would make a lock that processes share, which those that are killed leave behind.
+    # tqdm makes a lock that processes share, even for a hidden bar; processes that are killed leave it behind.
     if not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()
     kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"

@@ -135,14 +135,8 @@ class NumbersSeen:
         """Find the first operator that picks as many values among the rows of two batch sizes."""
         if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
             return None
-        return next(
-            (
-                now
-                for now, then in zip(self.choices, seen.choices, strict=True)
-                if now.given != then.given and now.made == then.made
-            ),
-            None,
-        )
+        pairs = zip(self.choices, seen.choices, strict=True)
+        return next((now for now, then in pairs if now.given != then.given and now.made == then.made), None)
 
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
@@ -268,7 +262,8 @@ class MemoryObserver(OperatorMode):
         device: where a capture is under way, to see if it records more than operators; None for an eager run.
         rows: the batch size of the run; 0 if it is not known.
         after: of the run before, whose memory this one goes on with: it counts as its own.
-        before_write: called with each tensor of memory from before the run, once an operator is about to write to it.
+        before_write: called with a tensor before each write of an operator to memory from before the run; `id` does
+            nothing.
 
     Attributes:
         captures: True if the observed run is a capture.

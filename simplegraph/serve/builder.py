@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, Rehearsal, drawn_generators, held_generators, invoke_watched
+from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched, rehearsal
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
@@ -30,7 +31,7 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
-from simplegraph.manager.capture import GraphCapture, run_observed
+from simplegraph.manager.capture import GraphCapture, Rehearsing, run_observed
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
@@ -279,12 +280,10 @@ class GraphBuilder:
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
-        rehearsal = Rehearsal(self.seen, manager.table, call)
+        rehearsing = functools.partial(rehearsal, self.seen, manager.table, call)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        capture = manager.new_capture(
-            jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsal.begin, state=state
-        )
+        capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsing, state=state)
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
         def warmed_up() -> None:
@@ -293,13 +292,12 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
-                self._observe_second_size(call, inputs, rehearsal, state)
+                self._observe_second_size(call, inputs, rehearsing, state)
 
-        # Afterwards, each even if another raises: Python's state is put back, then memory and random numbers, then what
-        # the runs were seen to use is noted. No other thread draws before that.
+        # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
+        # noted. No other thread draws before that.
         with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
-            afterwards.callback(self.note_seen, call, inputs, capture)  # the last: a stack runs backwards
-            afterwards.callback(rehearsal.close)
+            afterwards.callback(self.note_seen, call, inputs, capture)
             try:
                 summary = capture.run(0 if lazy or watched else 1, warmed_up)
                 _check_settings(call)
@@ -353,7 +351,7 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal, state: PythonState) -> None:
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsing: Rehearsing, state: PythonState) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -365,18 +363,20 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
-        undo = rehearsal.begin()
-        try:
-            result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other, before_write=undo)
-        except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
-            logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
-        else:
-            state.release([observer])
-            binding.learn_outputs(other, *flatten(result))
-            binding.learn_numbers(self.manager.table, observer.numbers)
-            self.reader.learn(other, leaves, call.spec)
-            if trace is not None:
-                binding.note_trace(other, trace)
+        with rehearsing() as before_write:
+            try:
+                result, observer, trace = self._run_on_capture_stream(
+                    call, args, kwargs, rows=other, before_write=before_write
+                )
+            except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
+                logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
+                return
+        state.release([observer])
+        binding.learn_outputs(other, *flatten(result))
+        binding.learn_numbers(self.manager.table, observer.numbers)
+        self.reader.learn(other, leaves, call.spec)
+        if trace is not None:
+            binding.note_trace(other, trace)
 
     def _jobs(
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]

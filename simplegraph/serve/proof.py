@@ -15,7 +15,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.memory import drawn_generators, remember
+from simplegraph.call.memory import Undo, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -191,8 +191,8 @@ class _CallProof:
         self._load(proof)
         leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
         args, kwargs = call.spec.unflatten(leaves)
-        with remember(None, self._generators, kept=self._memory) as undo, bypassed(Reason.NESTED):
-            with MemoryObserver(rows=rows, before_write=undo) as observer:
+        with Undo(None, self._generators, kept=self._memory) as undo, bypassed(Reason.NESTED):
+            with MemoryObserver(rows=rows, before_write=undo.copy) as observer:
                 leaves, _ = flatten(wait_collectives(call.run(args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:

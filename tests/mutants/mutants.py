@@ -621,22 +621,22 @@ MUTANTS = [
     Mutant(
         "what a rehearsal writes outside of the module stays",
         "serve/builder.py",
-        "rows=other, before_write=undo)",
-        "rows=other)",
+        "rows=other, before_write=before_write\n",
+        "rows=other\n",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
         "what the warmup of a second try writes outside of the module stays",
         "manager/capture.py",
-        "if self._warm_up(job, self.rehearsing()):",
+        "if self._warm_up(job, self.rehearsing):",
         "if self._warm_up(job):",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
         "memory that does not fit takes the room of what does",
         "call/memory.py",
-        "not in self.saved and tensor.untyped_storage().nbytes() <= self.left:",
-        "not in self.saved and self.left > 0:",
+        "not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:",
+        "not in self._keys and self._budget > 0:",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
