@@ -182,23 +182,33 @@ class Undo(contextlib.ExitStack):
 
 
 @contextlib.contextmanager
-def rehearsal(seen: MemoryInUse, table: ProgramTable, call: Call) -> Iterator[Callable[[Tensor], object]]:
+def rehearsal(
+    seen: MemoryInUse, table: ProgramTable, call: Call, observers: Sequence[MemoryObserver]
+) -> Iterator[Callable[[Tensor], object]]:
     """Surround an extra eager run of a call's forward, and put back at its end what it wrote and drew.
 
-    Operators tell what they write, wherever it lies. Other kernels do not, so the module's memory is copied before the
-    run, if it is not too much. Memory above the limit stays as the run leaves it.
+    The module's memory is copied before the run, if it is not too much: kernels that torch does not dispatch write
+    unseen. Of other memory, what other runs wrote, too, is copied before an operator writes there, as far as the copies
+    fit. What this run alone writes may be a cache that it fills, and that Python takes to be filled from now on.
 
     Args:
         seen: what the forward was seen to use.
         table: of the call's graphs.
         call: whose forward runs.
+        observers: of runs since then.
 
     Yields:
         What the run's observer calls before a write.
     """
     saved, budget = seen.save(table, call), copy_limit(table.device.free_memory())
     with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:
-        yield undo.copy
+
+        def copy(tensor: Tensor) -> None:
+            key = storage_key(tensor)
+            if key in seen.written or any(key in each.written or each.made(tensor) for each in observers):
+                undo.copy(tensor)
+
+        yield copy
 
 
 def invoke_watched(

@@ -280,10 +280,13 @@ class GraphBuilder:
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
-        rehearsing = functools.partial(rehearsal, self.seen, manager.table, call)
+        observers: list[MemoryObserver] = []
+        rehearsing = functools.partial(rehearsal, self.seen, manager.table, call, observers)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
-        capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsing, state=state)
+        capture = manager.new_capture(
+            jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsing, state=state, observers=observers
+        )
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
         def warmed_up() -> None:

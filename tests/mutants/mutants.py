@@ -633,6 +633,13 @@ MUTANTS = [
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
+        "a cache that only a rehearsal fills is emptied",
+        "call/memory.py",
+        "            if key in seen.written or any(key in each.written or each.made(tensor) for each in observers):\n",
+        "            if key:\n",
+        ("tests/module/test_capture_graphs.py",),
+    ),
+    Mutant(
         "memory that does not fit takes the room of what does",
         "call/memory.py",
         "not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:",
