@@ -220,9 +220,9 @@ MUTANTS = [
     ),
     Mutant(
         "runs beside the calls leave their effects",
-        "serve/builder.py",
-        "            afterwards.callback(rehearsal.close)\n",
-        "",
+        "call/memory.py",
+        "    with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:\n",
+        "    with Undo(None, (), budget=0) as undo:\n",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
     ),
     Mutant(
