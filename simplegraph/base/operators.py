@@ -188,7 +188,7 @@ def facts_of(func: Any) -> OperatorFacts:
         multiplies_groups="grouped_mm" in name,
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_")),
-        numeric=tuple((at, argument) for at, argument, kind in places if kind.rstrip("]") in _NUMERIC),
+        numeric=tuple((at, name) for at, name, kind in places if kind.rstrip("]") in _NUMERIC or name == "steps"),
         written=_written(schema, is_c10d=func.namespace == "c10d"),
     )
 

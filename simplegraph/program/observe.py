@@ -188,9 +188,12 @@ def _place(line: tuple[str, int] | None) -> str:
 
 
 def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if an operator makes a tensor of one number for another operator, as torch.where does without gradients."""
+    """True if an operator makes a tensor of numbers for another one, as torch.where does without gradients.
+
+    The values of linspace and logspace follow their number of steps.
+    """
     if func is not _SCALAR and (func is not _FULL or args[0]):
-        return False
+        return facts_of(func).name.endswith("space")
     dtype = kwargs.get("dtype")
     return args[-1].__class__ is float if dtype is None else bool(dtype.is_floating_point)
 

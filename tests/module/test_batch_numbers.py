@@ -30,6 +30,7 @@ SHOWING = {
     "faint tensor": lambda m, x: x + torch.tensor(FAINT * len(x), dtype=x.dtype, device=x.device),
     "faint full": lambda m, x: x + torch.full((), FAINT * len(x), dtype=x.dtype, device=x.device),
     "faint item": lambda m, x: set_column(x.clone(), FAINT * len(x)),
+    "faint ramp": lambda m, x: x + FAINT * torch.linspace(0, 1, len(x), device=x.device, dtype=x.dtype)[:, None],
     "faint epsilon": lambda m, x: F.layer_norm(x, (WIDTH,), eps=FAINT * len(x)),
 }
 
