@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 CORE = {
     "base": 1_086,
     "batch": 293,
-    "device": 1_704,
-    "program": 1_691,
+    "device": 1_703,
+    "program": 1_690,
     "distributed": 210,
-    "manager": 1_247,
+    "manager": 1_246,
     "guard": 891,
-    "call": 1_251,
-    "serve": 918,
+    "call": 1_248,
+    "serve": 917,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

@@ -116,8 +116,11 @@ class MemoryInUse:
     def _held(self, call: Call, device: torch.device) -> list[tuple[str, Tensor]]:
         """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
         named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
-        other = [tensor for key, tensor in self.read.elsewhere.items() if key in self.written | self.launched]
-        named += [("memory from elsewhere", _whole(tensor)) for tensor in other]
+        named += [
+            ("memory from elsewhere", _whole(tensor))
+            for key, tensor in self.read.elsewhere.items()
+            if key in self.written or key in self.launched
+        ]
         found: dict[Hashable, tuple[str, Tensor]] = {}
         for name, tensor in named:
             if has_address(tensor) and tensor.device == device:
@@ -164,8 +167,7 @@ class Undo(contextlib.ExitStack):
         budget: float = float("inf"),
     ) -> None:
         super().__init__()
-        self._keys = {key for each in (saved, kept) if each is not None for key in each.keys}
-        self._budget = budget
+        self._keys, self._budget = {key for each in (saved, kept) if each is not None for key in each.keys}, budget
         if saved is not None:
             self.callback(saved.put, saved.copy())
         self.callback(put_random_states, generators, random_states(generators))
@@ -204,8 +206,9 @@ def rehearsal(
     with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:
 
         def copy(tensor: Tensor) -> None:
-            key = storage_key(tensor)
-            if key in seen.written or any(key in each.written or each.made(tensor) for each in observers):
+            if (key := storage_key(tensor)) in seen.written or any(
+                key in each.written or each.made(tensor) for each in observers
+            ):
                 undo.copy(tensor)
 
         yield copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
@@ -106,22 +107,25 @@ class SavedMemory:
         self._bytes = {key: _view(it, torch.uint8, 0, (it.nbytes(),), (1,)) for key, it in storages.items()}
         self.keys, self.nbytes = self._bytes.keys(), sum(view.numel() for view in self._bytes.values())
 
-    def copy(self) -> list[Tensor]:
-        """Copy everything as it is now."""
+    def copy(self, keys: Collection[int] | None = None) -> list[Tensor]:
+        """Copy everything as it is now, or what is given by storage keys; a run may have given back the end of it."""
+        views = map(self._bytes.__getitem__, self.keys if keys is None else keys)
         with torch.inference_mode(False):
-            return [view[: view.untyped_storage().nbytes()].clone() for view in self._bytes.values()]
+            return [view[: view.untyped_storage().nbytes()].clone() for view in views]
 
-    def put(self, copies: Sequence[Tensor]) -> None:
-        """Let everything be as it was when it was copied."""
-        for each in zip(self._bytes.values(), copies, strict=True):
-            _restore(*each)
+    def put(self, copies: Sequence[Tensor], keys: Collection[int] | None = None) -> None:
+        """Let everything, or what is given by storage keys, be as it was when it was copied."""
+        for key, copy in zip(self.keys if keys is None else keys, copies, strict=True):
+            storage = self._bytes[key].untyped_storage()
+            if storage.nbytes() < len(copy):
+                storage.resize_(len(copy))
+            self._bytes[key][: len(copy)].copy_(copy)
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
         """Copy some of it, given by storage keys, for breaks; what is returned puts it back."""
         self._written_by_breaks.update(keys)
-        views = [self._bytes[key] for key in keys if key in self._bytes]
-        copies = [view[: view.untyped_storage().nbytes()].clone() for view in views]
-        return lambda: list(map(_restore, views, copies))
+        known = [key for key in keys if key in self.keys]
+        return functools.partial(self.put, self.copy(known), known)
 
     @property
     def written_by_segments(self) -> list[tuple[str, Tensor]]:
@@ -134,14 +138,6 @@ class SavedMemory:
         return [
             _view(storages[storage_key(it)], it.dtype, it.storage_offset(), it.shape, it.stride()) for _, it in tensors
         ]
-
-
-def _restore(view: Tensor, copy: Tensor) -> None:
-    """Put bytes back, and memory that a run has given back at their end."""
-    storage = view.untyped_storage()
-    if storage.nbytes() < len(copy):
-        storage.resize_(len(copy))
-    view[: len(copy)].copy_(copy)
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:

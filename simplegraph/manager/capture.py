@@ -371,5 +371,4 @@ def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
     # tqdm makes a lock that processes share, even for a hidden bar; processes that are killed leave it behind.
     if not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()
-    kind = "CUDA graphs (emulated)" if device.emulated else "CUDA graphs"
-    return tqdm(total=total, desc=f"Capturing {kind}", unit="graph")
+    return tqdm(total=total, desc=f"Capturing CUDA graphs{' (emulated)' * device.emulated}", unit="graph")

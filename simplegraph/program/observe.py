@@ -380,11 +380,10 @@ class MemoryObserver(OperatorMode):
             own.update(given)
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
-            key = storage_key(tensor)
-            self.blank.discard(key)
-            if key not in own:
+            if (key := storage_key(tensor)) not in own:
                 self._before_write(tensor)
                 self.written.add(key)
+            self.blank.discard(key)
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
             self.operators = hash((self.operators, func))

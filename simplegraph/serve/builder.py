@@ -31,13 +31,13 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
-from simplegraph.manager.capture import GraphCapture, Rehearsing, run_observed
+from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.session import KEPT_REMEDY, PythonState, kept_by
+from simplegraph.program.session import KEPT_REMEDY, kept_by
 
 logger = logging.getLogger("simplegraph")
 
@@ -281,11 +281,15 @@ class GraphBuilder:
         manager, counted = self.manager, call.binding.counted[call.padded]
         state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
         observers: list[MemoryObserver] = []
-        rehearsing = functools.partial(rehearsal, self.seen, manager.table, call, observers)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)
         capture = manager.new_capture(
-            jobs, lazy=lazy or following, retry=retry, rehearsing=rehearsing, state=state, observers=observers
+            jobs,
+            lazy=lazy or following,
+            retry=retry,
+            rehearsing=functools.partial(rehearsal, self.seen, manager.table, call, observers),
+            state=state,
+            observers=observers,
         )
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
 
@@ -295,7 +299,7 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
-                self._observe_second_size(call, inputs, rehearsing, state)
+                self._observe_second_size(call, inputs, capture)
 
         # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
         # noted. No other thread draws before that.
@@ -354,7 +358,7 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsing: Rehearsing, state: PythonState) -> None:
+    def _observe_second_size(self, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -366,7 +370,7 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
-        with rehearsing() as before_write:
+        with capture.rehearsing() as before_write:
             try:
                 result, observer, trace = self._run_on_capture_stream(
                     call, args, kwargs, rows=other, before_write=before_write
@@ -374,7 +378,7 @@ class GraphBuilder:
             except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
                 logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
                 return
-        state.release([observer])
+        capture.state.release([observer])
         binding.learn_outputs(other, *flatten(result))
         binding.learn_numbers(self.manager.table, observer.numbers)
         self.reader.learn(other, leaves, call.spec)

@@ -635,8 +635,8 @@ MUTANTS = [
     Mutant(
         "a cache that only a rehearsal fills is emptied",
         "call/memory.py",
-        "            if key in seen.written or any(key in each.written or each.made(tensor) for each in observers):\n",
-        "            if key:\n",
+        "if (key := storage_key(tensor)) in seen.written or any(",
+        "if (key := storage_key(tensor)) or any(",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(

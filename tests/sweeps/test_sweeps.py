@@ -22,9 +22,9 @@ pytestmark = pytest.mark.proofs  # as users have them
 CASES = [
     ("modules", "no_grad", slice(0, None, 2)),
     ("modules", "inference_autocast", slice(1, None, 2)),
-    ("operators", "no_grad", slice(0, None, 20)),
-    ("operators", "inference_autocast", slice(10, None, 20)),
-    ("in_place", "inference_mode", slice(0, None, 9)),
+    ("operators", "no_grad", slice(0, None, 14)),
+    ("operators", "inference_autocast", slice(7, None, 14)),
+    ("in_place", "inference_mode", slice(0, None, 6)),
 ]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSI
 
 def test_callers_of_each_kind_are_served_and_every_request_has_an_end(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
-    http_load.main(["--minutes", "0.05", "--callers", "12", "--most", "8", "--port", "8769", "--json", str(path)])
+    http_load.main(["--minutes", "0.1", "--callers", "12", "--most", "8", "--port", "8769", "--json", str(path)])
     figures = json.loads(path.read_text(encoding="utf-8"))["results"]
     callers, after = figures["callers"], figures["after"]
     assert set(http_load.KINDS) <= set(callers)
