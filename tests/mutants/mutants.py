@@ -551,8 +551,8 @@ MUTANTS = [
     Mutant(
         "what launches write is not taken back",
         "call/memory.py",
-        "key in self.written | self.launched",
-        "key in self.written",
+        "            if key in self.written or key in self.launched\n",
+        "            if key in self.written\n",
         UNSEEN,
     ),
     Mutant(
