@@ -108,8 +108,20 @@ def _over(arm: str, *, again: bool = False) -> str:
     return f"{other:.2f} ({in_turn('simplegraph', again=again) / other:.2f})"
 
 
-def longest(arm: str) -> float:
-    return float(raw.load("h100_lazy_in_gaps")["lazy"][arm]["longest_ms"])
+def longest(arm: str, file: str = "h100_lazy_in_gaps") -> float:
+    return float(raw.load(file)["lazy"][arm]["longest_ms"])
+
+
+def _times_eagers_longest(arm: str, digits: int) -> tuple[str, str]:
+    """Return the ms of an arm's longest call, of the headline, and how many times eager's it is."""
+    ours = longest(arm, "headline/model_calls")
+    return f"{ours:.0f} ms", f"{ours / longest('eager', 'headline/model_calls'):.{digits}f}"
+
+
+def _between_starts(arm: str) -> str:
+    """Divide the longer of an arm's first starts by the shorter."""
+    found = [each["ready"] for each in raw.startup("headline/startup")[arm]["rounds"]]
+    return f"{max(found) / min(found):.2f}"
 
 
 def autotuned(arm: str, key: str) -> float:
@@ -206,6 +218,19 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
     ),
     ("and keeps {} of their memory", lambda: f"{again('device_bytes', OURS, 'plain-loop', NOW):.2f}"),
     ("the start takes {} times as long", lambda: f"{ready('simplegraph-fused', OURS, NOW):.1f}"),
+    (
+        "of which the longer took {} times (lean loop) as long",
+        lambda: (
+            f"{_between_starts('eager')} (eager), {_between_starts('simplegraph')} (ours) and "
+            f"{_between_starts('lean-loop')}"
+        ),
+    ),
+    ("a second one {} times.", lambda: f"{again('ready', 'simplegraph-fused', OURS, NOW):.1f}"),
+    ("then waits for up to {} times as long as eager's", lambda: ", ".join(_times_eagers_longest("simplegraph", 1))),
+    (
+        "no call took longer than {} times eager's longest",
+        lambda: ", ".join(_times_eagers_longest("simplegraph-in-gaps", 2)),
+    ),
     ("every size is ready after {} s", lambda: f"{raw.startup(NOW)['simplegraph-lazy']['seconds']['ready']:.1f}"),
     ("step takes at most {} % longer than the bare replay", lambda: f"{100 * (slowest() - 1):.1f}"),
     ("takes {} times as long as eager needs", lambda: preloaded("ready_ours_over_eager")),
