@@ -8,7 +8,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -34,12 +34,19 @@ class ModuleState(PythonState):
         device, pool: where it is captured.
         counted: what every run changes, of the module.
         inputs: storage keys of the static inputs, which the caller never passed: no place keeps one.
+        sizes: see `PythonState`.
     """
 
     def __init__(
-        self, module: nn.Module, device: GraphDevice, pool: GraphPool, counted: CountedState, inputs: Collection[int]
+        self,
+        module: nn.Module,
+        device: GraphDevice,
+        pool: GraphPool,
+        counted: CountedState,
+        inputs: Collection[int],
+        sizes: Iterable[int],
     ) -> None:
-        super().__init__([module])
+        super().__init__([module], sizes)
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
         self._function = module if isinstance(module, FunctionModule) else None
@@ -60,7 +67,7 @@ class ModuleState(PythonState):
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
-        self.snapshot.put_back(self._counted.undone)
+        self.snapshot.put_back(self._counted.undone, self._sizes)
         kept += self.snapshot.release(self._is_input, caches=False)
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 

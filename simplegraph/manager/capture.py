@@ -192,12 +192,11 @@ class GraphCapture:
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""
         jobs, table = self.jobs, self.table
-        show = table.config.progress and len(jobs) > 1 and self._ranks.rank == 0
         # A warmup shows what the first one reads, but for hooks, which it does not run.
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
         compared = 0 if first else len(self.observers)
         observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
-        with capture_bar(len(jobs), table.device, show=show) as bar:
+        with capture_bar(len(jobs), table.device, show=table.config.progress and self._ranks.rank == 0) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
             otherwise = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
@@ -215,7 +214,9 @@ class GraphCapture:
         Ranks meet once for all jobs: in between none waits for the slowest.
         """
         errors: dict[str, CaptureError] = {}
-        for job in jobs:
+        for last, job in zip([None, *jobs], jobs, strict=False):
+            if last is not None and last.rows == job.rows:  # replays of this one may come before those of the last
+                self.state.put_back_entries()
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= self._capture_one(session, job, observed=job.label in observed)
@@ -363,12 +364,13 @@ class GraphCapture:
         if self.table.trace(job.key) is None:
             for error in self._warm_up_here(job, self._traced, self.rehearsing).values():
                 raise error
+            self.state.put_back_entries()
         return self.table.trace(job.key)
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
-    """Make the progress bar of so many captures; a context of None if it is hidden, as on all ranks but the first."""
+    """Make the progress bar of captures; a context of None if it is hidden, as for one, and on ranks but the first."""
     # tqdm makes a lock that processes share, even for a hidden bar; processes that are killed leave it behind.
-    if not show or os.environ.get("RANK", "") not in ("", "0"):
+    if total < 2 or not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()
     return tqdm(total=total, desc=f"Capturing CUDA graphs{' (emulated)' * device.emulated}", unit="graph")

@@ -302,7 +302,11 @@ def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, 
         noise: another run's `actual`; what these two differ by is allowed.
     """
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        return None if _same(actual, expected) else f"is {actual!r}, eager gives {expected!r}"
+        return (
+            None
+            if actual is expected or (type(actual) is type(expected) and constant_key(actual) == constant_key(expected))
+            else f"is {actual!r}, eager gives {expected!r}"
+        )
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return (
             f"has shape {tuple(actual.shape)} and dtype {actual.dtype}, "
@@ -315,10 +319,6 @@ def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, 
     if worst <= max(tolerance.get(actual.dtype, 0.0) * scale, spread):
         return None
     return f"differs by up to {worst:.3g} (values up to {scale:.3g})"
-
-
-def _same(actual: Any, expected: Any) -> bool:
-    return actual is expected or (type(actual) is type(expected) and constant_key(actual) == constant_key(expected))
 
 
 def gap(actual: Tensor, expected: Tensor) -> tuple[float, float]:

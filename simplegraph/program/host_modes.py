@@ -53,8 +53,10 @@ _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
 _TO_COPY, _COPY = _aten._to_copy.default, _aten.copy_.default
 _INDEX = {_aten.index.Tensor, _aten._unsafe_index.Tensor}
-_PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
-_PUT |= {_aten._unsafe_index_put.default}
+_PUT = {
+    *(_aten.index_put.default, _aten.index_put_.default),
+    *(_aten._index_put_impl_.default, _aten._unsafe_index_put.default),
+}
 _WHERE = _aten.where.self
 _MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)

@@ -35,10 +35,12 @@ _LIFTED = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _FULL = torch.ops.aten.full.default
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
-_PICKING = {"max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"}
-_PICKING |= {"median", "nanmedian", "quantile", "nanquantile", "mode"}
-_PICKING |= {"adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
-_PICKING |= {f"max_pool{dims}d{kind}" for dims in (1, 2, 3) for kind in ("", "_with_indices")}
+_PICKING = {
+    *("max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"),
+    *("median", "nanmedian", "quantile", "nanquantile", "mode"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *(f"max_pool{dims}d{kind}" for dims in (1, 2, 3) for kind in ("", "_with_indices")),
+}
 _SORTING = {"sort", "argsort", "msort", "topk"}
 _NUMBER_REMEDY = (
     "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
@@ -221,7 +223,8 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
         own = str(getattr(self, "module", "")).partition(".")[0] == _OWN
         # Beside the arguments of the kernel, `kwargs` has the grid and options of the compiler.
         given = [*args, *(value for name, value in kwargs.items() if name != "grid"), *_default_tensors(self)]
-        with launching(_tensors_of(given, own=own)):
+        known = own or all(map(_holds_no_address, given))  # no argument, and no element, may be an address
+        with launching(strided_tensors(given) if known else None):
             return run(self, *args, **kwargs)
 
     return shown
@@ -231,11 +234,6 @@ def _default_tensors(kernel: Any) -> list[Tensor]:
     """List the tensors that a kernel is passed where its caller leaves an argument out."""
     parameters = getattr(getattr(kernel, "signature", None), "parameters", {})
     return [each.default for each in parameters.values() if isinstance(each.default, Tensor)]
-
-
-def _tensors_of(args: Sequence[Any], *, own: bool) -> list[Tensor] | None:
-    """List the tensors among a kernel's arguments; None if another argument, or an element, may be an address."""
-    return strided_tensors(args) if own or all(map(_holds_no_address, args)) else None
 
 
 def _holds_no_address(arg: Any) -> bool:

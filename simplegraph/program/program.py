@@ -85,9 +85,8 @@ class Program:
 
     def costs(self) -> list[StepCost]:
         """List its steps; the second replay of several steps was timed, and this waits for it to be over."""
-        times: Sequence[float | None] = [None] * len(self.steps)
-        if self._marks:
-            times = [after.ms_since(before) for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        marks = zip(self._marks, self._marks[1:], strict=False)
+        times: Sequence[float | None] = [after.ms_since(before) for before, after in marks] or [None] * len(self.steps)
         return [
             StepCost("break", step.name, None, ms)
             if isinstance(step, Break)
@@ -301,8 +300,8 @@ class SegmentRecorder:
     ) -> Break:
         """Make the step that calls the function again, with its arguments or what stands for them."""
         nested, parts = _without_graph_memory(call, spec, held, leaves)
-        deep = any(child.type is not None for arguments in nested.children for child in arguments.children)
-        changing = deep or any(isinstance(part, Cell) for part in parts)
+        deep = (child.type is not None for arguments in nested.children for child in arguments.children)
+        changing = any(deep) or any(isinstance(part, Cell) for part in parts)
         rebuilt = functools.partial(rebuilt_call, nested, parts) if changing else None
         args, kwargs = ((), {}) if rebuilt else nested.unflatten(parts)
         device_type = self.device.torch_device.type

@@ -49,6 +49,7 @@ class PythonState:
 
     Args:
         roots: modules, functions and other objects that captures run.
+        sizes: numbers of rows that captures have, and runs beside them that are undone.
 
     Attributes:
         refuses: True if what captures changed in there is no graph's to do.
@@ -56,8 +57,9 @@ class PythonState:
 
     refuses = False
 
-    def __init__(self, roots: Iterable[Any] = ()) -> None:
+    def __init__(self, roots: Iterable[Any] = (), sizes: Iterable[int] = ()) -> None:
         self._roots = list(roots)
+        self._sizes = set(map(str, sizes))
         self.snapshot = Snapshot()
         self.collected = False  # all garbage there was
 
@@ -69,15 +71,20 @@ class PythonState:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
         return []
 
+    def put_back_entries(self) -> None:
+        """Put back entries for the numbers of rows: what they say is done, as that memory is filled, is undone."""
+        self.snapshot.put_back(sizes=self._sizes, entries_only=True)
+
     def forget(self) -> None:
         """Remember nothing any more, so that nothing lives for that alone."""
         self.snapshot = Snapshot()
 
     def release(self, runs: Iterable[MemoryObserver]) -> None:
-        """Let places hold what they held where they came to hold tensors that these runs made."""
+        """Let places hold what they held where they came to hold tensors that these runs made; put back entries."""
         self.snapshot.release(
             functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
         )
+        self.put_back_entries()
 
     def go_back_to(self, earlier: PythonState, runs: Iterable[MemoryObserver]) -> None:
         """Put back, and remember from now on, what a copy of this remembered earlier, before these runs."""
@@ -132,9 +139,9 @@ def refuse_escapes(
             return
         time.sleep(0.001)
     own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
-    returned = any(address in own_memory for _, address in kept)
+    remedy = _RETURNED_REMEDY if any(address in own_memory for _, address in kept) else KEPT_REMEDY
     names, undefined = _put_back(kept, state)
-    cause, remedy = kept_by(names), _RETURNED_REMEDY if returned else KEPT_REMEDY
+    cause = kept_by(names)
     if undefined:
         remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
     raise EscapeError(f"capturing {label} failed\n  {cause}.\n  {remedy}", cause=cause)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import operator
+import re
 import sys
 import threading
 import types
@@ -237,13 +238,11 @@ def layer_settings(kind: type) -> tuple[str, ...]:
     )
 
 
-_MAX_PLACES = 20_000  # that code leads to
-_MAX_REACHED = 10_000
+_MAX_PLACES = 20_000  # that code leads to, and that are looked into below a value
 _LRU: Any = type(functools.lru_cache(bool))
 _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
-_CODE = (type, types.ModuleType, types.FunctionType)
-_FAR = (type, types.ModuleType)  # lead to everything there is
+_CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
 
 
 class Snapshot:
@@ -346,28 +345,39 @@ class Snapshot:
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
-    def put_back(self, names: Collection[str] = ()) -> None:
+    def put_back(self, names: Collection[str] = (), sizes: Collection[str] = (), *, entries_only: bool = False) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
             names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
                 way stay.
+            sizes: numbers of rows, as texts: entries for them shall hold again what they held, wherever they are. Such
+                an entry may say that memory is filled, which a capture does not fill.
+            entries_only: put back no more than what is named here.
         """
-        for module, kind in self._modules:
+        for module, kind in () if entries_only else self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
-        for holder, before in self._touched(code=bool(names)):
-            (above, key), own = self._ways_up(holder), self._places[id(holder)][2]
+        for holder, before in self._touched(code=bool(names or sizes)):
+            (above, key), own = self._ways_up(holder), self._places[id(holder)][2] and not entries_only
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in _REGISTERED
             )
-            listed = bool(names) and isinstance(before, tuple) and self.name_of(holder) in names
-            if listed or (own and (of_module or _tensors_differ(holder, before))):
+            if (
+                (own and (of_module or _tensors_differ(holder, before)))
+                or (names and isinstance(before, tuple) and self.name_of(holder) in names)
+                or _counts(holder, before, sizes)
+            ):
                 restore(holder, before)
-            elif names and isinstance(before, dict):
-                keys = before.keys() | held_by(holder).keys()
-                restore(holder, before, [key for key in keys if self._name(key, holder) in names])
-        for tensor, memory, *_ in self._moved():
+            elif isinstance(before, dict):
+                now = held_by(holder)
+                keys = [
+                    key
+                    for key in now | before
+                    if (names and self._name(key, holder) in names) or _is_of(sizes, key, now.get(key), before.get(key))
+                ]
+                restore(holder, before, keys)
+        for tensor, memory, *_ in () if entries_only else self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 
@@ -416,10 +426,12 @@ class Snapshot:
     def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
         """True if a value is unwanted, or holds what is; what is a place itself is asked by itself."""
         level, seen = [value], {id(value)}
-        while level and len(seen) < _MAX_REACHED:
+        while level and len(seen) < _MAX_PLACES:
             if any(map(unwanted, level)):
                 return True
-            below = [thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _FAR)]
+            below = [
+                thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _CODE[:2])
+            ]
             level = [thing for thing in gc.get_referents(*below) if id(thing) not in seen]
             seen.update(map(id, level))
         return False
@@ -530,7 +542,28 @@ def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any
     return f"the attribute {key} of {function.__qualname__}"
 
 
+def _counts(place: Any, before: Any, sizes: Collection[str]) -> bool:
+    """True if a set, or a list that is as long as it was, holds something else for one of these numbers of rows."""
+    now, base = held_by(place), kind_of(type(place))
+    if base is set:
+        return any(_is_of(sizes, item, None, None) for item in _exchanged(place, before))
+    pairs = zip(now, before, strict=True) if base is list and len(now) == len(before) else ()
+    return any(_is_of(sizes, at, *pair) and not is_same(*pair) for at, pair in enumerate(pairs))
+
+
+def _is_of(sizes: Collection[str], key: Any, now: Any, before: Any) -> bool:
+    """True if a key has one of these numbers, and leads and led to no more than a number, a text, a flag or nothing."""
+    parts = tuple.__iter__(key) if isinstance(key, tuple) else (key,)
+    numbers = {number for part in parts if type(part) in (int, str) for number in re.findall(r"\d+", str(part))}
+    return not numbers.isdisjoint(sizes) and isinstance(now, ATOMS) and isinstance(before, ATOMS)
+
+
 def _tensors_differ(container: Any, before: Any) -> bool:
     """True if a container gained or lost something that holds tensors."""
+    return next(tensors_in(_exchanged(container, before)), None) is not None
+
+
+def _exchanged(container: Any, before: Any) -> list[Any]:
+    """List what a container gained or lost."""
     now, then = ({id(item): item for _, item in items_of(held)} for held in (held_by(container), before))
-    return next(tensors_in([(now | then)[key] for key in now.keys() ^ then.keys()]), None) is not None
+    return [(now | then)[key] for key in now.keys() ^ then.keys()]

@@ -279,7 +279,10 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
-        state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
+        state = ModuleState(
+            *(call.module, manager.device, manager.pool, counted, inputs.storages),
+            sizes=[*(job.rows for job in jobs), call.padded // 2, call.padded // 2 + 1],  # of `_observe_second_size`
+        )
         observers: list[MemoryObserver] = []
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         retry = not lazy or bool(call.padding or manager.table.constants.notes)

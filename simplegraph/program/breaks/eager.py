@@ -14,9 +14,18 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import TreeSpec, flatten
-from simplegraph.base.tensors import is_wrapper, parts, storage_key, wait_collectives
+from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts, storage_key, wait_collectives
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Bridge, Result, classify_result, hand_on
+from simplegraph.program.breaks.step import (
+    Break,
+    BreakCall,
+    BreakTrace,
+    Bridge,
+    Result,
+    classify_result,
+    hand_on,
+    memory_of,
+)
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 
@@ -64,7 +73,7 @@ class BreakTracer:
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
         rewritten = [
-            leaf for leaf, made in zip(arguments, made_here, strict=True) if made or _key(leaf) in self._inputs
+            leaf for leaf, made in zip(arguments, made_here, strict=True) if made or memory_of(leaf) in self._inputs
         ]
         owners = list(map(_owners, rewritten))
         with recording_breaks(None), observer.inside_break() as made:
@@ -78,7 +87,7 @@ class BreakTracer:
             for place, leaf in enumerate(leaves)
         ]
         more = map(operator.gt, map(_owners, rewritten), owners)
-        kept = any(_key(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
+        kept = any(memory_of(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
         # Autograd keeps what a backward needs, and a handle of work that was begun what it works on.
         hands_on = any(isinstance(result, Result) and result.make is hand_on for result in found)
         differentiable = torch.is_grad_enabled() or any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves)
@@ -111,10 +120,6 @@ def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
     return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
 
 
-def _key(leaf: Any) -> int:
-    return storage_key(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
-
-
 def _owners(tensor: Tensor) -> int:
     """Count what refers to a tensor, and the tensors of its memory if torch tells."""
     return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else _use_count(storage_key(tensor)))
@@ -124,15 +129,12 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambd
 
 
 def _geometry(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or is_wrapper(leaf):
-        return None
-    storage = leaf.untyped_storage()
-    return leaf.shape, leaf.stride(), leaf.storage_offset(), storage.data_ptr(), storage.nbytes()
+    has_memory = isinstance(leaf, Tensor) and has_address(leaf) and not is_wrapper(leaf)
+    return (*lies_at(leaf), leaf.storage_offset(), leaf.untyped_storage().nbytes()) if has_memory else None
 
 
-Restore = Callable[[], object]
 Differs = Callable[[Tensor, Tensor], str | None]
-Copied = Callable[[Collection[int]], Restore]  # copies memory, given by its storage keys
+Copied = Callable[[Collection[int]], Callable[[], object]]  # copies memory, given by its storage keys
 
 
 class RecordedBreak(NamedTuple):
@@ -153,7 +155,7 @@ class RecordedBreak(NamedTuple):
     arguments: Sequence[Tensor | None]
     passed: Sequence[Tensor | None]
     shapes: Sequence[Any]
-    outside: Restore
+    outside: Callable[[], object]
 
 
 class BreakTape:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import ATOMS, TreeSpec, Withheld, constant_key, flatten
-from simplegraph.base.tensors import lies_at
+from simplegraph.base.tensors import lies_at, storage_key
 
 Accept = Callable[[Any], str | None]
 
@@ -132,8 +132,9 @@ def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], ro
 
 
 def _same(one: Any, other: Any) -> bool:
-    plain = isinstance(one, ATOMS) and type(one) is type(other)
-    return one is other or (plain and constant_key(one) == constant_key(other))
+    return one is other or (
+        isinstance(one, ATOMS) and type(one) is type(other) and constant_key(one) == constant_key(other)
+    )
 
 
 def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
@@ -275,9 +276,11 @@ def _constant(value: Any, place: Place) -> Entry:
     """Go on with a plain value: the segments after it are captured with it, so it must stay."""
 
     def accept_constant(leaf: Any) -> str | None:
-        if type(leaf) is type(value) and constant_key(leaf) == constant_key(value):
-            return None
-        return f"{shown(leaf)} in place of {shown(value)}, which the segments after it were captured with"
+        return (
+            None
+            if _same(leaf, value)
+            else f"{shown(leaf)} in place of {shown(value)}, which the segments after it were captured with"
+        )
 
     return value, accept_constant
 
@@ -318,7 +321,7 @@ def classify_result(
         return f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors"
     if leaf.device != device:
         return f"returns a tensor on {leaf.device}, which a graph on {device} cannot follow"
-    shared = next((index for index, argument in enumerate(arguments) if _share_memory(argument, leaf)), None)
+    shared = next((index for index, argument in enumerate(arguments) if memory_of(argument) == storage_key(leaf)), None)
     if shared is not None:
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
             return "returns its argument seen as another dtype; return a clone"
@@ -326,15 +329,15 @@ def classify_result(
         return Result(_pass_view, (shared,), (tuple(leaf.shape), leaf.stride(), offset))
     if not made_here(leaf):
         return Result(_outside, (leaf,))
-    if any(_share_memory(other, leaf) and _overlap(other, leaf) for other in before):
+    if any(memory_of(other) == storage_key(leaf) and _overlap(other, leaf) for other in before):
         return "returns tensors that overlap in memory; return clones"
     dense = torch.empty_like(leaf, device="meta")
     return Result(_bridge, (leaf.dtype, leaf.device), (tuple(dense.shape), dense.stride()))
 
 
-def _share_memory(argument: Any, leaf: Tensor) -> bool:
-    plain = isinstance(argument, Tensor) and argument.layout is torch.strided
-    return plain and bool(argument.untyped_storage()._cdata == leaf.untyped_storage()._cdata)
+def memory_of(leaf: Any) -> int:
+    """Return the storage key of a tensor; 0 for all else."""
+    return storage_key(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

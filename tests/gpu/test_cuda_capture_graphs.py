@@ -1,0 +1,24 @@
+"""The emulator's tests of what captures up front leave in memory and in Python, on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.module.test_capture_graphs import (  # noqa: F401
+    test_a_cache_outside_of_the_module_that_only_a_rehearsal_fills_stays_filled,
+    test_captures_in_gaps_run_once_in_memory_that_the_module_does_not_hold,
+    test_memory_that_a_rehearsal_gives_back_is_there_again,
+    test_memory_that_is_too_much_to_copy_keeps_nothing_else_from_being_put_back,
+    test_memory_that_the_module_does_not_hold_sees_one_run_too,
+    test_one_size_that_the_module_cannot_run_fails_alone,
+    test_state_after_capture_graphs_is_that_of_one_run_on_the_examples_in_their_order,
+)
+from tests.module.test_filled_once import (  # noqa: F401
+    module,
+    test_captures_at_first_calls_note_nothing,
+    test_captures_up_front_note_nothing,
+    test_eager_calls_between_captures_and_replays_fill_the_memory,
+    test_what_another_thread_was_given_meanwhile_stays,
+)
+
+pytestmark = [pytest.mark.usefixtures("device_left_alone", "no_grad"), pytest.mark.proofs]

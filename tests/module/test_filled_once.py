@@ -1,0 +1,163 @@
+"""Memory that a forward fills once for each batch size, as Python notes somehow, is filled when it is read."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.device.select import graph_device
+from tests.module.answers import close
+from tests.module.models import WIDTH, rows
+
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
+LARGEST = 16
+SIZES = [1, 2, 4, 8, LARGEST]
+NOTED: set[int] = set()
+
+
+class Fills(nn.Module):
+    """Adds a row of a table, which it fills at the first call of each batch size.
+
+    Args:
+        note: notes that the row is filled, and returns True if that was noted before.
+    """
+
+    def __init__(self, note: Callable[[Any, Tensor], bool]) -> None:
+        super().__init__()
+        self.linear, self.note = nn.Linear(WIDTH, WIDTH), note
+        self.register_buffer("table", torch.zeros(LARGEST + 1, WIDTH))
+        self.items: set[Any] = set()
+        self.dict: dict[Any, Any] = {}
+        self.ordered: collections.OrderedDict[int, bool] = collections.OrderedDict()
+        self.flags, self.left = [False] * (LARGEST + 1), set(range(LARGEST + 1))
+        self.holder = types.SimpleNamespace()
+
+    def expected(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.linear.weight[0] + 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.note(self, x):
+            self.table[len(x)].copy_(self.linear.weight[0] + 3)
+        return self.linear(x) + self.table[len(x)]
+
+
+def in_set(items: set[Any], item: Any) -> bool:
+    noted = item in items
+    items.add(item)
+    return noted
+
+
+def in_dict(items: dict[Any, Any], key: Any, value: Any = True) -> bool:
+    noted = key in items
+    items[key] = value
+    return noted
+
+
+def taken_from(items: set[int], size: int) -> bool:
+    noted = size not in items
+    items.discard(size)
+    return noted
+
+
+def in_list(flags: list[bool], size: int) -> bool:
+    noted, flags[size] = flags[size], True
+    return noted
+
+
+NOTES: dict[str, Callable[[Any, Tensor], bool]] = {
+    "a set": lambda module, x: in_set(module.items, len(x)),
+    "a set of shapes": lambda module, x: in_set(module.items, x.shape),
+    "a set of what is left": lambda module, x: taken_from(module.left, len(x)),
+    "a dict": lambda module, x: in_dict(module.dict, len(x)),
+    "a dict of numbers": lambda module, x: in_dict(module.dict, len(x), len(x)),
+    "a dict by tuples": lambda module, x: in_dict(module.dict, (len(x), x.dtype, "table")),
+    "a dict by names": lambda module, x: in_dict(module.dict, f"rows {len(x)}"),
+    "an ordered dict": lambda module, x: in_dict(module.ordered, len(x)),
+    "a list": lambda module, x: in_list(module.flags, len(x)),
+    "an attribute": lambda module, x: in_dict(vars(module), f"filled{len(x)}"),
+    "an attribute of an object": lambda module, x: in_dict(vars(module.holder), f"filled{len(x)}"),
+    "a global": lambda module, x: in_set(NOTED, len(x)),
+}
+
+
+@pytest.fixture(params=NOTES)
+def module(request: pytest.FixtureRequest, device: torch.device) -> Fills:
+    NOTED.clear()
+    return Fills(NOTES[request.param]).to(device).eval()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("verify", [0, 1])
+def test_captures_up_front_note_nothing(module: Fills, mode: str, verify: int, device: torch.device) -> None:
+    model = sg.wrap(module, capture_sizes=SIZES, mode=mode, verify=verify, progress=False)
+    model.capture_graphs(rows(LARGEST, device))
+    for size in (1, 8, 8, 7, 8, 3, 4, 4, 2, 16, 15, 5, 6, 1) * 2:
+        x = rows(size, device)
+        close(model(x), module.expected(x))
+    assert model.graph_stats.replays > 6
+
+
+def test_eager_calls_between_captures_and_replays_fill_the_memory(module: Fills, device: torch.device) -> None:
+    model = sg.wrap(module, capture_sizes=SIZES, progress=False)
+    model.capture_graphs(rows(LARGEST, device))
+    for size in SIZES * 2:
+        x = rows(size, device)
+        with sg.eager():
+            close(model(x), module.expected(x))
+        close(model(x), module.expected(x))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (7, 8, 8, 8, 7, 8, 3, 4, 4, 4, 3, 16, 16, 15, 16),
+        (8, 7, 8, 7, 8, 4, 3, 3, 3, 4, 1, 1, 1, 2, 2, 2, 16, 9, 9, 9, 16),
+        (5, 5, 5, 5, 8, 8, 3, 3, 3, 4, 4, 9, 9, 9, 16, 16),
+    ],
+    ids=["padded first", "exact first", "padded only"],
+)
+@pytest.mark.parametrize("verify", [0, 1])
+def test_captures_at_first_calls_note_nothing(
+    module: Fills, sizes: tuple[int, ...], verify: int, device: torch.device
+) -> None:
+    if module.note is NOTES["a global"] and verify:
+        pytest.skip("a proof of padding undoes what its run wrote, and not what that noted in a global")
+    model = sg.wrap(module, capture_sizes=SIZES, verify=verify, progress=False)
+    for size in sizes:
+        x = rows(size, device)
+        close(model(x), module.expected(x))
+    with sg.eager():
+        for size in range(1, LARGEST + 1):
+            x = rows(size, device)
+            close(model(x), module.expected(x))
+    assert model.graph_stats.replays > 0
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_what_another_thread_was_given_meanwhile_stays(kind: Any, device: torch.device) -> None:
+    """What waits for others in a queue, and an entry whose key has no number of rows, says nothing of memory."""
+
+    class Reports(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waiting, self.seen, self.dict = kind(), set(), {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if graph_device(x.device).is_capturing():  # what another thread may do at this time
+                self.waiting.append(len(x))
+                self.seen.add("requests")
+                self.dict["rows"] = len(x)
+            return x + 1
+
+    model = sg.wrap(Reports().to(device).eval(), capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(rows(4, device))
+    assert list(model.waiting) == [4, 2]
+    assert model.seen == {"requests"}
+    assert model.dict == {"rows": 2}
