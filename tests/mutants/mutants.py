@@ -12,6 +12,7 @@ UNSEEN = ("tests/module/test_unseen_kernels.py",)
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
+FILLED = ("tests/module/test_filled_once.py",)
 SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
@@ -473,8 +474,8 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton that may be passed an address is taken to read its tensors alone",
         "program/observe.py",
-        "return strided_tensors(args) if own or all(map(_holds_no_address, args)) else None",
-        "return strided_tensors(args)",
+        "        known = own or all(map(_holds_no_address, given))",
+        "        known = True",
         UNSEEN,
     ),
     Mutant(
@@ -684,7 +685,7 @@ MUTANTS = [
     Mutant(
         "numbers that code counts are not put back",
         "program/snapshot.py",
-        "for holder, before in self._touched(code=bool(names)):",
+        "for holder, before in self._touched(code=bool(names or sizes)):",
         "for holder, before in self._touched():",
         ("tests/module/test_host_state.py",),
     ),
@@ -708,6 +709,34 @@ MUTANTS = [
         "                self._places[at] = holder, {}, number < self._empty_near\n",
         "                pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
+    ),
+    Mutant(
+        "a set keeps what a capture noted for a batch size",
+        "program/snapshot.py",
+        "                or _counts(holder, before, sizes)\n",
+        "",
+        FILLED,
+    ),
+    Mutant(
+        "a dict keeps what a capture noted for a batch size",
+        "program/snapshot.py",
+        " or _is_of(sizes, key, now.get(key), before.get(key))",
+        "",
+        FILLED,
+    ),
+    Mutant(
+        "graphs of two modes and one size share what the first one's capture noted",
+        "manager/capture.py",
+        "            if last is not None and last.rows == job.rows:",
+        "            if False:",
+        FILLED,
+    ),
+    Mutant(
+        "a run of a second size leaves what it noted, while what it wrote is undone",
+        "program/session.py",
+        "        self.put_back_entries()\n",
+        "",
+        FILLED,
     ),
     Mutant(
         "garbage is collected while what a module holds is remembered",
