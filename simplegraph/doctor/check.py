@@ -316,7 +316,7 @@ class ModuleTrial:
             return flatten(wait_collectives(self._module(*args, **kwargs)))
 
     def _restore(self) -> None:
-        self._before_all.put_back()
+        self._before_all.put_back(self._before_all.changes())
         for name, tensor in self._state.items():
             tensor.detach().copy_(self._saved[name])
         put_random_states(self._generators, self._random)

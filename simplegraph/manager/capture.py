@@ -178,6 +178,7 @@ class GraphCapture:
             try:
                 self._capture_each(session)
             finally:  # whatever came of the others
+                self.state.put_back_entries()
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
                     for job in (job for job in jobs if job.key in table.graphs):
@@ -200,8 +201,8 @@ class GraphCapture:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
             otherwise = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
-            refused = any(observer.refused for observer in seen)  # one did what no capture may come to
-            if self._ranks.any("what graphs read", otherwise or refused):
+            # One may have done what no capture may come to.
+            if self._ranks.any("what graphs read", otherwise or any(observer.refused for observer in seen)):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
                 self._capture_or_fail(session, again, {job.label for job in again})
@@ -215,7 +216,7 @@ class GraphCapture:
         """
         errors: dict[str, CaptureError] = {}
         for last, job in zip([None, *jobs], jobs, strict=False):
-            if last is not None and last.rows == job.rows:  # replays of this one may come before those of the last
+            if last is None or last.rows == job.rows:  # it was captured before, but may be replayed before that
                 self.state.put_back_entries()
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")

@@ -252,7 +252,7 @@ class CudaGraphManager(Sleeps):
             InputError: the forward is a generator or a coroutine.
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
-        capture = self.new_capture(jobs, state=PythonState([forward]))
+        capture = self.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs]))
         summary = capture.inspect(capture.run(1))
         self.kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
@@ -349,7 +349,7 @@ class CudaGraphManager(Sleeps):
         trial.hooks.extend(self.hooks)
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
-            summary = trial.new_capture(jobs).run(1)
+            summary = trial.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs])).run(1)
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
             taken = [graph.bytes for graph in trial.stats.graphs.values()]

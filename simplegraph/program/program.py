@@ -197,8 +197,7 @@ class SegmentRecorder:
         self.operators: frozenset[Any] = frozenset() if self.trace is None else self.trace.operators
         self._cells: dict[int, Cell] = {}  # by the id of what they hold now
         self._steps: list[Segment | Break] = []
-        self._breaks = 0
-        self._stream = 0
+        self._breaks = self._stream = 0
         self._ambient = Modes.now(self.device.torch_device.type)
         self._error: Exception | None = None
         self.all_generators = (default_generator(self.device.torch_device), *self.generators)

@@ -35,10 +35,9 @@ from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.program.breaks.step import Break, BreakTrace
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program, SegmentRecorder
-from simplegraph.program.snapshot import Snapshot, in_memory, tensors_in
+from simplegraph.program.snapshot import DEPTH, Snapshot, in_memory, tensors_in
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
-_DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
 _GRACE = 20  # ms in which other threads may let go of a tensor
 _MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
 _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
@@ -59,13 +58,14 @@ class PythonState:
 
     def __init__(self, roots: Iterable[Any] = (), sizes: Iterable[int] = ()) -> None:
         self._roots = list(roots)
-        self._sizes = set(map(str, sizes))
+        self._sizes = tuple(sizes)
         self.snapshot = Snapshot()
         self.collected = False  # all garbage there was
 
     def remember(self) -> None:
         """Remember it as it is: what real runs changed stays."""
-        self.snapshot = Snapshot(*self._roots, code=_DEPTH)
+        self.put_back_entries()  # of a run that was undone, if this was remembered before
+        self.snapshot = Snapshot(*self._roots, code=DEPTH)
 
     def put_back(self) -> list[str]:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
@@ -80,11 +80,10 @@ class PythonState:
         self.snapshot = Snapshot()
 
     def release(self, runs: Iterable[MemoryObserver]) -> None:
-        """Let places hold what they held where they came to hold tensors that these runs made; put back entries."""
+        """Let places hold what they held where they came to hold tensors that these runs made."""
         self.snapshot.release(
             functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
         )
-        self.put_back_entries()
 
     def go_back_to(self, earlier: PythonState, runs: Iterable[MemoryObserver]) -> None:
         """Put back, and remember from now on, what a copy of this remembered earlier, before these runs."""

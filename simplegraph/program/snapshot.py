@@ -69,8 +69,11 @@ def is_library(name: Any) -> bool:
 @by_class
 def is_users(kind: type) -> bool:
     """True for classes of objects that hold what users put there."""
-    library = str(kind.__module__).partition(".")[0]
-    return issubclass(kind, nn.Module) or library in _HOLDING or not is_library(library)
+    return (
+        issubclass(kind, nn.Module)
+        or not is_library(kind.__module__)
+        or str(kind.__module__).partition(".")[0] in _HOLDING
+    )
 
 
 @by_class
@@ -145,15 +148,18 @@ def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def put(place: Any, key: Any, value: Any) -> None:
-    """Let a place, but for a sequence, hold a value by a key, or nothing if it is `ABSENT`.
+    """Let a place hold a value by a key, or nothing if it is `ABSENT`.
 
     Args:
-        place: anything that `held_by` returns a dict of.
-        key: as `held_by` gives it.
+        place: anything that `held_by` returns a dict of, a list or a set.
+        key: as `held_by` gives it; an index of a list, an item of a set.
         value: what it shall hold there.
     """
     kind, gone = type(place), value is ABSENT
-    base: Any = next((base for base in (*_DICTS, type) if issubclass(kind, base)), object)
+    base: Any = next((base for base in (*_DICTS, list, set, type) if issubclass(kind, base)), object)
+    if base is set:
+        (base.discard if gone else base.add)(place, key)
+        return
     if base is object and kind is not types.CellType and key not in _slots(kind):
         place, base = own_dict(place), dict
     if base in (type, object):
@@ -232,17 +238,26 @@ _SIZES = frozenset(
 @by_class
 def layer_settings(kind: type) -> tuple[str, ...]:
     """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")]
     return tuple(
-        dict.fromkeys(name for base in bases for name in vars(base).get("__constants__", ()) if name not in _SIZES)
+        dict.fromkeys(
+            name
+            for base in kind.__mro__
+            if base.__module__.startswith("torch.nn.modules.")
+            for name in vars(base).get("__constants__", ())
+            if name not in _SIZES
+        )
     )
 
 
 _MAX_PLACES = 20_000  # that code leads to, and that are looked into below a value
+_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")  # longer ones are no numbers of rows
 _LRU: Any = type(functools.lru_cache(bool))
 _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
+
+
+DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
 
 
 class Snapshot:
@@ -334,25 +349,25 @@ class Snapshot:
         for holder, before in self._touched(code=code):
             now, own = held_by(holder), self._places[id(holder)][2]
             if isinstance(now, dict):
-                keys = [key for key in now | before if not is_same(now.get(key, ABSENT), before.get(key, ABSENT))]
                 keys = [
                     key
-                    for key in keys
-                    if own or (isinstance(now.get(key), ATOMS) and (key in named or not _is_globals(now)))
+                    for key in now | before
+                    if (own or (isinstance(now.get(key), ATOMS) and (key in named or not _is_globals(now))))
+                    and not is_same(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 found |= {self._name(key, holder): now.get(key) for key in keys}
             elif not is_same(now, before) and (own or all(isinstance(item, ATOMS) for item in now)):
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
-    def put_back(self, names: Collection[str] = (), sizes: Collection[str] = (), *, entries_only: bool = False) -> None:
+    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, entries_only: bool = False) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
             names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
                 way stay.
-            sizes: numbers of rows, as texts: entries for them shall hold again what they held, wherever they are. Such
-                an entry may say that memory is filled, which a capture does not fill.
+            sizes: numbers of rows: notes under them shall be again as they were, wherever they are. They
+                may say that memory is filled, which a capture does not fill.
             entries_only: put back no more than what is named here.
         """
         for module, kind in () if entries_only else self._modules:
@@ -363,20 +378,16 @@ class Snapshot:
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in _REGISTERED
             )
-            if (
-                (own and (of_module or _tensors_differ(holder, before)))
-                or (names and isinstance(before, tuple) and self.name_of(holder) in names)
-                or _counts(holder, before, sizes)
+            if (own and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
+                names and isinstance(before, tuple) and self.name_of(holder) in names
             ):
                 restore(holder, before)
-            elif isinstance(before, dict):
-                now = held_by(holder)
-                keys = [
-                    key
-                    for key in now | before
-                    if (names and self._name(key, holder) in names) or _is_of(sizes, key, now.get(key), before.get(key))
-                ]
-                restore(holder, before, keys)
+            else:
+                for key, now, then in _changed_entries(holder, before):
+                    if _is_note(sizes, [item for _, item in items_of(before)], key, now, then) or (
+                        names and self._name(key, holder) in names
+                    ):
+                        put(holder, key, then)
         for tensor, memory, *_ in () if entries_only else self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
@@ -459,8 +470,7 @@ class Snapshot:
         while (above := self._ways_up(way[-1][0]))[0] is not None:
             way.append(above)
         if (at := id(holder)) in self._places and self._places[at][2]:
-            keys = [key, *(up for _, up in way[2:] if up not in _REGISTERED)]
-            return ".".join(map(str, reversed(keys)))
+            return ".".join(map(str, reversed([key, *(up for _, up in way[2:] if up not in _REGISTERED)])))
         held = ""
         for at in range(1, len(way)):
             (owner, key), kind = way[at], type(way[at][0])
@@ -542,28 +552,42 @@ def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any
     return f"the attribute {key} of {function.__qualname__}"
 
 
-def _counts(place: Any, before: Any, sizes: Collection[str]) -> bool:
-    """True if a set, or a list that is as long as it was, holds something else for one of these numbers of rows."""
+def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
+    """List by which keys a place holds something else than it held, and both; of a set the items that came or went.
+
+    None of a list that is longer or shorter, or of a deque: these pass things on, maybe to another thread.
+    """
     now, base = held_by(place), kind_of(type(place))
     if base is set:
-        return any(_is_of(sizes, item, None, None) for item in _exchanged(place, before))
-    pairs = zip(now, before, strict=True) if base is list and len(now) == len(before) else ()
-    return any(_is_of(sizes, at, *pair) and not is_same(*pair) for at, pair in enumerate(pairs))
+        return [(it, *((ABSENT, True) if lost else (True, ABSENT))) for it, lost in _exchanged(place, before)]
+    if base is list and len(now) == len(before):
+        now, before = dict(enumerate(now)), dict(enumerate(before))
+    return [
+        (key, now.get(key, ABSENT), before.get(key, ABSENT))
+        for key in (now | before if isinstance(now, dict) else ())
+        if not is_same(now.get(key, ABSENT), before.get(key, ABSENT))
+    ]
 
 
-def _is_of(sizes: Collection[str], key: Any, now: Any, before: Any) -> bool:
-    """True if a key has one of these numbers, and leads and led to no more than a number, a text, a flag or nothing."""
-    parts = tuple.__iter__(key) if isinstance(key, tuple) else (key,)
-    numbers = {number for part in parts if type(part) in (int, str) for number in re.findall(r"\d+", str(part))}
-    return not numbers.isdisjoint(sizes) and isinstance(now, ATOMS) and isinstance(before, ATOMS)
+def _is_note(sizes: Collection[int], held: Iterable[Any], key: Any, *values: Any) -> bool:
+    """True if a key has one of these numbers, and what it leads and led to is a flag, nothing, or a usual number.
+
+    A number that neither the key nor another entry of `held` has may be a place that is given out, such as an index.
+    """
+    if issubclass(type(key), tuple):
+        return any(_is_note(sizes, held, part, *values) for part in tuple.__iter__(key))
+    numbers = set(sizes).intersection(
+        [key] if type(key) is int else map(int, _NUMBER.findall(key)) if type(key) is str else ()
+    )
+    usual = numbers.union(item for item in held if type(item) is int)
+    return bool(numbers) and all(
+        value is None or value is ABSENT or type(value) is bool or (type(value) is int and value in usual)
+        for value in values
+    )
 
 
-def _tensors_differ(container: Any, before: Any) -> bool:
-    """True if a container gained or lost something that holds tensors."""
-    return next(tensors_in(_exchanged(container, before)), None) is not None
-
-
-def _exchanged(container: Any, before: Any) -> list[Any]:
-    """List what a container gained or lost."""
+def _exchanged(container: Any, before: Any) -> list[tuple[Any, bool]]:
+    """List what a container gained or lost, and True for the latter."""
     now, then = ({id(item): item for _, item in items_of(held)} for held in (held_by(container), before))
-    return [(now | then)[key] for key in now.keys() ^ then.keys()]
+    both = now | then
+    return [(both[key], key in then) for key in now.keys() ^ then.keys()]

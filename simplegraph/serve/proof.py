@@ -22,7 +22,7 @@ from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.snapshot import DEPTH, Snapshot
 
 logger = logging.getLogger("simplegraph")
 
@@ -166,7 +166,7 @@ class _CallProof:
         # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
         if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
-        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module)
+        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module, code=DEPTH)
         try:
             if not graph.rows:
                 eager, found = self._run_part(proof, plan.padded)
@@ -183,7 +183,7 @@ class _CallProof:
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return found and f"with {half} of {plan.rows} rows {found}"
         finally:
-            snapshot.put_back(snapshot.changes())
+            snapshot.put_back(snapshot.changes(), (half, plan.padded))
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
