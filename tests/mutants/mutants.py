@@ -327,7 +327,7 @@ MUTANTS = [
     Mutant(
         "attributes keep what half of the rows did",
         "serve/proof.py",
-        "snapshot.put_back(snapshot.changes())",
+        "snapshot.put_back(snapshot.changes(), (half, plan.padded))",
         "pass",
         PROOFS,
     ),
