@@ -3,7 +3,7 @@
 A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
 tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
 say that a replay cannot stand for a call. Other values in containers and objects stay, but for those that a forward
-changes whenever it runs: another thread may have put them there.
+changes whenever it runs, and notes under numbers of rows: another thread may have put them there.
 """
 
 from __future__ import annotations

@@ -139,6 +139,14 @@ def captured_again(arm: str) -> str:
     return between(each["parts_s"]["capture"] for each in starts)
 
 
+def tokens_on_an_h200() -> str:
+    """A token's median ms by requests, and how many times its products alone that is."""
+    file = raw.load("h200_engine_triton")
+    ms = [each["median_ms"] for each in file["generation"]]
+    times = [own / each["ms"]["GEMMs alone"] for own, each in zip(ms, file["decode"], strict=True)]
+    return f"{_and(ms)} ms in the median at 1, 8, 64 and 256 requests: {_and(times)}"
+
+
 def autotuned(arm: str, key: str) -> float:
     return float(raw.load("h100_optimized_autotuned")["rows"]["bert 1"]["arms"][arm][key])
 
@@ -240,6 +248,7 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
             f"{_between_starts('lean-loop')}"
         ),
     ),
+    ("a generated token takes {} times its matrix products alone", tokens_on_an_h200),
     ("Python issued the sum with its norm {}. Triton", issued),
     (
         "they took {} without",
