@@ -384,9 +384,7 @@ class Snapshot:
                 restore(holder, before)
             else:
                 for key, now, then in _changed_entries(holder, before):
-                    if _is_note(sizes, [item for _, item in items_of(before)], key, now, then) or (
-                        names and self._name(key, holder) in names
-                    ):
+                    if _is_note(sizes, before, key, now, then) or (names and self._name(key, holder) in names):
                         put(holder, key, then)
         for tensor, memory, *_ in () if entries_only else self._moved():
             with torch.inference_mode(tensor.is_inference()):
@@ -569,7 +567,7 @@ def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
     ]
 
 
-def _is_note(sizes: Collection[int], held: Iterable[Any], key: Any, *values: Any) -> bool:
+def _is_note(sizes: Collection[int], held: Any, key: Any, *values: Any) -> bool:
     """True if a key has one of these numbers, and what it leads and led to is a flag, nothing, or a usual number.
 
     A number that neither the key nor another entry of `held` has may be a place that is given out, such as an index.
@@ -579,9 +577,11 @@ def _is_note(sizes: Collection[int], held: Iterable[Any], key: Any, *values: Any
     numbers = set(sizes).intersection(
         [key] if type(key) is int else map(int, _NUMBER.findall(key)) if type(key) is str else ()
     )
-    usual = numbers.union(item for item in held if type(item) is int)
     return bool(numbers) and all(
-        value is None or value is ABSENT or type(value) is bool or (type(value) is int and value in usual)
+        value is None
+        or value is ABSENT
+        or type(value) is bool
+        or (type(value) is int and (value in numbers or any(value is item for _, item in items_of(held))))
         for value in values
     )
 

@@ -720,7 +720,7 @@ MUTANTS = [
     Mutant(
         "a place that is given out for a batch size is taken for a note",
         "program/snapshot.py",
-        "(type(value) is int and value in usual)",
+        "(type(value) is int and (value in numbers or any(value is item for _, item in items_of(held))))",
         "type(value) is int",
         FILLED,
     ),
