@@ -20,9 +20,8 @@ from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.session import PythonState, holds_graph_memory
-from simplegraph.program.snapshot import Snapshot, in_memory
+from simplegraph.program.snapshot import NEAR, Snapshot, in_memory
 
-_NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
 
 
@@ -80,7 +79,7 @@ class PythonEffects:
     """
 
     def __init__(self, module: Any) -> None:
-        self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=_NEAR, breaks=False)
+        self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=NEAR, breaks=False)
         self._random, things = HostRandom(), self._snapshot.things
         readers = {kind: _reader_of(kind) for kind in {*map(type, things)}}
         found = ((thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing))

@@ -257,7 +257,8 @@ _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of 
 _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
 
 
-DEPTH = 4  # a class, its method, a function that it names, a class or file that this names: further on lie libraries
+NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
+DEPTH = 4  # these, and a class or file that this names: further on lie libraries
 
 
 class Snapshot:
