@@ -86,7 +86,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
     with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
         snapshot = Snapshot(module)
-        undo.callback(lambda: snapshot.put_back(snapshot.changes()))
+        undo.callback(snapshot.put_back, sizes=[size for _, tensor in passed for size in tensor.shape])
         with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy):
             leaves, spec = flatten(invoke(module, args, kwargs))
         left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}

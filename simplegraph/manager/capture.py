@@ -178,7 +178,7 @@ class GraphCapture:
             try:
                 self._capture_each(session)
             finally:  # whatever came of the others
-                self.state.put_back_entries()
+                self.state.put_back_notes()
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
                     for job in (job for job in jobs if job.key in table.graphs):
@@ -216,8 +216,8 @@ class GraphCapture:
         """
         errors: dict[str, CaptureError] = {}
         for last, job in zip([None, *jobs], jobs, strict=False):
-            if last is None or last.rows == job.rows:  # it was captured before, but may be replayed before that
-                self.state.put_back_entries()
+            if last is None or last.rows == job.rows:  # what an earlier capture noted, no replay may have done by then
+                self.state.put_back_notes()
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= self._capture_one(session, job, observed=job.label in observed)
@@ -365,7 +365,7 @@ class GraphCapture:
         if self.table.trace(job.key) is None:
             for error in self._warm_up_here(job, self._traced, self.rehearsing).values():
                 raise error
-            self.state.put_back_entries()
+            self.state.put_back_notes()
         return self.table.trace(job.key)
 
 

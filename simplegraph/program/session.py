@@ -64,16 +64,16 @@ class PythonState:
 
     def remember(self) -> None:
         """Remember it as it is: what real runs changed stays."""
-        self.put_back_entries()  # of a run that was undone, if this was remembered before
+        self.put_back_notes()  # of a run that was undone, if this was remembered before
         self.snapshot = Snapshot(*self._roots, code=DEPTH)
 
     def put_back(self) -> list[str]:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
         return []
 
-    def put_back_entries(self) -> None:
-        """Put back entries for the numbers of rows: what they say is done, as that memory is filled, is undone."""
-        self.snapshot.put_back(sizes=self._sizes, entries_only=True)
+    def put_back_notes(self) -> None:
+        """Put back notes under the numbers of rows: what they say is done, as that memory is filled, is undone."""
+        self.snapshot.put_back(sizes=self._sizes, notes_only=True)
 
     def forget(self) -> None:
         """Remember nothing any more, so that nothing lives for that alone."""

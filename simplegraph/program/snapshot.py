@@ -361,21 +361,21 @@ class Snapshot:
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
-    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, entries_only: bool = False) -> None:
+    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, notes_only: bool = False) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
             names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
                 way stay.
-            sizes: numbers of rows: notes under them shall be again as they were, wherever they are. They
-                may say that memory is filled, which a capture does not fill.
-            entries_only: put back no more than what is named here.
+            sizes: numbers of rows: notes under them shall be again as they were, wherever they are. They may say that
+                memory is filled, which a capture does not fill.
+            notes_only: put back nothing else.
         """
-        for module, kind in () if entries_only else self._modules:
+        for module, kind in () if notes_only else self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
         for holder, before in self._touched(code=bool(names or sizes)):
-            (above, key), own = self._ways_up(holder), self._places[id(holder)][2] and not entries_only
+            (above, key), own = self._ways_up(holder), self._places[id(holder)][2] and not notes_only
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in _REGISTERED
             )
@@ -387,7 +387,7 @@ class Snapshot:
                 for key, now, then in _changed_entries(holder, before):
                     if _is_note(sizes, before, key, now, then) or (names and self._name(key, holder) in names):
                         put(holder, key, then)
-        for tensor, memory, *_ in () if entries_only else self._moved():
+        for tensor, memory, *_ in () if notes_only else self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 

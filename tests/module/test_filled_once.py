@@ -27,11 +27,12 @@ class Fills(nn.Module):
 
     Args:
         note: notes that the row is filled, and returns True if that was noted before.
+        by: the dimension of its input that a row of the table is for.
     """
 
-    def __init__(self, note: Callable[[Any, Tensor], bool]) -> None:
+    def __init__(self, note: Callable[[Any, Tensor], bool], by: int = 0) -> None:
         super().__init__()
-        self.linear, self.note = nn.Linear(WIDTH, WIDTH), note
+        self.linear, self.note, self.by = nn.Linear(WIDTH, WIDTH), note, by
         self.register_buffer("table", torch.zeros(LARGEST + 1, WIDTH))
         self.items: set[Any] = set()
         self.dict: dict[Any, Any] = {}
@@ -44,8 +45,8 @@ class Fills(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.note(self, x):
-            self.table[len(x)].copy_(self.linear.weight[0] + 3)
-        return self.linear(x) + self.table[len(x)]
+            self.table[x.shape[self.by]].copy_(self.linear.weight[0] + 3)
+        return self.linear(x) + self.table[x.shape[self.by]]
 
 
 def in_set(items: set[Any], item: Any) -> bool:
@@ -186,14 +187,7 @@ def test_second_captures_and_runs_of_their_own_note_nothing(
 @pytest.mark.parametrize("by", [0, 1], ids=["rows", "length"])
 @pytest.mark.parametrize("upfront", [False, True])
 def test_runs_that_learn_about_lengths_note_nothing(by: int, upfront: bool, device: torch.device) -> None:
-    module = Fills(lambda module, x: in_set(module.items, x.shape[by])).to(device).eval()
-
-    def forward(x: Tensor) -> Tensor:
-        if not module.note(module, x):
-            module.table[x.shape[by]].copy_(module.linear.weight[0] + 3)
-        return module.linear(x) + module.table[x.shape[by]]
-
-    module.forward = forward  # type: ignore[method-assign]
+    module = Fills(lambda module, x: in_set(module.items, x.shape[by]), by).to(device).eval()
     model = sg.wrap(module, capture_sizes=[1, 2, 4], lengths=[4, 8, 16], length_dims={"x": 1}, progress=False)
     if upfront:
         model.capture_graphs(torch.randn(4, 16, WIDTH, device=device))
