@@ -200,8 +200,7 @@ class SpecEngine(Engine):
             params, output = request.params, request.output
             if len(output) + len(tokens) < params.max_tokens and len(params.stop_token_ids) == 0:
                 output += tokens  # as in most rounds: none can be the last
-                for token in tokens:
-                    outputs.append(_output((request, token, None)))
+                outputs += [_output((request, token, None)) for token in tokens]
             else:
                 self._end(request, tokens, outputs)
         return outputs

@@ -7,13 +7,15 @@ operators by itself; an engine without one calls these. The compiled arms use th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
-from bench.models.shard import Project, Stages, at_once, finish
+from bench.models.llama import MLP, Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
+from bench.models.shard import Project, RowParallel, Stages, at_once, finish
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 
@@ -43,13 +45,13 @@ class FusedLayers:
         sin = _plain_sin(step)
 
         def mix(layer: DecoderLayer, hidden: Tensor) -> Stages:
-            return at_once(layer.self_attn.o_proj, self._attend(layer.self_attn, hidden, step, sin))
+            return self.project(at_once, layer.self_attn.o_proj, self._attend(layer.self_attn, hidden, step, sin))
 
         return finish(self.layers(hidden, mix, tap))
 
     def layers(self, hidden: Tensor, mix: Mixer, tap: Tap | None = None, project: Project = at_once) -> Stages:
         """Do as a call, with the attention or recurrence that `mix` computes, and projections down by `project`."""
-        decoder, add_rms_norm, gated = self._decoder, self.operators.add_rms_norm, self.operators.gated
+        decoder, add_rms_norm = self._decoder, self.operators.add_rms_norm
         eps, residual = decoder.norm.eps, hidden
         hidden = decoder.layers[0].input_layernorm(hidden)
         for index, (layer, norm) in enumerate(zip(decoder.layers, self._norms_after, strict=True)):
@@ -57,15 +59,30 @@ class FusedLayers:
                 tap(index, residual)
             hidden = yield from mix(layer, hidden)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_layernorm.weight, eps)
-            gate, up = layer.mlp.gate_up_proj(hidden).chunk(2, dim=-1)
-            hidden = yield from project(layer.mlp.down_proj, gated(gate, up, "silu"))
+            hidden = yield from self.project(project, layer.mlp.down_proj, self._gate(layer.mlp, hidden))
             hidden, residual = add_rms_norm(hidden, residual, norm.weight, eps)
         return hidden
+
+    def _gate(self, mlp: MLP, hidden: Tensor) -> Tensor:
+        if len(hidden) > 1:
+            return self.operators.gated(*mlp.gate_up_proj(hidden).chunk(2, dim=-1), "silu")
+        return self.operators.linears(
+            *(hidden, [mlp.gate_proj.weight, mlp.up_proj.weight], [mlp.gate_proj.bias, mlp.up_proj.bias], "silu")
+        )[2]
+
+    def multiply(self, linear: Any, hidden: Tensor) -> Tensor:
+        """Run a projection; one row by a kernel that leaves no part of the GPU idle."""
+        return self.operators.linears(hidden, [linear.weight], [linear.bias])[0]
+
+    def project(self, project: Project, linear: Any, hidden: Tensor) -> Stages:
+        """Run a projection down, by `project` if ranks sum."""
+        run = functools.partial(self.multiply, linear)
+        return project(linear, hidden) if isinstance(linear, RowParallel) else at_once(run, hidden)
 
     def _attend(self, layer: Attention, hidden: Tensor, step: LlamaStep, sin: Tensor) -> Tensor:
         layer.check_window(step)
         tokens, rotated = hidden.shape[0], layer.num_heads + layer.num_kv_heads
-        heads = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
+        heads = self.multiply(layer.qkv_proj, hidden).view(tokens, -1, layer.head_dim)
         q, k = layer.norm(heads[:, :rotated]).split((layer.num_heads, layer.num_kv_heads), dim=1)
         q, k = self.operators.rotate(q.unsqueeze(2), k.unsqueeze(2), step.cos, sin)
         out = hidden.new_empty(tokens, layer.num_heads, layer.head_dim)
@@ -75,8 +92,11 @@ class FusedLayers:
 
 def decoder_operators(decoder: LlamaDecoder, *rotary: KernelTrial) -> Operators:
     """Return Triton's operators for a decoder where they run, else torch's; `rotary` tries those before attention."""
-    weight, mlp = decoder.embed_tokens.weight, decoder.layers[0].mlp
+    weight, mlp, first = decoder.embed_tokens.weight, decoder.layers[0].mlp, decoder.attentions[0]
+    linears = (first.qkv_proj, first.o_proj, mlp.down_proj)
     trials = (
+        *(KernelTrial("linears", (each.weight.shape[1], int(each.bias is not None))) for each in linears),
+        KernelTrial("linears", (weight.shape[1], int(mlp.gate_proj.bias is not None), "silu")),
         KernelTrial("add_rms_norm", (weight.shape[1],)),
         KernelTrial("gated", (mlp.gate_proj.out_features, "silu")),
         *(KernelTrial("gated_rms_norm", (each.out_proj.in_features,)) for each in decoder.recurrences[:1]),

@@ -34,8 +34,6 @@ class Joined(nn.Module):
 def _join(parameters: list[nn.Parameter]) -> Tensor:
     """Concatenate the parameters' values to one tensor, and make the parameters views of it."""
     joined = torch.cat([parameter.data for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = joined[start : start + parameter.shape[0]]
-        start += parameter.shape[0]
+    for parameter, part in zip(parameters, joined.split(list(map(len, parameters))), strict=True):
+        parameter.data = part
     return joined

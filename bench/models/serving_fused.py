@@ -67,13 +67,13 @@ class ServingLayers(FusedLayers):
                 heads = self._attend_pages(layer.self_attn, hidden, positions)
             else:
                 heads = layer.self_attn.attend(hidden, step)
-            return (yield from project(layer.self_attn.o_proj, heads))
+            return (yield from self.project(project, layer.self_attn.o_proj, heads))
 
         return self.layers(hidden, mix, tap, project)
 
     def _attend_pages(self, layer: Attention, hidden: Tensor, positions: Tensor) -> Tensor:
         tokens = hidden.shape[0]
-        qkv = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
+        qkv = self.multiply(layer.qkv_proj, hidden).view(tokens, -1, layer.head_dim)
         backend: AttentionBackend = current_backend("rotate_and_write", layer.index, AttentionBackend)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
         pages, slots = backend.cache.pages(layer.index), backend.live.slot_mapping

@@ -169,21 +169,16 @@ def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: di
 
 def _gemms(llama: Llama, count: int) -> Callable[[], object]:
     """Capture the model's matrix products and nothing else."""
-    weight = llama.model.embed_tokens.weight
     linears = [
         linear
         for layer in llama.model.layers
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ] + [llama.lm_head]
-    rows = {
-        size: torch.randn(count, size, dtype=weight.dtype, device=weight.device)
-        for size in {linear.weight.shape[1] for linear in linears if linear is not None}
-    }
+    given = [(each, torch.randn(count, each.weight.shape[1]).to(each.weight)) for each in linears if each is not None]
 
     def run() -> None:
-        for linear in linears:
-            if linear is not None:
-                linear(rows[linear.weight.shape[1]])
+        for linear, rows in given:
+            linear(rows)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -194,18 +189,18 @@ def _gemms(llama: Llama, count: int) -> Callable[[], object]:
 
 def render(figures: Figures) -> str:
     """Format the figures as two tables."""
-    lines = ["decode step, ms"]
-    for row in figures["decode"]:
-        lines.append(f"{row['batch']:>6}  " + "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items()))
-    lines.append("generation")
-    for row in figures["generation"]:
-        lines.append(
-            f"{row['attention']:>12} {row['batch']:>5} x {row.get('tokens_per_launch', 1)}  "
-            f"{row['ms_per_token']:.3f} ms a token (median "
-            f"{row['median_ms']:.3f}), first token after {row['first_token_ms']:.1f} ms, "
-            f"{row['tokens_per_second']:.0f} tokens a second"
-        )
-    return "\n".join(lines)
+    steps = [
+        f"{row['batch']:>6}  " + "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
+        for row in figures["decode"]
+    ]
+    tokens = [
+        f"{row['attention']:>12} {row['batch']:>5} x {row.get('tokens_per_launch', 1)}  "
+        f"{row['ms_per_token']:.3f} ms a token (median "
+        f"{row['median_ms']:.3f}), first token after {row['first_token_ms']:.1f} ms, "
+        f"{row['tokens_per_second']:.0f} tokens a second"
+        for row in figures["generation"]
+    ]
+    return "\n".join(["decode step, ms", *steps, "generation", *tokens])
 
 
 OPTIONS: Options = {

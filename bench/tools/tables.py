@@ -17,9 +17,11 @@ def heading(results: dict[str, Figures]) -> str:
         if result["status"] == "ok":
             where, gpu = result["environment"], result["environment"]["gpu"]
             machine = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"CPU, {where['cores']} cores"
+            layers = f"{result['layers']} layers, " if "layers" in result else ""
+            ranks = f" on each of {result['tp']} ranks" if result.get("tp", 1) > 1 else ""
             return (
                 f"{machine}; torch {where['torch']}, Python {where['python']}, commit {where['commit'][:12]}\n"
-                f"{result['model']} ({_layers(result)}{_count(result['parameters'])} parameters{_ranks(result)}, "
+                f"{result['model']} ({layers}{_count(result['parameters'])} parameters{ranks}, "
                 f"{result['dtype']}), "
                 f"{len(result['sizes'])} sizes to {max(result['sizes'])}, contexts of {result['context']} tokens, "
                 f"{result['attention']}"
@@ -29,14 +31,6 @@ def heading(results: dict[str, Figures]) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
-
-
-def _layers(result: Figures) -> str:
-    return f"{result['layers']} layers, " if "layers" in result else ""
-
-
-def _ranks(result: Figures) -> str:
-    return f" on each of {result['tp']} ranks" if result.get("tp", 1) > 1 else ""
 
 
 def measured(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -24,9 +24,7 @@ def token_ids(count: int, vocab_size: int, *, start: int = 0, path: Path = TEXT)
     Raises:
         ValueError: the text is empty.
     """
-    text = torch.frombuffer(bytearray(path.read_bytes() or _refuse(path)), dtype=torch.uint8)
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; the benchmarks take their token ids from its bytes.")
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     return text[torch.arange(start, start + count) % len(text)].long() % vocab_size
-
-
-def _refuse(path: Path) -> bytes:
-    raise ValueError(f"{path} is empty; the benchmarks take their token ids from its bytes.")

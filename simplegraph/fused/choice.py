@@ -104,10 +104,10 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
     if not chains:
         return
     read_compiler()  # else each of the threads does
-    operators, on_stream = _triton(), _this_stream(device)
+    operators, this = _triton(), torch.cuda.current_stream(device) if torch.cuda.is_available() else None
 
     def run(some: Sequence[KernelTrial]) -> None:
-        with on_stream(), torch.no_grad():
+        with torch.cuda.stream(this), torch.no_grad():  # it runs what this thread reads
             for trial in some:
                 _run(operators, device, dtype, trial)
 
@@ -117,13 +117,6 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
         for first, others in begun:
             for some in others if first.exception() is None else ():
                 threads.submit(run, some)
-
-
-def _this_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Return a context for threads that run what this thread reads."""
-    if not torch.cuda.is_available():
-        return contextlib.nullcontext
-    return functools.partial(torch.cuda.stream, torch.cuda.current_stream(device))
 
 
 @functools.cache
@@ -309,19 +302,20 @@ _TRIALS: Mapping[str, _Trial] = {
         variants=True,
     ),
     "linears": _Trial(
-        lambda run, numbers, inputs, count, biased: run.linears(
+        lambda run, numbers, inputs, biased, kind="": run.linears(
             numbers(1, 1, inputs),
-            [numbers(4 + layer, inputs, phase=1 + layer) / inputs for layer in range(count)],
-            [numbers(4 + layer, phase=2) if biased else None for layer in range(count)],
+            [numbers(size, inputs, phase=size) / inputs for size in ((4, 4) if kind else (4, 5, 6))],
+            [numbers(size, phase=2) if biased else None for size in ((4, 4) if kind else (4, 5, 6))],
+            kind,
         ),
         "linears",
         variants=True,
     ),
-    "attend": _Trial(  # to few keys: the mean of many is nearly zero
-        lambda run, numbers, group, elements, masked: run.attend(
+    "attend": _Trial(
+        lambda run, numbers, group, elements, masked, keys: run.attend(
             numbers(2, 2 * group, 1, elements, phase=2 * group),
-            *(numbers(2, 2, 300, elements, phase=2) for _ in range(2)),
-            (numbers(2, 1, 1, 300) > 0) if masked else None,
+            *(numbers(2, 2, keys, elements, phase=2) for _ in range(2)),
+            (numbers(2, 1, 1, keys) > 0) if masked else None,
             None,
             0.5,
         ),

@@ -242,11 +242,6 @@ def import_triton(module: str) -> Any:
     return importlib.import_module(f"triton.{module}")
 
 
-def _build_driver() -> None:
-    """Compile Triton's driver, a module in C that its start finds in its cache then."""
-    import_triton("backends.nvidia.driver").CudaUtils()
-
-
 def _read_compiler() -> None:
     """Compute Triton's part of its cache's keys, for which it reads all of itself, hundreds of megabytes."""
     try:
@@ -256,7 +251,9 @@ def _read_compiler() -> None:
     keys()
 
 
-build_driver, read_compiler = _Once(_build_driver), _Once(_read_compiler)
+# Compiles Triton's driver, a module in C that its start finds in its cache then.
+build_driver = _Once(lambda: import_triton("backends.nvidia.driver").CudaUtils())
+read_compiler = _Once(_read_compiler)
 
 
 @contextlib.contextmanager

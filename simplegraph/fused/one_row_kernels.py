@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplegraph.fused.launches import await_others, launching
+from simplegraph.fused.launches import await_others, launching, times_active
 
 MAX_ELEMENTS = 256  # of a head
 MOST_TOGETHER = 3  # linear layers of one launch
 _LOG2E = 1.4426950408889634
-_LONG = 4096  # inputs from which on a program computes one output
+_ROWS, _BLOCK = 2, 1024  # of a weight, that a program reads at a time
 _KEPT = 16384  # bytes of keys, and of values, that a program of `attend` holds at a time
-_MOST_KEYS = 128
+_MOST_KEYS, _FEWEST_KEYS = 128, 32
+_PARTS = 16
 _PROGRAMS = 528  # four for each multiprocessor of an H100
 
 
@@ -38,7 +39,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply some rows of a weight with a vector, in float32."""
+    """Multiply some rows of a weight with a vector, in float32; returns what is stored."""
     row = index * ROWS + tl.arange(0, ROWS)
     exists = row < outputs
     start = weight_ptr + row.to(tl.int64)[:, None] * weight_row
@@ -52,7 +53,9 @@ def _multiply(  # type: ignore[no-untyped-def]
     result = tl.sum(total, 1)
     if BIASED:
         result += tl.load(bias_ptr + row, exists, 0.0).to(tl.float32)
-    tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), exists)
+    rounded = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row, rounded, exists)
+    return rounded.to(tl.float32)
 
 
 # One variant serves all layers of as many inputs, and their trial.
@@ -72,37 +75,37 @@ def _linear(  # type: ignore[no-untyped-def]
     outputs_1,
     outputs_2,
     weight_row,
-    COUNT: tl.constexpr,
+    KIND: tl.constexpr,
     BIASED: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute some outputs in each program: of the first layer, then of the second and the third."""
+    """Compute some outputs in each program: of the first layer, then of the second and the third.
+
+    With a kind, those of a gate and of what it multiplies together, and their product.
+    """
     await_others(EARLY)
     index = tl.program_id(0)
-    if COUNT == 1:
-        _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
-    else:
+    if KIND == "":
         first, second = tl.cdiv(outputs, ROWS), tl.cdiv(outputs_1, ROWS)
-        if index < first:
-            _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
-        elif index < first + second:
-            place = index - first
-            _multiply(
-                *(x_ptr, weight_ptr_1, bias_ptr_1, out_ptr_1, place, outputs_1, weight_row),
-                *(BIASED, INPUTS, ROWS, BLOCK),
-            )
-        else:
-            place = index - first - second
-            _multiply(
-                *(x_ptr, weight_ptr_2, bias_ptr_2, out_ptr_2, place, outputs_2, weight_row),
-                *(BIASED, INPUTS, ROWS, BLOCK),
-            )
+        if index >= first + second:
+            index -= first + second
+            weight_ptr, bias_ptr, out_ptr, outputs = weight_ptr_2, bias_ptr_2, out_ptr_2, outputs_2
+        elif index >= first:
+            index -= first
+            weight_ptr, bias_ptr, out_ptr, outputs = weight_ptr_1, bias_ptr_1, out_ptr_1, outputs_1
+    gate = _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+    if KIND != "":
+        up = _multiply(
+            *(x_ptr, weight_ptr_1, bias_ptr_1, out_ptr_1, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+        )
+        row = index * ROWS + tl.arange(0, ROWS)
+        tl.store(out_ptr_2 + row, times_active(up, gate, KIND).to(out_ptr_2.dtype.element_ty), row < outputs)
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str) -> list[Tensor]:
     """Compute linear layers of a single row, in float32 and rounded once.
 
     Args:
@@ -110,29 +113,29 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         weights: (outputs, inputs) of each layer, at most `MOST_TOGETHER`, the dtype of `x`; their rows are contiguous,
             and equally far apart.
         biases: (outputs,) of each, contiguous, the dtype of `x`; None for nothing, in all or none.
+        kind: of the activation, if there are two layers of as many outputs, and the first is a gate; "" for none.
 
     Returns:
-        (..., outputs) of each.
+        (..., outputs) of each; with a kind, the product of the gate's activation and the second, too.
     """
-    inputs, count = weights[0].shape[1], len(weights)
-    outs = [torch.empty((*x.shape[:-1], len(each)), dtype=x.dtype, device=x.device) for each in weights]
-    block = min(triton.next_power_of_2(inputs), 1024 if inputs <= 1536 else 2048)
-    rows = 1 if inputs >= _LONG else 2
+    inputs, missing = weights[0].shape[1], MOST_TOGETHER - len(weights)
+    results = [*weights, *weights[: bool(kind)]]
+    outs = [torch.empty((*x.shape[:-1], len(each)), dtype=x.dtype, device=x.device) for each in results]
     added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
-    sizes, missing = [len(weight) for weight in weights], MOST_TOGETHER - count
+    sizes = [len(weight) for weight in weights]
     with launching(x) as early:
-        _linear[(sum(triton.cdiv(size, rows) for size in sizes),)](
+        _linear[(sum(triton.cdiv(size, _ROWS) for size in sizes[: 1 if kind else None]),)](
             x.contiguous(),
             *(*weights, *[weights[0]] * missing),
             *(*added, *added[:1] * missing),
-            *(*outs, *outs[:1] * missing),
+            *(*outs, *outs[:1] * (MOST_TOGETHER - len(outs))),
             *(*sizes, *sizes[:1] * missing),
             weights[0].stride(0),
-            COUNT=count,
+            KIND=kind,
             BIASED=biases[0] is not None,
             INPUTS=inputs,
-            ROWS=rows,
-            BLOCK=block,
+            ROWS=_ROWS,
+            BLOCK=min(triton.next_power_of_2(inputs), _BLOCK),
             num_warps=4,
             **early,
         )
@@ -257,9 +260,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
     rows, heads, _, elements = q.shape
     kv_heads, keys = k.shape[1:3]
     group, columns = heads // kv_heads, max(16, triton.next_power_of_2(elements))
-    block = max(16, min(_KEPT // (columns * k.element_size()), _MOST_KEYS))
-    # Reading two blocks takes as long as adding up parts of one.
-    parts = 1 if keys <= 2 * block else min(triton.cdiv(keys, block), max(1, _PROGRAMS // (rows * kv_heads)))
+    most = max(16, min(_KEPT // (columns * k.element_size()), _MOST_KEYS))
+    # Many programs that read one small block each take less time than few that read a large one, or several.
+    useful, filling = max(_PARTS, triton.cdiv(keys, most)), max(1, _PROGRAMS // (rows * kv_heads))
+    parts = min(triton.cdiv(keys, _FEWEST_KEYS), useful, filling)
+    block = min(most, max(16, triton.next_power_of_2(triton.cdiv(keys, parts))))
     part = triton.cdiv(triton.cdiv(keys, parts), block) * block
     parts = triton.cdiv(keys, part)
     out = torch.empty((rows, 1, heads, elements), dtype=q.dtype, device=q.device)
@@ -290,6 +295,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
             COLUMNS=columns,
             KEYS=block,
             num_warps=4,
+            num_stages=3 if block == most else 1,
             **early,
         )
         if parts > 1:

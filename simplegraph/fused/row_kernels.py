@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplegraph.fused.launches import await_others, launching
+from simplegraph.fused.launches import await_others, launching, times_active
 from simplegraph.fused.torch_operators import Adapted
 
 MAX_COLUMNS = 16384  # the most that one program can hold
@@ -138,15 +138,8 @@ def _gate(  # type: ignore[no-untyped-def]
     inside = column < columns
     gate = tl.load(gate_ptr + row * gate_row + column, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, inside, 0.0).to(tl.float32)
-    if KIND == "gelu":
-        active = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    else:
-        # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, without the difference that cancels.
-        z = gate
-        if KIND == "gelu_tanh":
-            z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-z))
-    tl.store(out_ptr + row * columns + column, (active * up).to(out_ptr.dtype.element_ty), inside)
+    product = times_active(up, gate, KIND)
+    tl.store(out_ptr + row * columns + column, product.to(out_ptr.dtype.element_ty), inside)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:

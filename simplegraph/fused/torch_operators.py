@@ -192,15 +192,19 @@ class Operators:
         """
         return self.finish(F.conv2d(x, weight), bias, None, kind)
 
-    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return linear layers of one input.
+    def linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str = ""
+    ) -> list[Tensor]:
+        """Return linear layers of one input; of a gate and what it multiplies also `gated`.
 
         Args:
             x: (..., inputs).
             weights: (outputs, inputs) of each layer.
             biases: (outputs,) of each; None for nothing.
+            kind: of the gate's activation, if there are two layers, and the first is a gate; "" for none.
         """
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [*found, self.gated(found[0], found[1], kind)] if kind else found
 
     def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         """True if `attend` has a kernel for these, which copies no keys and values."""

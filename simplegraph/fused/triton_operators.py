@@ -91,9 +91,7 @@ class TritonOperators(Operators):
             and (norm.added is None or norm.added.stride(-1) == 1)
             and self._takes(x, norm.weight, norm.bias, norm.row, norm.added)
         )
-        if not fits:
-            return super().group_norm(x, norm)
-        return self._images.group_norm(x, norm)  # type: ignore[no-any-return]
+        return self._images.group_norm(x, norm) if fits else super().group_norm(x, norm)
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         by_image = (norm.gate, norm.scale, norm.shift)
@@ -105,9 +103,7 @@ class TritonOperators(Operators):
             and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
             and self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual)
         )
-        if not fits:
-            return super().adapt(x, norm)
-        return self._rows.adapt(x, norm)  # type: ignore[no-any-return]
+        return self._rows.adapt(x, norm) if fits else super().adapt(x, norm)
 
     def finish(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None
@@ -133,19 +129,22 @@ class TritonOperators(Operators):
         out = F.linear(rows, matrix, bias) if kind == "" else self._activated(rows, matrix, bias, use_gelu=False)
         return out.permute(0, 3, 1, 2)
 
-    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str = ""
+    ) -> list[Tensor]:
         inputs, rows = x.shape[-1], weights[0].stride(0)
         fits = (
             x.numel() == inputs
             and len(weights) <= self._one_row.MOST_TOGETHER
             and all(each.stride() == (rows, 1) and each.shape[1] == inputs for each in weights)
+            and (not kind or weights[0].shape == weights[1].shape)
             and len({bias is None for bias in biases}) == 1
             and all(each is None or each.is_contiguous() for each in biases)
             and self._takes(x, *weights, *biases)
         )
         if not fits:
-            return super().linears(x, weights, biases)
-        return self._one_row.linear(x, weights, biases)  # type: ignore[no-any-return]
+            return super().linears(x, weights, biases, kind)
+        return self._one_row.linear(x, weights, biases, kind)  # type: ignore[no-any-return]
 
     def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         return (

@@ -194,10 +194,10 @@ def test_a_trial_runs_nothing_of_torch_on_the_device_but_the_operator(monkeypatc
 
 def test_a_trial_under_autocast_says_nothing_wrong_of_a_kernel() -> None:
     class ByHand(Operators):
-        def linears(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+        def linears(self, x: Tensor, weights: Any, biases: Any, kind: str = "") -> list[Tensor]:
             return [(x * each).sum(-1).view(1, 1, -1) for each in weights]
 
-    trial = KernelTrial("linears", (64, 2, 0))
+    trial = KernelTrial("linears", (64, 0))
     with torch.autocast("cpu", torch.bfloat16):
         assert choice.find_error(ByHand(), torch.device("cpu"), torch.float32, trial) is None
         assert torch.is_autocast_enabled("cpu")
@@ -207,7 +207,7 @@ def test_a_default_dtype_of_few_digits_says_nothing_wrong_of_a_kernel() -> None:
     cpu, before = torch.device("cpu"), torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)  # in which what the trial's numbers are counted by overflows
     try:
-        assert choice.find_error(Operators(), cpu, torch.float16, KernelTrial("linears", (20_000, 3, 1))) is None
+        assert choice.find_error(Operators(), cpu, torch.float16, KernelTrial("linears", (20_000, 1))) is None
     finally:
         torch.set_default_dtype(before)
 

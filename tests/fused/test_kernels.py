@@ -486,7 +486,31 @@ def test_linear_layers_of_one_row(
 
 
 @every
-@pytest.mark.parametrize(("heads", "kv_heads", "elements", "keys"), [(4, 2, 8, 10), (4, 4, 40, 300), (40, 2, 24, 1100)])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (37, 100), (6, 4100)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_product_of_two_linear_layers_of_one_row_is_that_of_the_gate_alone(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    outputs: int,
+    inputs: int,
+    kind: str,
+    biased: bool,
+    device: torch.device,
+) -> None:
+    x = numbers(1, 1, inputs, dtype=dtype, device=device)
+    weights = [numbers(outputs, inputs, dtype=dtype, device=device) for _ in range(2)]
+    biases = [numbers(outputs, dtype=dtype, device=device) if biased else None for _ in range(2)]
+    gate, up, product = make().linears(x, weights, biases, kind)
+    assert [gate.shape, up.shape, product.shape] == 3 * [(1, 1, outputs)]
+    assert all(map(torch.equal, (gate, up), make().linears(x, weights, biases)))
+    assert torch.equal(product, make().gated(gate, up, kind))
+
+
+@every
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "elements", "keys"), [(4, 2, 8, 10), (4, 4, 40, 300), (40, 2, 24, 1100), (2, 1, 64, 2100)]
+)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 def test_attention_of_one_query(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers import linears
-from simplegraph.fused.layers.linears import linear_layers
+from simplegraph.fused.layers.linears import gate_layers, linear_layers
 from simplegraph.fused.layers.table import fused_forwards
 from simplegraph.fused.torch_operators import Operators
 
@@ -31,14 +31,18 @@ class Attention(nn.Module):
 
 
 class Counted(Operators):
-    """Torch's operators, that count how many layers each call has."""
+    """Torch's operators, that count how many layers each call has; 0 for a gate."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def linears(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+    def linears(self, x: Tensor, weights: Any, biases: Any, kind: str = "") -> list[Tensor]:
         self.counts.append(len(weights))
-        return super().linears(x, weights, biases)
+        return super().linears(x, weights, biases, kind)
+
+    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        self.counts.append(0)
+        return super().gated(gate, up, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +53,18 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "rotary_layers", known)
 
 
-def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
-    """Run the model with its linear layers fused; return its answer, and how many layers each launch had."""
+def run(model: nn.Module, x: Tensor, change: Callable[[], object] = bool) -> tuple[Tensor, list[int]]:
+    """Run the model with its linear layers fused; return its answer, and how many layers each launch had.
+
+    It is changed once they are found.
+    """
     operators = Counted()
     with torch.no_grad():
-        forwards = fused_forwards(linear_layers(model), operators)
+        forwards = fused_forwards(gate_layers(model) | linear_layers(model), operators)
         vars_of = [vars(module) for module in forwards]
         for module, forward in forwards.items():
             vars(module)["forward"] = forward
+        change()
         try:
             return model(x), operators.counts
         finally:
@@ -140,3 +148,50 @@ def test_autocast_is_for_torch() -> None:
         found, counts = run(model, x)
         assert torch.equal(found, model(x))
     assert counts == []
+
+
+@pytest.fixture
+def mlp() -> Any:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = pytest.importorskip("transformers").LlamaConfig(hidden_size=6, num_attention_heads=1, intermediate_size=10)
+    return llama.LlamaMLP(config)
+
+
+def test_a_gate_of_one_row_comes_with_its_product(mlp: Any) -> None:
+    x = torch.randn(1, 1, 6)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            found, counts = run(mlp, x)
+        assert torch.equal(found, mlp(x))
+        assert counts == [2, 0, 1]  # both and their product, then the projection down
+
+
+def test_a_product_is_not_for_another_activation(mlp: Any) -> None:
+    x = torch.randn(1, 1, 6)
+    found, counts = run(mlp, x, lambda: setattr(mlp, "act_fn", nn.GELU()))
+    assert torch.equal(found, mlp(x))
+    assert counts == [2, 0, 0, 1]
+
+
+def test_a_product_is_not_for_what_another_gave(mlp: Any) -> None:
+    x = torch.randn(1, 1, 6)
+    found, counts = run(mlp, x, lambda: vars(mlp.up_proj).update(forward=lambda x: 2 * mlp.up_proj.weight @ x[0, 0]))
+    expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * 2 * mlp.up_proj(x))
+    torch.testing.assert_close(found, expected)
+    assert counts == [2, 0, 0, 1]
+
+
+def test_hooked_projections_of_a_gate_run_alone(mlp: Any) -> None:
+    x = torch.randn(1, 1, 6)
+    mlp.up_proj.register_forward_hook(lambda module, args, out: 2 * out)
+    expected = mlp(x)
+    found, counts = run(mlp, x)
+    assert torch.equal(found, expected)
+    assert counts == [1, 1, 0, 1]
+
+
+def test_gates_of_several_rows_are_computed_by_themselves(mlp: Any) -> None:
+    x = torch.randn(2, 1, 6)
+    found, counts = run(mlp, x)
+    assert torch.equal(found, mlp(x))
+    assert counts == [0]

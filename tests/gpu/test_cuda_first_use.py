@@ -43,7 +43,7 @@ from simplegraph.fused.torch_operators import KernelTrial
 compiled = []
 triton.knobs.compilation.listener = lambda **told: compiled.append((told["src"].name, told["src"].hash()))
 sizes = {"rms_norm": (256,), "add_rms_norm": (256,), "gated": (256, "silu"), "rotate": (64,), "finish": ("silu", 1)}
-sizes["linears"] = (256, 3, 0)
+sizes["linears"] = (256, 0)
 trials = [KernelTrial(name, each) for name, each in sizes.items()]
 trials += [KernelTrial("depthwise", (size,)) for size in (3, 5)] + [KernelTrial("finish", ("relu", 0))]
 with torch.cuda.stream(torch.cuda.Stream()):

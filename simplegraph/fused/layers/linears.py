@@ -21,8 +21,10 @@ from simplegraph.fused.torch_operators import ACTIVATIONS, KernelTrial, Operator
 
 LINEAR = "linear"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# Computes linear layers of one input from their weights and biases; as `Operators.linears`.
-ComputeLinears = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
+_PRODUCT = "_simplegraph_product"  # among a gate's attributes: its activation's kind, the factor, and their product
+_NOTHING = (None, None, None)
+# Computes linear layers of one input from their weights, their biases and a kind; as `Operators.linears`.
+ComputeLinears = Callable[..., Sequence[Tensor]]
 
 
 class Gate(NamedTuple):
@@ -62,18 +64,11 @@ def activation_kind(module: Any) -> str:
 
 def gate_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the gated layers of a model to their layers."""
-    found = {}
-    for module, gate in recognize(model, _GATES).items():
-        kind = activation_kind(getattr(module, gate.activation))
-        if kind:
-            found[module] = Layer("gated", _trials(module, gate, kind), functools.partial(_gated, module, gate))
-    return found
-
-
-def gated_projections(model: nn.Module) -> list[list[Any]]:
-    """List the projections of each gated layer of a model that has two: to the gate, and to what it multiplies."""
-    known = recognize(model, _GATES).items()
-    return [[getattr(module, gate.gate), getattr(module, gate.up)] for module, gate in known if gate.up]
+    return {
+        module: Layer("gated", _trials(module, gate, kind), functools.partial(_gated, module, gate))
+        for module, gate in recognize(model, _GATES).items()
+        if (kind := activation_kind(getattr(module, gate.activation)))
+    }
 
 
 def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
@@ -88,14 +83,18 @@ def _gated(module: Any, gate: Gate, operators: Operators, *args: Any, **kwargs: 
     states = getattr(module, gate.gate)(args[0])
     states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
     plain = type(states) is Tensor and type(up) is Tensor
-    product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
+    known, factor, product = vars(states).pop(_PRODUCT, _NOTHING) if plain else _NOTHING
+    if factor is not up or known != kind:
+        product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
     return getattr(module, gate.down)(product)
 
 
 def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map activations that are written as eight operators, and that torch has as one, to their layers."""
-    known = recognize(model, _AS_OPERATORS)
-    return {module: Layer("activation", (), functools.partial(_activation, kind)) for module, kind in known.items()}
+    return {
+        module: Layer("activation", (), functools.partial(_activation, kind))
+        for module, kind in recognize(model, _AS_OPERATORS).items()
+    }
 
 
 def _activation(kind: str, operators: Operators, *args: Any, **kwargs: Any) -> Any:
@@ -109,14 +108,25 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     found: dict[nn.Module, Together] = {
         module: Together([module]) for module in model.modules() if type(module) is nn.Linear
     }
-    of_one_input: list[tuple[list[Any], bool]] = [
-        ([getattr(each, name, None) for name in _PROJECTIONS], type(each).__module__.startswith("transformers."))
-        for each in rotary_layers(model)
+    of_one_input: list[tuple[list[Any], bool, str]] = [
+        *(
+            (
+                [getattr(each, name, None) for name in _PROJECTIONS],
+                type(each).__module__.startswith("transformers."),
+                "",
+            )
+            for each in rotary_layers(model)
+        ),
+        *(
+            ([getattr(each, gate.gate), getattr(each, gate.up)], True, activation_kind(getattr(each, gate.activation)))
+            for each, gate in recognize(model, _GATES).items()
+            if gate.up
+        ),
     ]
-    for layers, known in (*of_one_input, *((some, True) for some in gated_projections(model))):
+    for layers, known, kind in of_one_input:
         alike = all(layer in found for layer in layers) and not hooked(*layers)
         if alike and len({(each.in_features, each.bias is None) for each in layers}) == 1:
-            found |= dict.fromkeys(layers, Together(layers, known=known))
+            found |= dict.fromkeys(layers, Together(layers, known=known, kind=kind))
     return {module: _layer(module, together) for module, together in found.items()}
 
 
@@ -127,10 +137,11 @@ class Together(threading.local):
         layers: of equally many inputs, in the order of their calls.
         known: True if the code that calls them is known to write nothing to their input meanwhile. Of inference
             tensors, which count no writes, those of other code are computed one by one.
+        kind: of the activation if the two are a gate and what it multiplies: their product is computed, too.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], *, known: bool = True) -> None:
-        self.layers, self._known = layers, known
+    def __init__(self, layers: Sequence[nn.Linear], *, known: bool = True, kind: str = "") -> None:
+        self.layers, self._known, self.kind = layers, known, (kind,) * bool(kind)
         self._x: Tensor | None = None
         self._version: int | None = None
         self._found: dict[nn.Linear, Tensor] = {}
@@ -140,16 +151,15 @@ class Together(threading.local):
         version = None if x.is_inference() else x._version
         if layer is self.layers[0] and (self._known or version is not None):
             self._x, self._version = x, version
-            self._found = dict(zip(self.layers, compute(x, *_weights(self.layers)), strict=True))
+            found = compute(x, *_weights(self.layers), *self.kind)
+            self._found = dict(zip(self.layers, found, strict=False))
+            if self.kind:
+                vars(found[0])[_PRODUCT] = *self.kind, *found[1:]
         elif x is not self._x or version != self._version or layer not in self._found:
             return compute(x, *_weights([layer]))[0]
         result = self._found.pop(layer)
         self._x = self._x if self._found else None
         return result
-
-    def are_plain(self) -> bool:
-        """True if no weight is of a subclass, such as a quantized one, which multiplies in its own way."""
-        return all(type(each.weight) in (Tensor, nn.Parameter) for each in self.layers)
 
 
 def _weights(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -157,13 +167,15 @@ def _weights(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
 
 
 def _layer(module: Any, together: Together) -> Layer:
-    sizes = module.in_features, len(together.layers), int(module.bias is not None)
+    sizes = module.in_features, int(module.bias is not None), *together.kind
     return Layer(LINEAR, (KernelTrial("linears", sizes),), functools.partial(_linear, module, together))
 
 
 def _linear(module: Any, together: Together, operators: Operators, *args: Any, **kwargs: Any) -> Any:
     x: Any = args[0] if len(args) == 1 and not kwargs else None
     one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
-    if not one_row or not together.are_plain() or torch.is_autocast_enabled(x.device.type):
+    # A subclass, such as a quantized weight, multiplies in its own way.
+    plain = all(type(each.weight) in (Tensor, nn.Parameter) for each in together.layers)
+    if not one_row or not plain or torch.is_autocast_enabled(x.device.type):
         raise AsWritten
     return together.compute(module, x, operators.linears)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -27,8 +26,7 @@ def check_model(model: Any) -> None:
     """
     if model.training:
         raise CannotBind(Reason.TRAINING, "")
-    _check_placement(model)
-    _check_hooks(model)
+    _check_modules(model)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation not in CAPTURABLE_ATTENTION:
         raise CannotBind(Reason.ATTENTION, str(implementation))
@@ -43,7 +41,7 @@ def choices(model: Any) -> Hashable:
     adapters = [
         (str(child.active_adapters), bool(child.disable_adapters))
         for child in model.modules()
-        if hasattr(child, "active_adapters") and hasattr(child, "disable_adapters") and child is not model
+        if not callable(getattr(type(child), "disable_adapters", callable))  # of models it is a method
     ]
     return config._attn_implementation, getattr(config, "_experts_implementation", None), tuple(adapters)
 
@@ -69,32 +67,29 @@ def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) ->
     _check_cache(kwargs.get(cache_name), wanted=bool(kwargs.get("use_cache", True)))
 
 
-def _check_placement(model: Any) -> None:
+def _check_modules(model: Any) -> None:
+    """Refuse hooks of submodules, and what is not on one device; the model's own hooks run around every step."""
     spread = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(spread) > 1:
         raise CannotBind(Reason.WRONG_DEVICE, f"device_map over {', '.join(sorted(map(str, spread)))}")
     if getattr(model, "_tp_size", None) not in (None, 1):
         raise CannotBind(Reason.WRONG_DEVICE, "tensor parallel")
-    # accelerate replaces the forward of modules that it offloads.
-    offloaded = next((name for name, child in model.named_modules() if hasattr(child, "_hf_hook")), None)
-    if offloaded is not None:
-        raise CannotBind(Reason.WRONG_DEVICE, f"an accelerate hook at {offloaded or 'the model'}")
-    devices = {parameter.device for parameter in model.parameters()}
+    if any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS):
+        raise CannotBind(Reason.HOOKS, "hooks for all modules")
+    devices = set()
+    for name, child in model.named_modules():
+        own = vars(child)
+        if "_hf_hook" in own:  # accelerate replaces the forward of modules that it offloads
+            raise CannotBind(Reason.WRONG_DEVICE, f"an accelerate hook at {name or 'the model'}")
+        hooks = [hook for kind in _HOOK_DICTS for hook in own[kind].values()]
+        if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
+            raise CannotBind(Reason.HOOKS, name)
+        devices |= {each.device for each in own["_parameters"].values() if each is not None}
     if len(devices) > 1:
         raise CannotBind(Reason.WRONG_DEVICE, f"parameters on {', '.join(sorted(map(str, devices)))}")
     for device in devices:
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"the model is on {device}")
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse hooks of submodules; the model's own hooks run around every step, even a replayed one."""
-    if any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS):
-        raise CannotBind(Reason.HOOKS, "hooks for all modules")
-    for name, child in model.named_modules():
-        hooks = [hook for kind in _HOOK_DICTS for hook in vars(child)[kind].values()]
-        if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
-            raise CannotBind(Reason.HOOKS, name)
 
 
 def _check_cache(cache: Any, *, wanted: bool) -> None:

@@ -291,7 +291,8 @@ class FixedCacheDecoder:
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_attention_heads", None) or 1
         group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
-        trials = KernelTrial("write_pages", (elements, "HND")), KernelTrial("attend", (group, elements, 1))
+        variants = (KernelTrial("attend", (group, elements, 1, keys)) for keys in (256, 1024, 2048))
+        trials = KernelTrial("write_pages", (elements, "HND")), *variants
         return operators_of(self._step.fused_layers(), device, dtype, *trials)
 
     def _store_for(self, layout: CacheLayout) -> CacheStore:
