@@ -332,4 +332,4 @@ def most_likely(scores: Tensor) -> Tensor:
         return scores.argmax(dim=-1)
     values, places = scores.reshape(len(scores), -1, _PART).max(dim=-1)
     part = values.argmax(dim=-1, keepdim=True)
-    return (part * _PART + places.gather(-1, part)).squeeze(-1)
+    return torch.add(places.gather(-1, part), part, alpha=_PART).squeeze(-1)

@@ -46,14 +46,6 @@ def _one(read: Callable[[GraphStats], float]) -> Callable[[GraphStats], Mapping[
     return lambda stats: {"": read(stats)}
 
 
-def _unverified(stats: GraphStats) -> int:
-    return sum("unverified" in graph.proof for graph in list(stats.graphs.values()))
-
-
-def _proof_seconds(stats: GraphStats) -> float:
-    return sum(graph.proof_seconds for graph in list(stats.graphs.values()))
-
-
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 # By name; those of counters end in _total when they are scraped.
 METRICS = {
@@ -90,12 +82,18 @@ METRICS = {
     "simplegraph_capture_seconds": MetricKind(
         _GAUGE, "Time that capturing the present graphs took.", _one(lambda stats: stats.capture_seconds)
     ),
-    "simplegraph_proof_seconds": MetricKind(_GAUGE, "Time of comparisons with eager runs.", _one(_proof_seconds)),
+    "simplegraph_proof_seconds": MetricKind(
+        _GAUGE,
+        "Time of comparisons with eager runs.",
+        _one(lambda stats: sum(graph.proof_seconds for graph in list(stats.graphs.values()))),
+    ),
     "simplegraph_longest_stall_seconds": MetricKind(
         _GAUGE, "Time of the longest call that captured a size.", _one(lambda stats: stats.longest_stall)
     ),
     "simplegraph_unverified_graphs": MetricKind(
-        _GAUGE, "Graphs that cannot be compared with eager.", _one(_unverified)
+        _GAUGE,
+        "Graphs that cannot be compared with eager.",
+        _one(lambda stats: sum("unverified" in graph.proof for graph in list(stats.graphs.values()))),
     ),
     "simplegraph_refused_sizes": MetricKind(
         _GAUGE, "Sizes whose capture or comparison failed: they run eagerly.", _one(lambda stats: len(stats.failures))

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from transformers.modeling_utils import AttentionInterface
-
 from simplegraph.base.patches import subclass
 
 Forward = Callable[..., Any]
@@ -104,27 +102,27 @@ class _Override:
         return functools.partial, (self._own.func, *self._own.args)
 
 
-# An attention function that transformers has registered, for all threads.
+# A function that transformers has registered, of attention or masks, for all threads.
 
 _LOCK = threading.Lock()
 _overriding: collections.Counter[Forward] = collections.Counter()
 
 
 @contextlib.contextmanager
-def override_attention(name: str, original: Forward, other: Forward) -> Iterator[None]:
+def override_registered(interface: Any, name: str, original: Forward, other: Forward) -> Iterator[None]:
     """Register `other` instead of `original` while any thread is in this context; a user's own function stays."""
     with _LOCK:
         _overriding[other] += 1
-        _exchange(name, original, other)
+        _exchange(interface, name, original, other)
     try:
         yield
     finally:
         with _LOCK:
             _overriding[other] -= 1
             if not _overriding[other]:
-                _exchange(name, other, original)
+                _exchange(interface, name, other, original)
 
 
-def _exchange(name: str, expected: Forward, new: Forward) -> None:
-    if AttentionInterface()[name] is expected:
-        AttentionInterface.register(name, new)
+def _exchange(interface: Any, name: str, expected: Forward, new: Forward) -> None:
+    if interface()[name] is expected:
+        interface.register(name, new)

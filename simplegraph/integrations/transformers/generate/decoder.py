@@ -195,7 +195,9 @@ class FixedCacheDecoder:
         result = step(span, source, order, inputs.carried, **launch, **inputs.tokens)
         if store.ran:
             store.ran = False
-            before, self._progress = self._progress, self._count_progress()
+            # Graphs, and eager steps that lead to one, such as warmups.
+            found = self.stats.captures + sum(self.stats.eager[reason] for reason in _ON_THE_WAY)
+            before, self._progress = self._progress, found
             self.stays_eager = self._progress == before
         return result
 
@@ -255,10 +257,6 @@ class FixedCacheDecoder:
         allowed = 0 if dtypes.isdisjoint({torch.float16, torch.bfloat16}) else len(logits) // 2
         self.trusted = len(found) <= allowed
         return None if self.trusted else found[0]
-
-    def _count_progress(self) -> int:
-        """Count graphs, and eager steps that lead to one, such as warmups."""
-        return int(self.stats.captures + sum(self.stats.eager[reason] for reason in _ON_THE_WAY))
 
     def reset(self) -> None:
         """Drop the graphs and the store; later generations make them again."""

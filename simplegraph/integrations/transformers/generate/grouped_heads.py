@@ -1,4 +1,7 @@
-"""Attention of one query per row by a kernel for that, which copies no keys and values; see `Operators.attend`."""
+"""Attention of one query per row by a kernel for that, which copies no keys and values; see `Operators.attend`.
+
+Its mask is that of the cache's tokens: no later one is seen there, so that it needs no causal mask beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from simplegraph.fused.torch_operators import Operators
-from simplegraph.integrations.transformers.overrides import override_attention
+from simplegraph.integrations.transformers.overrides import override_registered
 
 _CHANGES_SUMS = ("softcap", "s_aux", "cache")  # arguments that change the sums or the keys
 
@@ -32,10 +37,22 @@ def grouped_heads(operators: Operators) -> Iterator[None]:
     """
     before, _STEP.operators = _STEP.operators, operators
     try:
-        with override_attention("sdpa", sdpa_attention_forward, _attend):
+        with (
+            override_registered(AttentionInterface, "sdpa", sdpa_attention_forward, _attend),
+            override_registered(AttentionMaskInterface, "sdpa", sdpa_mask, _mask),
+        ):
             yield
     finally:
         _STEP.operators = before
+
+
+def _mask(*args: Any, **given: Any) -> Any:
+    """Mask as `sdpa` does; in a step the cache's mask is the causal one, too. Threads outside a step get their own."""
+    mask: Any = given.get("attention_mask")
+    in_step = _STEP.operators is not _ThreadStep.operators and given.get("q_length") == 1 and mask is not None
+    causal = in_step and given.get("mask_function") is causal_mask_function and mask.dtype is torch.bool
+    whole = causal and mask.shape == (given.get("batch_size"), given.get("kv_length"))
+    return mask[:, None, None] if whole else sdpa_mask(*args, **given)
 
 
 def _attend(

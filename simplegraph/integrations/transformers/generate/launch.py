@@ -93,7 +93,7 @@ class Launch:
         """Choose the next tokens, (rows,); return them and the new state.
 
         Args:
-            logits: (rows, vocabulary) float32.
+            logits: (rows, vocabulary), in float32 for sampling and processors.
             ids: (rows, tokens), of the length of the sequences; the values do not count.
             state: of the rows.
         """
@@ -130,10 +130,12 @@ class Launch:
         """
         made, all_tokens = torch.zeros_like(state.unfinished), []
         for _ in range(self.steps):
-            logits = step(ids)
+            logits = step(ids)[:, -1]
             if state.ends is not None:
                 made = made + state.unfinished
-            tokens, state = self.choose(logits[:, -1].to(torch.float32), ids, state)
+            # The most likely token is the same in the model's dtype.
+            scores = logits.to(torch.float32) if self.samples or self._processors else logits
+            tokens, state = self.choose(scores, ids, state)
             ids = tokens[:, None]
             all_tokens.append(ids)
         return Launched(torch.cat(all_tokens, 1), state.unfinished, made + state.unfinished)

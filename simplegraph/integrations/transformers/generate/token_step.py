@@ -120,7 +120,10 @@ class TokenStep(ModelStep):
             store.reorder(count, span, order)
         if view.mask is not None:
             view.mask.index_fill_(1, store.position, 1)
-        inputs = {name: _kinds_first(value) for name, value in inputs.items()}
+        inputs = {
+            name: value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
+            for name, value in inputs.items()
+        }
         inputs |= {**carried, **{name: getattr(view, part) for name, part in self._masks.items()}}
         if view.hidden is not None:
             encoded = store.encoder_outputs(view)
@@ -145,10 +148,6 @@ def _cache_name(model: Any) -> str:
 def _same_mask(length: int, mask: Tensor, **_: Any) -> Tensor:
     """Return a mask that is short already."""
     return mask
-
-
-def _kinds_first(value: Any) -> Any:
-    return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
 
 
 def _masks_taken(model: Any) -> dict[str, str]:
