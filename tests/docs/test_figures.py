@@ -139,12 +139,23 @@ def captured_again(arm: str) -> str:
     return between(each["parts_s"]["capture"] for each in starts)
 
 
-def tokens_on_an_h200() -> str:
+def tokens_on_an_h200(name: str, said: str) -> str:
     """A token's median ms by requests, and how many times its products alone that is."""
-    file = raw.load("h200_engine_triton")
+    file = raw.load(name)
     ms = [each["median_ms"] for each in file["generation"]]
     times = [own / each["ms"]["GEMMs alone"] for own, each in zip(ms, file["decode"], strict=True)]
-    return f"{_and(ms)} ms in the median at 1, 8, 64 and 256 requests: {_and(times)}"
+    return f"{_and(ms)} ms {said} {_and(times)}"
+
+
+def started_on_an_h200(other: str, *, again: bool = False) -> tuple[str, str]:
+    """Write our seconds until every size is ready, another arm's, and how many times these ours are."""
+    runs = (raw.startup("h200_startup_lean")[arm] for arm in (OURS, other))
+    ours, others = (float((run["primed"] if again else run)["seconds"]["ready"]) for run in runs)
+    return f"{ours:.2f} s", f"{others:.2f} ({ours / others:.2f})"
+
+
+def a_token(arm: str) -> float:
+    return float(raw.load("h200_generate_launches")["models"]["llama"]["arms"][arm]["ms_per_token"])
 
 
 def autotuned(arm: str, key: str) -> float:
@@ -248,7 +259,21 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
             f"{_between_starts('lean-loop')}"
         ),
     ),
-    ("a generated token takes {} times its matrix products alone", tokens_on_an_h200),
+    (
+        "a generated token takes {} times its matrix products alone, by",
+        lambda: tokens_on_an_h200("h200_engine_one_row", "in the median at 1, 8 and 64 requests:"),
+    ),
+    (
+        "commit 65e8625): {} times its products alone.",
+        lambda: tokens_on_an_h200("h200_engine_triton", "at 1, 8, 64 and 256 requests,"),
+    ),
+    (
+        "they take {} with one token in a launch",
+        lambda: " ms, and ".join(f"{a_token(arm):.2f}" for arm in ("simplegraph-8-tokens", "simplegraph")),
+    ),
+    ("a first start took {}, the lean", lambda: ", eager ".join(started_on_an_h200("eager"))),
+    ("the lean loop {}, and a second", lambda: started_on_an_h200("lean-loop")[1]),
+    ("and a second {}.", lambda: " beside ".join(started_on_an_h200("lean-loop", again=True))),
     ("Python issued the sum with its norm {}. Triton", issued),
     (
         "they took {} without",
