@@ -66,7 +66,8 @@ class ModuleState(PythonState):
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
-        self.snapshot.put_back(self._counted.undone, self._sizes)
+        self.put_back_notes()
+        self.snapshot.put_back(self._counted.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 

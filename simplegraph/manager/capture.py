@@ -182,6 +182,7 @@ class GraphCapture:
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
                     for job in (job for job in jobs if job.key in table.graphs):
+                        table.graphs[job.key].once = set() if self.state.noted else None
                         try:
                             table.graphs[job.key].program.wait()
                         except Exception as error:
@@ -267,8 +268,7 @@ class GraphCapture:
             program.constants = list(host.served.values())
             try:
                 support = self.table.support  # a piecewise graph may not hold attention that cannot be in one
-                piecewise = job.mode is CudaGraphMode.PIECEWISE and not program.breaks
-                if piecewise and support < AttentionCGSupport.ALWAYS:
+                if job.mode is CudaGraphMode.PIECEWISE and not program.breaks and support < AttentionCGSupport.ALWAYS:
                     cause = f"the attention declares {support.name}, but the forward met no eager break"
                     raise CaptureError(_HELD_ATTENTION.format(job.label, cause), cause=cause)
                 self.table.add(job, program)

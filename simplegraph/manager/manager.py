@@ -140,9 +140,8 @@ class CudaGraphManager(Sleeps):
         if consensus is not None and not self.config.padding:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         self.consensus = consensus
-        shared = pool is not None and not pool.managers  # not made by a manager: may have other uses
         self.pool = pool or self.device.new_pool()
-        if not shared:
+        if pool is None or pool.managers:  # else no manager made it: it may have other uses
             self.pool.managers.add(self)
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
@@ -317,8 +316,7 @@ class CudaGraphManager(Sleeps):
             ReplayError: nothing was captured for it; `run` falls back to eager instead.
             InputError: `batch` is no `Dispatch`.
         """
-        graph = self._graph_of(batch)
-        if graph is None:
+        if (graph := self._graph_of(batch)) is None:
             where = f"{batch.descriptor} in mode {batch.mode.name}"
             raise ReplayError(f"no graph was captured for {where}; capture it, or use run().")
         return self._replay(graph, batch.padding)

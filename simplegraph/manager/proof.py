@@ -47,6 +47,7 @@ class ReplayProof(contextlib.ExitStack):
         replay_seconds: the time that the fastest replay took.
         otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
+        drawn: says so if a replay drew some and it did not, as of what it did before and noted; else empty.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
     """
@@ -61,7 +62,7 @@ class ReplayProof(contextlib.ExitStack):
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self.draws, self.otherwise = False, ""
+        self.draws, self.otherwise, self.drawn = False, "", ""
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
@@ -76,7 +77,7 @@ class ReplayProof(contextlib.ExitStack):
         Returns:
             Its result, and what it read and wrote.
         """
-        observer, program = MemoryObserver(rows=rows), self._graph.program
+        observer, graph, program = MemoryObserver(rows=rows), self._graph, self._graph.program
         tape = None
         if program.breaks:
             from simplegraph.program.breaks.eager import BreakTape, played  # not loaded for full graphs
@@ -104,7 +105,6 @@ class ReplayProof(contextlib.ExitStack):
                 program = played(program, tape.calls, self._differs, lambda: self.repeats)
             except BreakError as error:
                 self.otherwise = str(error)
-        graph = self._graph
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
         self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # whose replays do not count
         return result, observer
@@ -164,11 +164,17 @@ class ReplayProof(contextlib.ExitStack):
     def _run_again(self) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
+        # Looked at only where it may be: another thread may draw, too.
+        generators = () if self.draws or self._graph.once is None else self._graph.program.generators
+        before = random_states(generators)
         self._table.device.synchronize()
         started = time.perf_counter()
         self._table.replay(self._played)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
+        if drew(generators, before):
+            put_random_states(generators, before)
+            self.drawn = "it draws random numbers, eager draws none"
 
     def difference(
         self,
@@ -189,7 +195,7 @@ class ReplayProof(contextlib.ExitStack):
                 bits count.
             memory: compare memory, too.
         """
-        return first_difference(
+        return self.drawn or first_difference(
             self._parts(actual, memory=memory),
             self._parts(expected, memory=memory),
             names=[
@@ -233,8 +239,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
     """
     graph, ranks = table.graphs[job.key], table.ranks
     memory = SavedMemory([(f"state {index}", tensor) for index, tensor in enumerate(state)])
-    limit = copy_limit(table.device.free_memory())
-    if memory.nbytes > limit:
+    if memory.nbytes > (limit := copy_limit(table.device.free_memory())):
         raise InputError(f"state has {memory.nbytes} bytes; at most {limit} can be copied for a proof.")
     with ranks.together(), CAPTURE_LOCK:
         table.stats.ran_eagerly(Reason.PROOF, size=graph.descriptor.num_tokens)

@@ -362,8 +362,7 @@ class GraphReport:
         for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
             why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
             lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
-        explained = stats.eager or stats.slower
-        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if explained else []
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] * bool(stats.eager or stats.slower)
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         lines += [

@@ -128,6 +128,8 @@ class CapturedGraph:
         distance: replays between its last such comparison and the next; it doubles.
         tries: how many calls could not be compared.
         operators: a hash of those that eager ran on as many rows as it has; None before it did.
+        once: batch sizes of which one call equalled eager, of a graph whose capture noted what it did: at the next one
+            eager has the note, and does that no more. None if it noted nothing.
     """
 
     mode: CudaGraphMode
@@ -139,6 +141,7 @@ class CapturedGraph:
     distance: int = 0
     tries: int = 0
     operators: int | None = None
+    once: set[int] | None = None
 
     def unproven(self, rows: int) -> bool:
         """True if the next call of so many rows is to be compared with eager."""
@@ -150,7 +153,7 @@ class CapturedGraph:
         return self.tries == _TRIES
 
     def prove(self, rows: int, known: set[int] | None = None, distance: int = 0) -> None:
-        """Note that a call equalled eager.
+        """Note that a call equalled eager; if its first one tells too little (see `once`), the next is compared, too.
 
         Args:
             rows: its batch size.
@@ -158,6 +161,9 @@ class CapturedGraph:
                 others are compared.
             distance: replays until a call is compared again, if this was the first; 0 if none is.
         """
+        if self.once is not None and rows not in self.once:
+            self.once.add(rows)
+            return
         if self.left <= 0:
             self.distance = 2 * self.distance or distance
             self.left = self.distance or -1
@@ -340,8 +346,7 @@ class ProgramTable:
     def release_pool(self) -> None:
         """Give the pool's memory back if no graph is left in it, and none of its users is outside of managers."""
         with self.pool.lock:
-            managers = self.pool.managers
-            if managers and not any(manager.table.graphs for manager in managers):
+            if (managers := self.pool.managers) and not any(manager.table.graphs for manager in managers):
                 # In place: managers that share the pool go on with it.
                 self.device.release_pool(self.pool)
                 self.pool.handle = self.device.new_pool().handle

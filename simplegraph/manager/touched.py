@@ -81,8 +81,7 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     table.accounted = known
     refused: dict[str, CaptureError] = {}
     for job in ends.values():
-        freed = _freed(found[job.label])
-        if freed:
+        if freed := _freed(found[job.label]):
             refused[job.label] = _refusal(job, freed[0])
             table.forget([job])
         else:
@@ -105,8 +104,7 @@ def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
     graph = None if table is None else table.graphs.get(key)
     if table is None or graph is None or graph.counters.inventory is not None:
         return
-    freed = freed_since(table, graph)
-    if freed is not None:
+    if (freed := freed_since(table, graph)) is not None:
         graph.counters.inventory = None  # so that the next replay is refused, too
         raise StaleGraphError(
             f"{graph.counters.label} cannot be replayed: {freed}, and a replay would find there whatever came next. "
@@ -168,8 +166,11 @@ def _describe_freed(touch: Touch) -> str:
 def _keep(table: ProgramTable, inventory: Inventory) -> None:
     """Keep the tensors alive that a graph touches and nobody accounts for; warn once of memory that has none."""
     spans = [*table.accounted, *(span for tensor in table.foreign for span in _memory(tensor))]
-    foreign = [touch for touch in _unseen(inventory, MemoryKind.FOREIGN) if touch.certain and not _holds(spans, touch)]
-    foreign = [touch for touch in foreign if touch.address not in table.unowned]
+    foreign = [
+        touch
+        for touch in _unseen(inventory, MemoryKind.FOREIGN)
+        if touch.certain and touch.address not in table.unowned and not _holds(spans, touch)
+    ]
     if not foreign:
         return
     found = _tensors_at({touch.address for touch in foreign})

@@ -266,8 +266,7 @@ class SegmentRecorder:
         return calls[index]
 
     def _end_segment(self) -> None:
-        segment = self.device.end()
-        if segment is not None:
+        if (segment := self.device.end()) is not None:
             self._steps.append(segment)
 
     def _hold(self, leaf: Any, made_here: bool) -> Any:

@@ -52,6 +52,7 @@ class PythonState:
 
     Attributes:
         refuses: True if what captures changed in there is no graph's to do.
+        noted: True once notes were put back: a graph may do at every replay what eager does once.
     """
 
     refuses = False
@@ -60,7 +61,7 @@ class PythonState:
         self._roots = list(roots)
         self._sizes = tuple(sizes)
         self.snapshot = Snapshot()
-        self.collected = False  # all garbage there was
+        self.noted = self.collected = False  # collected: all garbage there was
 
     def remember(self) -> None:
         """Remember it as it is: what real runs changed stays."""
@@ -73,7 +74,7 @@ class PythonState:
 
     def put_back_notes(self) -> None:
         """Put back notes under the numbers of rows: what they say is done, as that memory is filled, is undone."""
-        self.snapshot.put_back(sizes=self._sizes, notes_only=True)
+        self.noted |= self.snapshot.put_back(sizes=self._sizes, notes_only=True)
 
     def forget(self) -> None:
         """Remember nothing any more, so that nothing lives for that alone."""
@@ -153,8 +154,7 @@ def take_back(left: set[int], state: PythonState) -> None:
         left: addresses of what it made and something owned; what the error's own frames hold stays there.
         state: what Python's objects held before.
     """
-    kept = _tensors_at(left)
-    if kept:
+    if kept := _tensors_at(left):
         _put_back(kept, state)
 
 
@@ -165,8 +165,7 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
     NaN it shows.
     """
     names = state.put_back()
-    found = _living(kept)
-    if not found:
+    if not (found := _living(kept)):
         return names, []
     released = state.snapshot.release(lambda thing: any(thing is tensor for tensor in found))
     names += [name for name in released if name not in names]

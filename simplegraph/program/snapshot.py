@@ -361,7 +361,7 @@ class Snapshot:
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
-    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, notes_only: bool = False) -> None:
+    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, notes_only: bool = False) -> bool:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
@@ -370,7 +370,11 @@ class Snapshot:
             sizes: numbers of rows: notes under them shall be again as they were, wherever they are. They may say that
                 memory is filled, which a capture does not fill.
             notes_only: put back nothing else.
+
+        Returns:
+            True if some was put back by its key, as notes are.
         """
+        found = False
         for module, kind in () if notes_only else self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -387,9 +391,11 @@ class Snapshot:
                 for key, now, then in _changed_entries(holder, before):
                     if _is_note(sizes, before, key, now, then) or (names and self._name(key, holder) in names):
                         put(holder, key, then)
+                        found = True
         for tensor, memory, *_ in () if notes_only else self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
+        return found
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""

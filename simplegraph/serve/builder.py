@@ -350,8 +350,7 @@ class GraphBuilder:
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
         for job in jobs:
-            graph = self.manager.table.graphs.get(job.key)
-            if graph is not None:
+            if (graph := self.manager.table.graphs.get(job.key)) is not None:
                 self.inputs_of[job.key] = inputs
                 spec = graph.program.spec
                 if hasattr(spec.type, "make_plan"):  # with more than the forward's outputs

@@ -234,13 +234,17 @@ class _CallProof:
                 f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
                 "does not: answers since then may be wrong"
             )
-        error = None if found is None else VerificationError(found)
-        failure = self._ranks.failure(f"the proof of {self._label}", error)
+        failure = self._ranks.failure(
+            f"the proof of {self._label}", None if found is None else VerificationError(found)
+        )
         if failure is None:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
-            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
-            graph.prove(call.batch, known, first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify))
+            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if graph.once is None else graph.rows
+            first = graph.once is not None and call.batch not in graph.once
+            if self._ranks.any(f"a second proof of {self._label}", first) is first:  # else another rank needs one
+                distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
+                graph.prove(call.batch, known if alone else None, distance)
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""

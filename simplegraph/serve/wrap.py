@@ -188,7 +188,7 @@ def _share(module: Any, kind: type[Any]) -> Any:
 
 
 @functools.cache
-def _graphed(original: Any) -> type[nn.Module]:
+def _graphed(original: Any) -> Any:
     """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,8 +209,7 @@ def _graphed(original: Any) -> type[nn.Module]:
         "_simplegraph_original": original,
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
-    graphed: type[nn.Module] = subclass(original, members, *mixins)
-    return graphed
+    return subclass(original, members, *mixins)
 
 
 def _insert_base(target: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.serve import proof
@@ -54,3 +55,47 @@ def test_ranks_compare_at_the_same_replays_and_give_up_together_what_differs_on_
         (text,) = found["failures"].values()
         assert "on rank 1" in text
         assert "equalled eager after 4 replays, and now, after 12, it does not" in text
+
+
+class Once(nn.Module):
+    """Adds up a number over the ranks; on the last one something is done once for each batch size, and noted."""
+
+    def __init__(self, rank: int, size: int, counts: bool) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("one", torch.ones(1))
+        self.does = (self.state.add_ if counts else self.state.fill_) if rank == size - 1 else None
+        self.seen: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.does is not None and len(x) not in self.seen:
+            self.seen.add(len(x))
+            self.does(1)
+        ranks = self.one.clone()
+        dist.all_reduce(ranks)
+        return x * ranks + self.state
+
+
+def prove_what_was_noted(rank: int, size: int, counts: bool) -> dict[str, Any]:
+    module = Once(rank, size, counts).eval()
+    model = sg.wrap(module, capture_sizes=[4, 8], ranks=sg.RankGroup(timeout=30), progress=False)
+    compared, different, stats = [], 0, model.graph_stats
+    with torch.inference_mode():
+        model.capture_graphs(batch(8))
+        done = int(module.state)
+        for turn in range(8):
+            rows = 4 if counts else 5 + rank * (turn % 2)
+            done += counts and rank == 1 and turn == 0
+            before = stats.eager[sg.Reason.PROOF]
+            y = model(batch(rows))
+            different += not torch.allclose(y, batch(rows) * 2 + done, atol=1e-5)
+            compared += [turn] * (stats.eager[sg.Reason.PROOF] - before)
+    return {"compared": compared, "different": different, "replays": stats.replays, "failures": [*stats.failures]}
+
+
+def test_ranks_prove_twice_together_what_one_of_them_noted() -> None:
+    for found in values(run_ranks(prove_what_was_noted, 2, False)):
+        # The second rank's two batch sizes, both padded, come in turn.
+        assert found == {"compared": [0, 1, 2], "different": 0, "replays": 5, "failures": []}
+    for found in values(run_ranks(prove_what_was_noted, 2, True)):
+        assert found == {"compared": [0, 1], "different": 0, "replays": 0, "failures": ["batch size 4"]}

@@ -13,6 +13,7 @@ ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 FILLED = ("tests/module/test_filled_once.py",)
+ONCE = ("tests/module/test_done_once.py",)
 SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
@@ -215,8 +216,8 @@ MUTANTS = [
     Mutant(
         "the verdict of a proof is that nothing differs",
         "serve/proof.py",
-        "error = None if found is None else VerificationError(found)",
-        "error = None",
+        "None if found is None else VerificationError(found)",
+        "None",
         PROOFS,
     ),
     Mutant(
@@ -306,8 +307,8 @@ MUTANTS = [
     Mutant(
         "a capture again forgets the batch sizes that were proven",
         "serve/proof.py",
-        "call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None",
-        "set() if alone else None",
+        "call.binding.proven.setdefault(call.dispatch[:2], set()) if",
+        "set() if",
         PROOFS,
     ),
     Mutant(
@@ -709,6 +710,27 @@ MUTANTS = [
         "                self._places[at] = holder, {}, number < self._empty_near\n",
         "                pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
+    ),
+    Mutant(
+        "a graph whose capture noted something is proven once",
+        "manager/table.py",
+        "            self.once.add(rows)\n            return\n",
+        "            self.once.add(rows)\n",
+        ONCE,
+    ),
+    Mutant(
+        "what a capture noted is forgotten when another size fails",
+        "guard/effects.py",
+        "        self.put_back_notes()\n        self.snapshot.put_back(self._counted.undone)\n",
+        "        self.snapshot.put_back(self._counted.undone, self._sizes)\n",
+        ONCE,
+    ),
+    Mutant(
+        "a replay may draw random numbers where eager draws none",
+        "manager/proof.py",
+        "return self.drawn or first_difference(",
+        "return first_difference(",
+        ONCE,
     ),
     Mutant(
         "a set keeps what a capture noted for a batch size",
