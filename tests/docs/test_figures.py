@@ -154,6 +154,17 @@ def started_on_an_h200(other: str, *, again: bool = False) -> tuple[str, str]:
     return f"{ours:.2f} s", f"{others:.2f} ({ours / others:.2f})"
 
 
+def one_row(key: str, model: str = "8B", part: str = "linears") -> str:
+    """Write the us of a layer's linear layers on a single row, but for the vocabulary's."""
+    found = [
+        each[key]
+        for each in raw.load("h200_one_row")[part]
+        if (each["model"], each["layer"] == "head") == (model, False)
+    ]
+    *first, last = (f"{us:.1f}" for us in found)
+    return f"{', '.join(first)} and {last} us"
+
+
 def a_token(arm: str) -> float:
     return float(raw.load("h200_generate_launches")["models"]["llama"]["arms"][arm]["ms_per_token"])
 
@@ -267,6 +278,8 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
         "commit 65e8625): {} times its products alone.",
         lambda: tokens_on_an_h200("h200_engine_triton", "at 1, 8, 64 and 256 requests,"),
     ),
+    ("multiplies, and down take {}, the gate's", lambda: one_row("us")),
+    ("and cuBLAS {} without it", lambda: one_row("us, 1 row", part="cuBLAS")),
     (
         "they take {} with one token in a launch",
         lambda: " ms, and ".join(f"{a_token(arm):.2f}" for arm in ("simplegraph-8-tokens", "simplegraph")),
