@@ -289,9 +289,13 @@ class FixedCacheDecoder:
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_attention_heads", None) or 1
         group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
-        variants = (KernelTrial("attend", (group, elements, 1, keys)) for keys in (256, 1024, 2048))
-        trials = KernelTrial("write_pages", (elements, "HND")), *variants
-        return operators_of(self._step.fused_layers(), device, dtype, *trials)
+        attending = (
+            KernelTrial("attend", (group, elements, 1, keys))
+            for keys in (256, 1024, 2048)  # with which a row's attention is another variant
+            if keys <= max(256, self._spans[-1])
+        )
+        writing = KernelTrial("write_pages", (elements, "HND"))
+        return operators_of(self._step.fused_layers(), device, dtype, writing, *attending)
 
     def _store_for(self, layout: CacheLayout) -> CacheStore:
         step = self._step
