@@ -39,9 +39,10 @@ def choices(model: Any) -> Hashable:
     """
     config = model.config.get_text_config(decoder=True)
     adapters = [
-        (str(child.active_adapters), bool(child.disable_adapters))
+        (str(getattr(child, "active_adapters", None)), bool(child.disable_adapters))
         for child in model.modules()
-        if not callable(getattr(type(child), "disable_adapters", callable))  # of models it is a method
+        # Of models it is a method.
+        if "disable_adapters" in vars(child) or not callable(getattr(type(child), "disable_adapters", callable))
     ]
     return config._attn_implementation, getattr(config, "_experts_implementation", None), tuple(adapters)
 
@@ -84,7 +85,7 @@ def _check_modules(model: Any) -> None:
         hooks = [hook for kind in _HOOK_DICTS for hook in own[kind].values()]
         if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
             raise CannotBind(Reason.HOOKS, name)
-        devices |= {each.device for each in own["_parameters"].values() if each is not None}
+        devices |= {each.device for each in child._parameters.values() if each is not None}
     if len(devices) > 1:
         raise CannotBind(Reason.WRONG_DEVICE, f"parameters on {', '.join(sorted(map(str, devices)))}")
     for device in devices:

@@ -51,8 +51,12 @@ def _mask(*args: Any, **given: Any) -> Any:
     mask: Any = given.get("attention_mask")
     in_step = _STEP.operators is not _ThreadStep.operators and given.get("q_length") == 1 and mask is not None
     causal = in_step and given.get("mask_function") is causal_mask_function and mask.dtype is torch.bool
-    whole = causal and mask.shape == (given.get("batch_size"), given.get("kv_length"))
-    return mask[:, None, None] if whole else sdpa_mask(*args, **given)
+    own = (
+        causal
+        and mask.shape == (given.get("batch_size"), given.get("kv_length"))
+        and isinstance(given.get("q_offset"), Tensor)  # a length on the device, as the step's cache has
+    )
+    return mask[:, None, None] if own else sdpa_mask(*args, **given)
 
 
 def _attend(

@@ -133,8 +133,8 @@ class Launch:
             logits = step(ids)[:, -1]
             if state.ends is not None:
                 made = made + state.unfinished
-            # The most likely token is the same in the model's dtype.
-            scores = logits.to(torch.float32) if self.samples or self._processors else logits
+            # Of scores that float32 holds, the most likely one is the same.
+            scores = logits if logits.itemsize <= 4 and not (self.samples or self._processors) else logits.float()
             tokens, state = self.choose(scores, ids, state)
             ids = tokens[:, None]
             all_tokens.append(ids)

@@ -35,15 +35,43 @@ def test_weights_changed_in_place_and_replaced_are_never_stale(llama: Any, plain
         assert graphs.stats.replays == replays + TOKENS - 1
 
 
+class Adapter(torch.nn.Linear):
+    active_adapters, disable_adapters = ("a",), False
+
+    def switch(self, disabled: bool) -> None:
+        self.disable_adapters = disabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.disable_adapters else -1)
+
+
+class OfTheInstance(Adapter):
+    def disable_adapters(self) -> None:  # type: ignore[override]
+        """Is no switch, and is hidden by the attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.switch(False)
+
+
+class WithoutNames(torch.nn.Linear):
+    off = False
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.off
+
+    def switch(self, disabled: bool) -> None:
+        self.off = disabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.off else -1)
+
+
+@pytest.mark.parametrize("Adapter", [Adapter, OfTheInstance, WithoutNames])
 def test_attention_chosen_otherwise_and_adapters_switched_are_never_stale(
-    llama: Any, plain: Any, device: torch.device
+    Adapter: Any, llama: Any, plain: Any, device: torch.device
 ) -> None:
-    class Adapter(torch.nn.Linear):
-        active_adapters, disable_adapters = ("a",), False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * (1 if self.disable_adapters else -1)
-
     batch = tiny.prompts([7, 4], device)
     for model in (llama, plain):
         adapter = Adapter(64, tiny.VOCABULARY, bias=False, device=device)
@@ -53,7 +81,7 @@ def test_attention_chosen_otherwise_and_adapters_switched_are_never_stale(
         found = []
         for disabled in (False, True, False):
             for model in (llama, plain):
-                model.lm_head.disable_adapters = disabled
+                model.lm_head.switch(disabled)
             found.append(llama.generate(**batch, **GREEDY))
             assert torch.equal(found[-1], plain.generate(**batch, **GREEDY))
         assert not torch.equal(found[0], found[1])
@@ -128,3 +156,13 @@ def test_quantised_layers_requantised_in_place_and_replaced(llama: Any, plain: A
         assert not torch.equal(seen[1], seen[2])
         assert graphs.stats.replays >= 3 * (TOKENS - 3)
         assert graphs.stats.captures == 2  # in place, the graph reads the new numbers
+
+
+def test_a_traced_part_runs_eagerly(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([7], device)
+    for model in (llama, plain):
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj = torch.jit.trace(mlp.down_proj, torch.randn(1, 1, mlp.down_proj.in_features, device=device))
+    with graphed(llama, fused_kernels=False) as graphs:
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays == 0

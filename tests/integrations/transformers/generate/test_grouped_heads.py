@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from operators_seen import OperatorRecorder  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 from simplegraph.fused.torch_operators import Operators  # noqa: E402
@@ -134,3 +135,55 @@ def test_an_attention_that_a_user_registered_as_sdpa_is_called(device: torch.dev
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
     assert calls == [1]
+
+
+def _window(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return (key <= query) & (key > query - 4)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "two queries": {"q_length": 2},
+    "a length that Python knows": {"q_offset": 20},
+    "a longer cache": {"kv_length": LENGTH + 8},
+    "a window": {"mask_function": _window},
+    "no mask": {"attention_mask": None},
+}
+
+
+def mask_inputs(device: torch.device) -> dict[str, Any]:
+    """What transformers passes for a step at position 20, whose mask hides the later ones and some of the prompt."""
+    mask = torch.arange(LENGTH, device=device).expand(ROWS, LENGTH) <= 20
+    mask[1, :3] = False
+    sizes = {"batch_size": ROWS, "q_length": 1, "kv_length": LENGTH, "q_offset": torch.tensor(20, device=device)}
+    return {**sizes, "mask_function": causal_mask_function, "attention_mask": mask, "device": device}
+
+
+def test_a_steps_mask_is_the_caches(device: torch.device) -> None:
+    given = mask_inputs(device) | {"allow_is_causal_skip": False}
+    with grouped_heads(Operators()):
+        found = AttentionMaskInterface()["sdpa"](**given)
+    assert found.data_ptr() == given["attention_mask"].data_ptr()
+    assert torch.equal(found, sdpa_mask(**given))
+    assert AttentionMaskInterface()["sdpa"] is sdpa_mask
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_any_other_mask_is_transformers_own(case: str, device: torch.device) -> None:
+    given = mask_inputs(device) | {"allow_is_causal_skip": False} | OTHERS[case]
+    expected = sdpa_mask(**given)
+    with grouped_heads(Operators()):
+        found = AttentionMaskInterface()["sdpa"](**given)
+    assert torch.equal(found, expected)
+    assert given["attention_mask"] is None or found.data_ptr() != given["attention_mask"].data_ptr()
+
+
+def test_another_threads_mask_is_transformers_own(device: torch.device) -> None:
+    given = mask_inputs(device) | {"allow_is_causal_skip": False}
+    given["attention_mask"] = torch.ones_like(given["attention_mask"])  # later positions are hidden by the causal one
+    found: list[Tensor] = []
+    with grouped_heads(Operators()):
+        thread = threading.Thread(target=lambda: found.append(AttentionMaskInterface()["sdpa"](**given)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], sdpa_mask(**given))
+    assert not found[0][..., 21:].any()

@@ -376,3 +376,14 @@ def test_a_prompt_of_embeddings_counts_in_the_cache_though_not_in_the_sequence(
     full = tokens > 57  # 8 and 56 that a step is passed are the 64 of the graphs
     assert graphs.stats.slower == ({Reason.ONE_TOKEN: 2} if full else {})
     assert bool(launches(graphs)) is not full
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scores_that_float32_does_not_tell_apart_are_as_likely(dtype: torch.dtype, device: torch.device) -> None:
+    plain, model = (tiny.build(tiny.DECODERS["llama"], device).to(dtype) for _ in range(2))
+    for one in (plain, model):
+        with torch.no_grad():
+            one.lm_head.weight[1::2] = one.lm_head.weight[0::2] * (1 + 1e-11)
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, tiny.prompts([7], device), FREE)
+        assert launches(graphs)
