@@ -173,12 +173,16 @@ def _gemms(llama: Llama, count: int) -> Callable[[], object]:
         linear
         for layer in llama.model.layers
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
-    ] + [llama.lm_head]
-    given = [(each, torch.randn(count, each.weight.shape[1]).to(each.weight)) for each in linears if each is not None]
+    ] + ([] if llama.lm_head is None else [llama.lm_head])
+    # One input for all of as many features: it stays in the GPU's cache, as what a step has just computed does.
+    rows = {
+        inputs: torch.randn(count, inputs).to(linears[0].weight)
+        for inputs in {linear.weight.shape[1] for linear in linears}
+    }
 
     def run() -> None:
-        for linear, rows in given:
-            linear(rows)
+        for linear in linears:
+            linear(rows[linear.weight.shape[1]])
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -21,7 +21,7 @@ _LOG2E = 1.4426950408889634
 _ROWS, _BLOCK = 2, 1024  # of a weight, that a program reads at a time
 _KEPT = 16384  # bytes of keys, and of values, that a program of `attend` holds at a time
 _MOST_KEYS, _FEWEST_KEYS = 128, 32
-_PARTS = 16
+_PARTS = 16  # of a row's keys, up to which more of them take less time
 _PROGRAMS = 528  # four for each multiprocessor of an H100
 
 

@@ -47,7 +47,7 @@ class ReplayProof(contextlib.ExitStack):
         replay_seconds: the time that the fastest replay took.
         otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
-        drawn: says so if a replay drew some and it did not, as of what it did before and noted; else empty.
+        drawn: says that a replay drew some and it did not, where a capture noted what it did; else empty.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
     """
@@ -164,7 +164,7 @@ class ReplayProof(contextlib.ExitStack):
     def _run_again(self) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
-        # Looked at only where it may be: another thread may draw, too.
+        # Only where eager may have drawn before: other threads may draw meanwhile.
         generators = () if self.draws or self._graph.once is None else self._graph.program.generators
         before = random_states(generators)
         self._table.device.synchronize()

@@ -188,7 +188,7 @@ def _share(module: Any, kind: type[Any]) -> Any:
 
 
 @functools.cache
-def _graphed(original: Any) -> Any:
+def _graphed(original: Any) -> type[nn.Module]:
     """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ def _graphed(original: Any) -> Any:
         "_simplegraph_original": original,
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
-    return subclass(original, members, *mixins)
+    return subclass(original, members, *mixins)  # type: ignore[no-any-return]
 
 
 def _insert_base(target: Any) -> None:

@@ -141,7 +141,7 @@ class Together(threading.local):
     """
 
     def __init__(self, layers: Sequence[nn.Linear], *, known: bool = True, kind: str = "") -> None:
-        self.layers, self._known, self.kind = layers, known, (kind,) * bool(kind)
+        self.layers, self._known, self.kind = layers, known, kind
         self._x: Tensor | None = None
         self._version: int | None = None
         self._found: dict[nn.Linear, Tensor] = {}
@@ -151,10 +151,10 @@ class Together(threading.local):
         version = None if x.is_inference() else x._version
         if layer is self.layers[0] and (self._known or version is not None):
             self._x, self._version = x, version
-            found = compute(x, *_weights(self.layers), *self.kind)
+            found = compute(x, *_weights(self.layers), *filter(None, [self.kind]))
             self._found = dict(zip(self.layers, found, strict=False))
             if self.kind:
-                vars(found[0])[_PRODUCT] = *self.kind, *found[1:]
+                vars(found[0])[_PRODUCT] = self.kind, *found[1:]
         elif x is not self._x or version != self._version or layer not in self._found:
             return compute(x, *_weights([layer]))[0]
         result = self._found.pop(layer)
@@ -167,7 +167,7 @@ def _weights(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
 
 
 def _layer(module: Any, together: Together) -> Layer:
-    sizes = module.in_features, int(module.bias is not None), *together.kind
+    sizes = module.in_features, int(module.bias is not None), *filter(None, [together.kind])
     return Layer(LINEAR, (KernelTrial("linears", sizes),), functools.partial(_linear, module, together))
 
 
