@@ -43,7 +43,7 @@ class GenerationPlan:
         models: of `families.FAMILIES`; random weights.
         tiny: the models' tiny shapes.
         batch, prompt, tokens: rows, tokens of each prompt, and new ones.
-        rounds: generations after the first; their median counts.
+        rounds: generations after the first; their median counts. Graphs serve the prompts of all but the first three.
         arms: of `ALL_ARMS`.
         compared: tokens that are generated in float32 to compare graphs with plain.
         processes: processes of each arm that compiles nothing.
@@ -56,7 +56,7 @@ class GenerationPlan:
     batch: int = 1
     prompt: int = 64
     tokens: int = 128
-    rounds: int = 5
+    rounds: int = 9
     arms: tuple[str, ...] = ARMS
     compared: int = 128
     processes: int = 3
@@ -114,7 +114,7 @@ def run_arm(
     result = generate()
     synchronize(device)
     taken = [time.perf_counter() - started]
-    # Prompts run eagerly; a graph makes every token after the first, or several.
+    # A graph makes every token after the first, or several; that of the prompt is not counted.
     replays = Replays(*([] if graphs is None else [graphs]), name=f"{arm} of {name}")
     later = Served(generate, replays, (plan.tokens - 1) // LAUNCHES.get(arm, 1))
     with turn:

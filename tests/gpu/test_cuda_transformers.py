@@ -85,6 +85,48 @@ def test_every_step_but_the_first_ones_is_a_replay_and_none_reads_what_others_wr
 
 
 @pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "mixtral"])
+def test_prefills_of_short_prompts_are_replays(name: str, proven: bool) -> None:
+    plain, model = pair(name)
+    settings = GREEDY | {"max_new_tokens": 3, "min_new_tokens": 3} | LOGITS
+    shapes = [(1, 5), (1, 13), (3, 5), (3, 20), (1, 40), (1, 70), (4, 60), (2, 64)]
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for seed, (rows, tokens) in enumerate(5 * shapes):
+            batch = tiny.prompts([tokens] * rows, CUDA, seed)
+            churn()
+            found, expected = (one.generate(**batch, **settings) for one in (model, plain))
+            assert torch.equal(found.sequences, expected.sequences)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
+            for layer, wanted in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+                pairs = (layer.keys, layer.values), (wanted.keys, wanted.values)
+                torch.testing.assert_close(*pairs, rtol=1e-3, atol=1e-3)
+        stats = graphs._prompts.step.graph_stats
+        if name == "mixtral":  # in float32 its experts' offsets are read back
+            assert "grouped_mm" in str(graphs._prompts.refusal)
+            assert sum(stats.eager.values()) < 10, "other prefills are the model's own"
+        else:
+            assert stats.replays >= 12, graphs._prompts.step.graph_report()
+            assert not stats.failures
+
+
+def test_prefills_of_short_prompts_in_half_precision() -> None:
+    plain, model = middle(), middle()
+    settings = GREEDY | {"max_new_tokens": 2, "min_new_tokens": 2} | LOGITS
+    with graph_generation(model, max_batch_size=2, max_length=512, tokens_per_launch=8) as graphs:
+        graphs.capture([1, 2], [30, 200])
+        for seed, (rows, tokens) in enumerate(4 * [(1, 7), (1, 33), (1, 64), (2, 100), (1, 200), (2, 9)]):
+            batch = tiny.prompts([tokens] * rows, CUDA, seed)
+            churn()
+            found, expected = (one.generate(**batch, **settings) for one in (model, plain))
+            assert torch.equal(found.sequences[:, :-2], expected.sequences[:, :-2])
+            largest = expected.logits[0].abs().max()
+            assert (found.logits[0] - expected.logits[0]).abs().max() <= 0.04 * largest
+        assert graphs._prompts.refusal is None
+        assert graphs._prompts.step.graph_stats.replays >= 12
+        assert graphs._prompts.step.graph_stats.captures == 4
+
+
+@pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
 @pytest.mark.parametrize("name", tiny_states.MODELS)
 def test_models_with_states_decode_by_replays(name: str, proven: bool) -> None:
     plain, model = (tiny.build(tiny_states.MODELS[name], CUDA) for _ in range(2))
@@ -147,7 +189,7 @@ def test_nothing_waits_for_the_gpu_between_launches_of_a_fixed_length() -> None:
     settings = {"do_sample": False, "eos_token_id": None}
     waits, made = [], []
     with graph_generation(model, max_batch_size=1, max_length=128, tokens_per_launch=8) as graphs:
-        for _ in range(3):
+        for _ in range(7):  # until the prefill is a replay, too
             model.generate(**batch, **settings, max_new_tokens=26)
         for tokens in (26, 50):
             before = launches(graphs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import GenerationMixin
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.patches import subclass
@@ -93,6 +95,9 @@ class ModelStep(nn.Module):
 
     Args:
         model: the model. The `forward` of its original class is called, before methods were overridden.
+
+    Attributes:
+        cache_name: name of the model's argument and output that holds its cache.
     """
 
     takes_settings = False  # users who see its messages cannot set its mode or mark breaks in it
@@ -100,8 +105,16 @@ class ModelStep(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.cache_name = _cache_name(model)
         self.run_model = functools.partial(original_class(model).forward, model)
         self.training = False  # only the model's own `training` counts
+
+
+def _cache_name(model: Any) -> str:
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        return "cache"  # of all models, from transformers 5.24 on
+    names = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
+from simplegraph.integrations.transformers.generate.prompt import BATCH_DIMS, Prompts, PromptStep
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.stop_checks import (
     LaunchedGeneration,
@@ -42,12 +43,15 @@ class GraphedGeneration(GraphedModel):
     Args:
         model: the model.
         step: a wrapped `TokenStep` of the model.
+        prompts: runs prefills.
         decoder: decodes with that step.
         tokens_per_launch: steps that one graph takes.
     """
 
-    def __init__(self, model: Any, step: Any, decoder: FixedCacheDecoder, tokens_per_launch: int = 1) -> None:
-        self._decoder, self._tokens_per_launch = decoder, tokens_per_launch
+    def __init__(
+        self, model: Any, step: Any, prompts: Prompts, decoder: FixedCacheDecoder, tokens_per_launch: int = 1
+    ) -> None:
+        self._prompts, self._decoder, self._tokens_per_launch = prompts, decoder, tokens_per_launch
         self._served: ServedGeneration | None = None
         self._busy = threading.Lock()
         self._choices: Hashable = None
@@ -58,12 +62,14 @@ class GraphedGeneration(GraphedModel):
     def reset(self) -> None:
         """Drop the graphs and their cache; later calls make them again."""
         self._decoder.reset()
+        self._prompts.reset()
 
     def report(self) -> GraphReport:
         """Report captures, replays, what ran eagerly and why, and the layers that run on fused operators in steps."""
         step = self._step
         lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
+        lines += [str(self._prompts)]
         report = super().report()
         return dataclasses.replace(report, optimizations=(*report.optimizations, *lines))
 
@@ -95,6 +101,7 @@ class GraphedGeneration(GraphedModel):
         if sizes is not None:
             check_counts("sizes", sizes)
             self._step.configure_graphs(capture_sizes=sizes)
+            self._prompts.use_sizes(sizes)
             self.reset()
             self._decoder.use_sizes(sizes)
         if lengths is not None:
@@ -105,18 +112,21 @@ class GraphedGeneration(GraphedModel):
             raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
         self._decoder.capturing, before = {}, self.stats.eager[Reason.SWITCHED_OFF]
         try:
-            for rows, tokens in prompts:
-                self._generate_once(rows, tokens, settings)
+            for rows, tokens in prompts:  # the prefill, the first step, one more and a launch
+                self._generate_once(rows, tokens, 3 + self._tokens_per_launch, settings)
+            for tokens in (2, 65):  # whose prefills are compared at one padded length each
+                if tokens < self._decoder.max_length:
+                    self._generate_once(1, tokens, 1, settings)
+            self._decoder.capturing |= self._prompts.capture(self.model.device)
             off = self.stats.eager[Reason.SWITCHED_OFF] > before
             return dataclasses.replace(added(self._decoder.capturing), switched_off=off)
         finally:
             self._decoder.capturing = None
 
-    def _generate_once(self, rows: int, tokens: int, settings: Mapping[str, Any]) -> None:
-        """Generate from a made-up prompt as many tokens as steps of each kind take."""
+    def _generate_once(self, rows: int, tokens: int, count: int, settings: Mapping[str, Any]) -> None:
+        """Generate so many tokens from a made-up prompt."""
         ids = torch.arange(rows * tokens, device=self.model.device).view(rows, tokens)
         ids = ids.remainder(self.model.config.get_text_config().vocab_size)
-        count = 3 + self._tokens_per_launch  # the prefill's, the first step's, one more and a launch
         given = {"do_sample": False, **settings, "max_new_tokens": count, "min_new_tokens": count, "max_length": None}
         self.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
 
@@ -215,7 +225,7 @@ class GraphedGeneration(GraphedModel):
             if before != self._choices:
                 self.reset()
             cache = kwargs[self._decoder.cache_name]
-            served = ServedGeneration(self._decoder, cache, kept=cache_is_kept, beams=beams)
+            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=cache_is_kept, beams=beams)
             with contextlib.closing(served) as self._served:
                 yield self._served
         finally:
@@ -288,20 +298,22 @@ def graph_generation(
     """
     _check_generator(model, max_batch_size=max_batch_size, max_length=max_length, tokens_per_launch=tokens_per_launch)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
+    # `generate` copies the logits before its next step, but other wrappers that share the pool replay at any time.
+    outputs = "static" if pool is None else "clone"
+    settings: Any = {"pool": pool, "outputs": outputs, "progress": False}
     step: Any = wrap(
         named(TokenStep, type(model).__name__)(model, not_fused=_not_fused(fused_kernels)),
-        pool=pool,
         capture_sizes=sizes,
         batch_dims=ROW_INPUTS,
         max_signatures=_MAX_SIGNATURES * (1 + MOST_LAUNCHES * (tokens_per_launch > 1)),
-        # `generate` copies the logits before its next step, but other wrappers that share the pool replay at any time.
-        outputs="static" if pool is None else "clone",
-        progress=False,
+        **settings,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
     lengths = {"max_length": max_length, "max_source_length": source}
+    prompts = Prompts(wrap(named(PromptStep, type(model).__name__)(model), batch_dims=BATCH_DIMS, **settings))
+    prompts.use_sizes(sizes)
     decoder = FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths)
-    return GraphedGeneration(model, step, decoder, tokens_per_launch)
+    return GraphedGeneration(model, step, prompts, decoder, tokens_per_launch)
 
 
 def _not_fused(chosen: bool | Collection[str]) -> set[str]:

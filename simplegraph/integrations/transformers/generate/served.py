@@ -1,4 +1,4 @@
-"""Serves one generation: its prefill runs eagerly, its steps of one token go through graphs."""
+"""Serves one generation: its prefill, and its steps of one token, which go through graphs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class ServedGeneration:
 
     Args:
         decoder: the decoder, which serves no other generation meanwhile.
+        prefill: runs a prefill: the model's own forward, and its keyword arguments -> its outputs.
         cache: the generation's own.
         kept: True if the user can see the cache after the generation.
         beams: True if rows are beams, whose order changes between steps.
@@ -42,8 +43,10 @@ class ServedGeneration:
             eagerly and the next one would as well.
     """
 
-    def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool, beams: bool) -> None:
-        self._decoder, self._cache, self._kept = decoder, cache, kept
+    def __init__(
+        self, decoder: FixedCacheDecoder, prefill: Callable[..., Any], cache: Any, *, kept: bool, beams: bool
+    ) -> None:
+        self._decoder, self._prefill, self._cache, self._kept = decoder, prefill, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
         self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
@@ -77,7 +80,8 @@ class ServedGeneration:
             except CannotBind as error:
                 self._give_up(error.reason, error.detail)
         self._restore()
-        outputs = forward(*args, **kwargs)
+        run = forward if args or self._output is not None else functools.partial(self._prefill, forward)
+        outputs = run(*args, **kwargs)
         self._adopt(getattr(outputs, self._decoder.cache_name, None))
         self._output = self._output_like(outputs)
         self.words = outputs.logits.shape[-1] if isinstance(getattr(outputs, "logits", None), Tensor) else 0

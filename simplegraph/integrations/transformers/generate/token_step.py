@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from simplegraph.base.config import BatchDim
 from simplegraph.fused.layers.layer import Layer
@@ -48,7 +47,6 @@ class TokenStep(ModelStep):
         operators: the fused operators, chosen with the store; fuses: False if nothing is to be fused.
         store: the store to decode from; None until a generation brings its cache.
         ids_name: name of the model's argument that holds a step's tokens.
-        cache_name: name of the model's argument and output that holds its cache.
         shortening: parts of the model that make the mask of an encoder's outputs from the longer one of its inputs.
     """
 
@@ -62,7 +60,6 @@ class TokenStep(ModelStep):
         self.fuses = bool({*KINDS, *TOKEN_KINDS} - self._not_fused)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._masks = _masks_taken(model)
-        self.cache_name = _cache_name(model)
         self._unmasked = unmasked_parts(model)
         self._encodes = bool(model.config.is_encoder_decoder)
         self.shortening = [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
@@ -136,13 +133,6 @@ class TokenStep(ModelStep):
         store.check_states(view)
         logits: Tensor = outputs.logits
         return logits
-
-
-def _cache_name(model: Any) -> str:
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
-        return "cache"  # of all models, from transformers 5.24 on
-    names = inspect.signature(type(model).forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def _same_mask(length: int, mask: Tensor, **_: Any) -> Tensor:

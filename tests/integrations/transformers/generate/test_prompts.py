@@ -1,0 +1,249 @@
+"""Prefills of short prompts are replayed, padded on the right; whatever else comes runs by the model's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+from tiny_generation import CACHE, MODELS, graphed  # noqa: E402
+from transformers.cache_utils import DynamicCache  # noqa: E402
+
+from simplegraph import Reason  # noqa: E402
+from simplegraph.integrations.transformers import GraphedGeneration, graph_generation  # noqa: E402
+
+SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+WHOLE: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+pytestmark = pytest.mark.proofs
+ON_THE_WAY = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN}
+
+
+def prompt(rows: int, tokens: int, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, tiny.VOCABULARY, (rows, tokens), generator=generator).to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def replays(graphs: GraphedGeneration) -> int:
+    """Prefills that were replays."""
+    return int(graphs._prompts.step.graph_stats.replays)
+
+
+def check(model: Any, plain: Any, given: dict[str, Any], **settings: Any) -> None:
+    """Compare a generation's tokens, logits and cache with those of the plain model."""
+    found, expected = (one.generate(**given, **SETTINGS, **WHOLE, **settings) for one in (model, plain))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
+    for layer, wanted in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+        torch.testing.assert_close((layer.keys, layer.values), (wanted.keys, wanted.values))
+
+
+def until_replayed(model: Any, plain: Any, graphs: GraphedGeneration, device: torch.device, *shape: int) -> None:
+    """Generate until a prefill of this shape is a replay."""
+    before = replays(graphs)
+    for seed in range(8):
+        check(model, plain, prompt(*shape, device, seed))
+        if replays(graphs) > before:
+            return
+    pytest.fail(f"no prefill of {shape} was replayed: {graphs.report()}")
+
+
+@pytest.mark.parametrize("name", tiny.DECODERS)
+def test_prefills_of_all_lengths_and_rows_are_those_of_the_plain_model(name: str, device: torch.device) -> None:
+    """Layers with a window keep its tokens alone; prompts are shorter and longer than that."""
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    with graphed(model, max_length=128) as graphs:
+        for length in (5, 13, 64, 70):
+            until_replayed(model, plain, graphs, device, 1, length)
+        for length in (5, 20):
+            until_replayed(model, plain, graphs, device, 3, length)
+        before = replays(graphs)
+        for seed, shape in enumerate([(1, 2), (1, 6), (1, 63), (1, 80), (3, 7), (4, 30), (1, 13)]):
+            check(model, plain, prompt(*shape, device, 20 + seed))
+        assert replays(graphs) >= before + 5
+        assert set(graphs._prompts.step.graph_stats.eager) <= ON_THE_WAY
+        assert f"prompts in graphs: {graphs._prompts.step.graph_stats.summary}" in graphs.report().optimizations
+
+
+@pytest.mark.parametrize("name", tiny.MIXTURES)
+def test_experts_whose_tokens_are_counted_in_python_run_eagerly(name: str, device: torch.device) -> None:
+    """On a GPU in float32; elsewhere such models have graphs for prompts, too."""
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    with graphed(model, max_length=128) as graphs:
+        for seed, tokens in enumerate([5, 13, 20] * 4):
+            check(model, plain, prompt(1, tokens, device, seed))
+        assert bool(replays(graphs)) != bool(graphs._prompts.refusal)
+
+
+def test_prefills_that_no_graph_serves_are_those_of_the_plain_model(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    with graphed(llama, max_length=400) as graphs:
+        until_replayed(llama, plain, graphs, device, 1, 9)
+        before = replays(graphs)
+        check(llama, plain, tiny.prompts([7, 4, 6], device))  # padded on the left
+        check(llama, plain, prompt(1, 257, device))
+        check(llama, plain, prompt(3, 65, device))
+        check(llama, plain, prompt(1, 1, device))
+        embeds = plain.get_input_embeddings()(prompt(1, 9, device)["input_ids"])
+        check(llama, plain, {"inputs_embeds": embeds, "attention_mask": torch.ones(1, 9, device=device)})
+        for one in (llama, plain):
+            cache = DynamicCache(config=one.config)
+            first = prompt(1, 9, device)
+            with torch.no_grad():
+                one(input_ids=first["input_ids"][:, :5], use_cache=True, **{CACHE: cache})
+            first[CACHE] = cache
+            result = one.generate(**first, **SETTINGS)
+            assert torch.equal(result, plain.generate(**prompt(1, 9, device), **SETTINGS))
+        assert replays(graphs) == before
+
+
+def test_a_prefill_in_chunks(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        for seed in range(6):
+            check(llama, plain, prompt(1, 9, device, seed), prefill_chunk_size=4)
+        assert replays(graphs), "first chunks, onto which the model writes the others"
+
+
+def test_positions_of_the_callers_own(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        for seed in range(8):
+            given = prompt(1, 9, device, seed)
+            check(llama, plain, given | {"position_ids": torch.arange(seed, seed + 9, device=device)[None]})
+        assert replays(graphs)
+
+
+def test_a_model_to_which_padding_matters_runs_eagerly(device: torch.device) -> None:
+    class Whole(transformers.LlamaForCausalLM):
+        """Every token knows the others, the later ones too."""
+
+        def forward(
+            self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+        ) -> Any:
+            kwargs |= {"position_ids": position_ids}
+            embeds = self.get_input_embeddings()(input_ids)
+            embeds = embeds + embeds.mean(1, keepdim=True)
+            return super().forward(inputs_embeds=embeds, logits_to_keep=logits_to_keep, **kwargs)
+
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: Whole(config), device) for _ in range(2))
+    with graphed(model) as graphs:
+        for seed in range(10):
+            check(model, plain, prompt(1, 9 + seed % 3, device, seed))
+        assert not replays(graphs)
+        assert "no graphs for prompts: padded to 64 tokens, output 0 differs by" in str(graphs.report())
+        assert not graphs._prompts.step.graph_stats.eager
+
+
+def test_a_model_that_returns_more_than_logits_runs_eagerly(device: torch.device) -> None:
+    class Tells(transformers.LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+        ) -> Any:
+            kwargs |= {"position_ids": position_ids}
+            outputs = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+            outputs["loss"] = outputs.logits.sum()
+            return outputs
+
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: Tells(config), device) for _ in range(2))
+    with graphed(model) as graphs:
+        for seed in range(6):
+            check(model, plain, prompt(1, 9, device, seed))
+        assert not replays(graphs)
+        assert "no graphs for prompts: padded to 64 tokens, " in str(graphs.report())
+
+
+def test_a_model_whose_logits_are_asked_for_by_a_number_only_runs_eagerly(device: torch.device) -> None:
+    class Number(transformers.LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+        ) -> Any:
+            kwargs |= {"position_ids": position_ids}
+            return super().forward(input_ids=input_ids, logits_to_keep=int(f"{logits_to_keep}"), **kwargs)
+
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: Number(config), device) for _ in range(2))
+    with graphed(model) as graphs:
+        for seed in range(6):
+            check(model, plain, prompt(1, 9, device, seed))
+        assert not replays(graphs)
+        assert "ValueError" in graphs._prompts.refusal
+
+
+def test_weights_that_change_are_seen(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        until_replayed(llama, plain, graphs, device, 1, 9)
+        for one in (llama, plain):
+            with torch.no_grad():
+                one.lm_head.weight.mul_(-1)  # in place
+        check(llama, plain, prompt(1, 9, device, 40))
+        for one in (llama, plain):
+            torch.manual_seed(3)
+            weight = torch.randn_like(one.model.layers[0].mlp.up_proj.weight)
+            one.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        until_replayed(llama, plain, graphs, device, 1, 9)
+
+
+def test_a_kept_cache_is_the_callers_own(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        until_replayed(llama, plain, graphs, device, 1, 9)
+        one_token = SETTINGS | {"max_new_tokens": 1, "min_new_tokens": 1}
+        found, expected = (one.generate(**prompt(1, 9, device), **one_token, **WHOLE) for one in (llama, plain))
+        check(llama, plain, prompt(1, 9, device, 5))  # a replay, which overwrites what the last one wrote
+        for layer, wanted in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+            torch.testing.assert_close((layer.keys, layer.values), (wanted.keys, wanted.values))
+        torch.testing.assert_close(found.logits, expected.logits)
+
+
+def test_capture_leaves_a_prefill_only_its_proof(llama: Any, plain: Any, device: torch.device) -> None:
+    with graph_generation(llama, max_batch_size=16, max_length=256) as graphs:
+        graphs.capture([1, 2, 16])
+        stats = graphs._prompts.step.graph_stats
+        assert stats.captures == 4  # two lengths, two batch sizes
+        before = stats.eager.copy()
+        for seed in range(3):
+            for shape in ((1, 9), (2, 64), (1, 100)):
+                check(llama, plain, prompt(*shape, device, seed))
+        assert set(stats.eager - before) == {Reason.PROOF}
+        assert stats.captures == 4
+        assert replays(graphs) == 6
+
+
+def test_inference_mode_comes_and_goes(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        for seed in range(12):
+            with torch.inference_mode(seed % 3 == 0):
+                check(llama, plain, prompt(1 + seed % 2, 9, device, seed))
+        assert replays(graphs)
+
+
+def test_reset_and_remove_drop_the_graphs_of_prompts(llama: Any, plain: Any, device: torch.device) -> None:
+    graphs = graphed(llama)
+    until_replayed(llama, plain, graphs, device, 1, 9)
+    graphs.reset()
+    assert not graphs._prompts.step.graph_stats.graphs
+    until_replayed(llama, plain, graphs, device, 1, 9)
+    graphs.remove()
+    assert not graphs._prompts.step.graph_stats.graphs
+    check(llama, plain, prompt(1, 9, device))
+
+
+def test_sampling_beams_and_launches_go_on_from_replayed_prefills(llama: Any, plain: Any, device: torch.device) -> None:
+    ways: list[dict[str, Any]] = [{"do_sample": True, "top_k": 20}, {"num_beams": 3}, {"num_return_sequences": 2}]
+    ways[2] |= {"do_sample": True}
+    with graph_generation(llama, max_batch_size=4, max_length=64, tokens_per_launch=2) as graphs:
+        for seed in range(8):
+            for way in ways:
+                results = []
+                for one in (llama, plain):
+                    torch.manual_seed(seed)
+                    given = prompt(1, 9, device, seed)
+                    results.append(one.generate(**given, **(SETTINGS | {"max_new_tokens": 9} | way)))
+                assert torch.equal(*results), way
+        assert replays(graphs)
