@@ -260,10 +260,11 @@ def graph_generation(
 ) -> GraphedGeneration:
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
-    The prefill runs eagerly. After it every step of greedy decoding, sampling or beam search replays a graph, on a
-    cache of fixed addresses that one generation at a time uses. All else about `generate` is unchanged: stopping
-    criteria, streamers, logits processors, masks, and the cache that it returns. Calls that graphs cannot serve
-    (assisted decoding, longer sequences, offloaded models) run eagerly, with the reason in `report`.
+    Every step of greedy decoding, sampling or beam search replays a graph, on a cache of fixed addresses that one
+    generation at a time uses. The prefill does where up to 256 tokens without padding fill keys and values alone; any
+    other runs eagerly. All else about `generate` is unchanged: stopping criteria, streamers, logits processors, masks,
+    and the cache that it returns. Calls that graphs cannot serve (assisted decoding, longer sequences, offloaded
+    models) run eagerly, with the reason in `report`.
 
         with graph_generation(model, max_batch_size=8, max_length=2048) as graphs:
             model.generate(**inputs, max_new_tokens=128)
