@@ -28,8 +28,10 @@ def register() -> None:
     """Register all that; called once, by the package's door."""
     capture_contexts.append(_transformers_masks)
     state_keys.append(_late("simplegraph.integrations.switches", "known_switches"))
-    runner_kinds.append(_training)
-    length_servers.append(_lengths)
+    runner_kinds.append(
+        _when("training", lambda _: importlib.import_module("simplegraph.training.runner").TrainingRunner)
+    )
+    length_servers.append(_when("lengths", _late("simplegraph.integrations.lengths", "LengthBuckets")))
     report_pages.append(_late("simplegraph.doctor.page", "page"))
     touch_displays.append(_late("simplegraph.doctor.touches", "touched_lines"))
     sleepers.append(lambda: importlib.import_module("simplegraph.sleeping.sleeper"))
@@ -40,25 +42,14 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
+def _when(setting: str, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that passes a configuration to `load` if it has the setting, and returns None without it."""
+    return lambda config: load(config) if getattr(config, setting) else None
+
+
 def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
     if "transformers" not in sys.modules:
         return contextlib.nullcontext()
     from simplegraph.integrations.transformers.masks import answering, counting
 
     return answering(notes) if as_captured else counting(notes)
-
-
-def _training(config: Any) -> Any:
-    if not config.training:
-        return None
-    from simplegraph.training.runner import TrainingRunner
-
-    return TrainingRunner
-
-
-def _lengths(config: Any) -> Any:
-    if not config.lengths:
-        return None
-    from simplegraph.integrations.lengths import LengthBuckets
-
-    return LengthBuckets(config)
