@@ -55,7 +55,7 @@ class ServedGeneration:
         self._inputs: StepInputs | None = None  # of the last step that the model's own loop took
         self._earlier: StepInputs | None = None  # of the one before
         self._base = 0  # tokens in the store at that step
-        self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
+        self._output: Any = None  # makes outputs of the prefill's class from a step's logits; set by the prefill
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self.over, self.words = False, 0
         self._unserved = 0  # calls after the prefill that are no steps of one token
@@ -81,24 +81,16 @@ class ServedGeneration:
                 self._give_up(error.reason, error.detail)
         self._restore()
         run = forward if args or self._output is not None else functools.partial(self._prefill, forward)
-        outputs = run(*args, **kwargs)
-        self._adopt(getattr(outputs, self._decoder.cache_name, None))
-        self._output = self._output_like(outputs)
+        outputs: Any = run(*args, **kwargs)
+        kind: Any = type(outputs)
+        cache: Any = getattr(outputs, self._decoder.cache_name, None)
+        if type(cache) is EncoderDecoderCache and cache.self_attention_cache is self._cache:
+            self._cache = cache  # which the model made around the generation's, to cache its cross-attention as well
+        carried = {} if cache is None else {self._decoder.cache_name: self._cache}
+        self._output = functools.partial(kind, **carried)
         self.words = outputs.logits.shape[-1] if isinstance(getattr(outputs, "logits", None), Tensor) else 0
         self._given = {name: value.shape for name, value in kwargs.items() if isinstance(value, Tensor)}
         return outputs
-
-    def _adopt(self, cache: Any) -> None:
-        """Go on with the cache that a model made around the generation's, to cache its cross-attention as well."""
-        if type(cache) is EncoderDecoderCache and cache.self_attention_cache is self._cache:
-            self._cache = cache
-
-    def _output_like(self, outputs: Any) -> Callable[..., Any]:
-        """Return what makes outputs of that class, with the generation's cache if these have one."""
-        name = self._decoder.cache_name
-        carried = {name: self._cache} if getattr(outputs, name, None) is not None else {}
-        kind: Callable[..., Any] = type(outputs)
-        return functools.partial(kind, **carried)
 
     def reorder(self, original: Callable[[Tensor], None], order: Tensor) -> None:
         """Let each row go on from the row that `order` (rows,) names, from its next step on."""
