@@ -46,10 +46,12 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape
 # Of integers these are exact, on every device.
 _ARITHMETIC = {"arange", "add", "sub", "rsub", "mul", "neg", "cumsum", "sum"}
-_EXACT = {"ones", "zeros", "full", "scalar_tensor", "eq", "ne", "lt", "le", "gt", "ge", "all", "any", "cat"}
-_EXACT |= {"logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or", "clone", "_to_copy"}
-_EXACT |= {"alias", "detach", "slice", "select", "unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "permute"}
-_EXACT |= {"transpose", "t", "repeat", "stack"}
+_EXACT = {
+    *("ones", "zeros", "full", "scalar_tensor", "eq", "ne", "lt", "le", "gt", "ge", "all", "any", "cat", "stack"),
+    *("logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or", "clone", "_to_copy"),
+    *("alias", "detach", "slice", "select", "unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "permute"),
+    *("transpose", "t", "repeat"),
+}
 _MOST_ELEMENTS = 1 << 16
 
 
@@ -177,9 +179,8 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By storage key and place in it, with the storage: while it is held, its key is no other's.
-        self._known: dict[int, dict[Hashable, Tensor]] = {}
-        self._held: dict[int, torch.UntypedStorage] = {}
+        # By storage key: the storage, as its key is no other's while it is held, and the values by place in it.
+        self._known: dict[int, tuple[torch.UntypedStorage, dict[Hashable, Tensor]]] = {}
         self._recorder = ACTIVE.recorder
         self._follows = self._active = False
 
@@ -201,7 +202,6 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         """Follow the run no further; nothing is known then. Call it again where the modes entered later have ended."""
         self._follows = False
         self._known.clear()
-        self._held.clear()
         if self._active and innermost_mode() is self:
             self._active = False
             self.__exit__(None, None, None)
@@ -215,7 +215,8 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         values = [value for value in map(self._value, tensors) if value is not None]
         if values and not self.inside_break:
             if func in _READS:
-                return self._read(func, values[0])
+                with without_modes():
+                    return func(values[0])
             if facts_of(func).is_composite:  # under inference_mode it comes whole
                 return self.take_apart(func, args, kwargs)
         self._forget(func, args, kwargs, tensors)
@@ -224,13 +225,9 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
             self._learn(kind, func, args, kwargs, result)
         return defined(result)
 
-    def _read(self, func: Any, value: Tensor) -> Any:
-        with without_modes():
-            return func(value)
-
     def _value(self, tensor: Tensor) -> Tensor | None:
-        known = self._known.get(storage_key(tensor))
-        return None if known is None else known.get(_place(tensor))
+        _, values = self._known.get(storage_key(tensor), (None, {}))
+        return values.get(_place(tensor))
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Forget what an operator writes to, or may, if it is not torch's own."""
@@ -247,9 +244,8 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
             except (KeyError, RuntimeError):  # not known, or no operator of the CPU's
                 return
         if value.shape == result.shape and value.dtype is result.dtype:
-            key = storage_key(result)
-            self._known.setdefault(key, {})[_place(result)] = value
-            self._held[key] = result.untyped_storage()
+            _, values = self._known.setdefault(storage_key(result), (result.untyped_storage(), {}))
+            values[_place(result)] = value
 
     def _computed(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
         if kind in _FILLED:
