@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -69,9 +70,8 @@ class GraphedGeneration(GraphedModel):
         step = self._step
         lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
-        lines += [str(self._prompts)]
         report = super().report()
-        return dataclasses.replace(report, optimizations=(*report.optimizations, *lines))
+        return dataclasses.replace(report, optimizations=(*report.optimizations, *lines, str(self._prompts)))
 
     def capture(
         self, sizes: Sequence[int] | None = None, lengths: Sequence[int] | None = None, **settings: Any
@@ -143,28 +143,21 @@ class GraphedGeneration(GraphedModel):
 
     def _sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run greedy decoding or sampling, which need not wait for each token if that cannot be observed."""
-        config, kept = kwargs.get("generation_config"), self._cache_is_kept(kwargs)
-        with self._serving(config, kwargs, cache_is_kept=kept) as served:
-            launched = None if served is None else self._launched(served, sample, args, kwargs, cache_is_kept=kept)
+        with self._serving(kwargs) as served:
+            launched = None if served is None else self._launched(served, sample, args, kwargs)
             if launched is not None:
                 result = launched.run(sample, args, kwargs)
                 if launched.refused is not None:
                     self.stats.ran_slower(launched.refused.reason, launched.refused.detail)
                 return result
-            late = served is not None and may_run_late(config, kwargs, cache_is_kept=kept)
+            late = served is not None and may_run_late(kwargs, cache_is_kept=served.kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
     def _launched(
-        self,
-        served: ServedGeneration,
-        sample: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        cache_is_kept: bool,
+        self, served: ServedGeneration, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LaunchedGeneration | None:
         """Return what takes several steps at once; None if the report says why not, or there are too few tokens."""
-        steps, config = self._tokens_per_launch, kwargs["generation_config"]
+        steps = self._tokens_per_launch
         if steps == 1:
             return None
         try:
@@ -173,7 +166,7 @@ class GraphedGeneration(GraphedModel):
             if self.model._forward_hooks or self.model._forward_pre_hooks:
                 raise CannotBind(Reason.ONE_TOKEN, "hooks on the model run around every step")
             ids = args[0] if args else kwargs["input_ids"]
-            launched = LaunchedGeneration(served, steps, ids, config, kwargs, cache_is_kept=cache_is_kept)
+            launched = LaunchedGeneration(served, steps, ids, kwargs)
             self._decoder.check_launch(launched.launch, len(ids), launched.max_length)
         except CannotBind as error:
             self.stats.ran_slower(error.reason, error.detail)
@@ -183,8 +176,7 @@ class GraphedGeneration(GraphedModel):
 
     def _beam_search(self, search: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a beam search, which has the cache reordered after every step."""
-        config, kept = kwargs.get("generation_config"), self._cache_is_kept(kwargs)
-        with self._serving(config, kwargs, cache_is_kept=kept, beams=True) as served:
+        with self._serving(kwargs, beams=True) as served:
             if served is None:
                 return search(*args, **kwargs)
             cache = kwargs[self._decoder.cache_name]
@@ -195,9 +187,7 @@ class GraphedGeneration(GraphedModel):
     def _inner_generator(self) -> str:
         """Advise graphs for the part of the model whose `generate` its own one may call; "" if there is none."""
         parts = ((name, part) for name, part in self.model.named_modules() if part is not self.model)
-        found = next(
-            (name for name, part in parts if isinstance(part, (PreTrainedModel)) and part.can_generate()), None
-        )
+        found = next((name for name, part in parts if isinstance(part, PreTrainedModel) and part.can_generate()), None)
         return "" if found is None else f"if its generate calls that of {found}, use graph_generation(model.{found})"
 
     def _cache_is_kept(self, kwargs: Mapping[str, Any]) -> bool:
@@ -212,39 +202,39 @@ class GraphedGeneration(GraphedModel):
         served = self._served
         return forward(*args, **kwargs) if served is None else served.forward(forward, args, kwargs)
 
-    @contextlib.contextmanager
     def _serving(
-        self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool, beams: bool = False
-    ) -> Iterator[ServedGeneration | None]:
-        """Run the model's steps through graphs, and yield what serves them; yields None if that is not possible."""
-        if not self._may_serve(config, kwargs, beams=beams):
-            yield None
-            return
-        try:
-            before, self._choices = self._choices, choices(self.model)
-            if before != self._choices:
-                self.reset()
-            cache = kwargs[self._decoder.cache_name]
-            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=cache_is_kept, beams=beams)
-            with contextlib.closing(served) as self._served:
-                yield self._served
-        finally:
-            self._served = None
-            self._busy.release()
+        self, kwargs: Mapping[str, Any], *, beams: bool = False
+    ) -> AbstractContextManager[ServedGeneration | None]:
+        """Return a context in which graphs run the model's steps, with what serves them; None if that is not possible.
 
-    def _may_serve(self, config: Any, kwargs: Mapping[str, Any], *, beams: bool) -> bool:
-        """True if graphs can serve the generation and no other one is running; the lock is then held."""
+        No other generation is served in it.
+        """
+        kept = self._cache_is_kept(kwargs)
         try:
             check_model(self.model)
-            check_generation(config, kwargs, self._decoder.cache_name)
+            check_generation(kwargs.get("generation_config"), kwargs, self._decoder.cache_name)
             if beams and hasattr(self.model, "_reorder_cache"):
                 raise CannotBind(Reason.GENERATION, "the model reorders its cache itself")
             if not self._busy.acquire(blocking=False):
                 raise CannotBind(Reason.BUSY, "")
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
-            return False
-        return True
+            return contextlib.nullcontext()
+        return self._served_by_graphs(kwargs[self._decoder.cache_name], kept=kept, beams=beams)
+
+    @contextlib.contextmanager
+    def _served_by_graphs(self, cache: Any, *, kept: bool, beams: bool) -> Iterator[ServedGeneration]:
+        """Run the model's steps on a generation's cache through graphs; the lock is held, and released at the end."""
+        try:
+            before, self._choices = self._choices, choices(self.model)
+            if before != self._choices:
+                self.reset()
+            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=kept, beams=beams)
+            with contextlib.closing(served) as self._served:
+                yield self._served
+        finally:
+            self._served = None
+            self._busy.release()
 
 
 def graph_generation(
@@ -310,10 +300,11 @@ def graph_generation(
         **settings,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
-    lengths = {"max_length": max_length, "max_source_length": source}
     prompts = Prompts(wrap(named(PromptStep, type(model).__name__)(model), batch_dims=BATCH_DIMS, **settings))
     prompts.use_sizes(sizes)
-    decoder = FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths)
+    decoder = FixedCacheDecoder(
+        step, sizes, max_batch_size=max_batch_size, max_length=max_length, max_source_length=source
+    )
     return GraphedGeneration(model, step, prompts, decoder, tokens_per_launch)
 
 

@@ -34,10 +34,11 @@ class ServedGeneration:
         decoder: the decoder, which serves no other generation meanwhile.
         prefill: runs a prefill: the model's own forward, and its keyword arguments -> its outputs.
         cache: the generation's own.
-        kept: True if the user can see the cache after the generation.
+        kept: True if the user can see the cache, during or after the generation.
         beams: True if rows are beams, whose order changes between steps.
 
     Attributes:
+        kept: as above.
         words: size of the vocabulary; 0 before the prefill.
         over: True once the generation goes on without graphs: as they cannot serve it, or its last step, or launch, ran
             eagerly and the next one would as well.
@@ -46,7 +47,7 @@ class ServedGeneration:
     def __init__(
         self, decoder: FixedCacheDecoder, prefill: Callable[..., Any], cache: Any, *, kept: bool, beams: bool
     ) -> None:
-        self._decoder, self._prefill, self._cache, self._kept = decoder, prefill, cache, kept
+        self._decoder, self._prefill, self._cache, self.kept = decoder, prefill, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
         self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
@@ -105,9 +106,8 @@ class ServedGeneration:
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         ids = kwargs.get(self._decoder.ids_name)
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
-            return False
-        return bool(self._length) or cached_length(self._own) > 0
+        one_token = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+        return one_token and (self._length or cached_length(self._own)) > 0
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
@@ -206,7 +206,7 @@ class ServedGeneration:
     def close(self) -> None:
         """Fill the generation's cache with the decoded tokens if the user can see it; count calls that ran eagerly."""
         served = bool(self._length)
-        if self._kept:
+        if self.kept:
             self._restore()
         if self._unserved and not served and not self.over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")

@@ -75,11 +75,10 @@ class LateCheck:
         return self._steps_to_undo
 
 
-def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
+def may_run_late(kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
     """True if an extra step at the end of a generation cannot be observed by anything that it calls or returns.
 
     Args:
-        config: the generation config.
         kwargs: keyword arguments of `_sample`.
         cache_is_kept: True if the user can see the cache, during or after the generation.
     """
@@ -89,9 +88,10 @@ def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool)
     if [type(criterion) for criterion in criteria] == [MaxLengthCriteria]:
         return True  # there is no extra step
     # An extra step can be observed by random numbers and by callbacks of the user.
-    if getattr(config, "do_sample", True) or not all(map(_has_no_callback, kwargs.get("logits_processor") or ())):
+    if getattr(kwargs.get("generation_config"), "do_sample", True):
         return False
-    return bool(criteria) and all(map(may_be_late, criteria))
+    processors = kwargs.get("logits_processor") or ()
+    return bool(criteria) and all(map(may_be_late, criteria)) and all(map(_has_no_callback, processors))
 
 
 def may_be_late(criterion: Any) -> bool:
@@ -104,8 +104,7 @@ def may_be_late(criterion: Any) -> bool:
 
 def _has_no_callback(processor: Any) -> bool:
     """True if the processor is one of transformers' own and holds no function of the user's, such as a constraint."""
-    builtin = type(processor).__module__.startswith("transformers.")
-    return builtin and not any(map(callable, vars(processor).values()))
+    return type(processor).__module__.startswith("transformers.") and not any(map(callable, vars(processor).values()))
 
 
 def with_late_check(sample: functools.partial[Any]) -> Any:
@@ -131,9 +130,7 @@ class LaunchedGeneration:
         served: serves the generation's steps.
         steps: of a launch.
         ids: (rows, tokens) int64, the prompts.
-        config: the generation config.
         kwargs: keyword arguments of `_sample`.
-        cache_is_kept: True if the user can see the cache after the generation.
 
     Attributes:
         max_length: length in tokens at which all rows are finished.
@@ -144,17 +141,8 @@ class LaunchedGeneration:
         CannotBind: something depends on each token in a way that a graph cannot repeat.
     """
 
-    def __init__(
-        self,
-        served: ServedGeneration,
-        steps: int,
-        ids: Tensor,
-        config: Any,
-        kwargs: Mapping[str, Any],
-        *,
-        cache_is_kept: bool,
-    ) -> None:
-        self._served, self._steps, self._cache_is_kept = served, steps, cache_is_kept
+    def __init__(self, served: ServedGeneration, steps: int, ids: Tensor, kwargs: Mapping[str, Any]) -> None:
+        self._served, self._steps, config = served, steps, kwargs["generation_config"]
         self.max_length, self._ends = _limits(kwargs.get("stopping_criteria") or ())
         self._pad: Any = getattr(config, "_pad_token_tensor", None)
         self._streamer = kwargs.get("streamer")
@@ -210,7 +198,7 @@ class LaunchedGeneration:
         if self.refused is not None:
             return False
         try:
-            if self._cache_is_kept and self._ends is not None and self._served.has_states:
+            if self._served.kept and self._ends is not None and self._served.has_states:
                 raise CannotBind(Reason.ONE_TOKEN, "states cannot be put back if all rows end, and the cache is kept")
             return self._served.may_go_on(steps)
         except CannotBind as error:
@@ -242,13 +230,12 @@ class LaunchedGeneration:
 
     def _launch_at(self, length: int) -> Launch:
         """Return the launch for the next steps: a full one, or of one step."""
-        steps, last = self._steps, length + self._steps - 1
-        found = None
-        if last < self.max_length and self._served.fits(steps):
+        last = length + self._steps - 1
+        if last < self.max_length and self._served.fits(self._steps):
             found = processors_between(self._processors, length, last)
-        if found is None:
-            found, steps = self._processors, 1
-        return self._launch_of(steps, found)
+            if found is not None:
+                return self._launch_of(self._steps, found)
+        return self._launch_of(1, self._processors)
 
     def _launch_of(self, steps: int, processors: LogitsProcessorList) -> Launch:
         key = (steps, *map(id, processors))
