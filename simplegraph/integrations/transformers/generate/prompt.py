@@ -37,9 +37,15 @@ class PromptStep(ModelStep):
             last: (1,) int64, the place of the last token that is no padding.
         """
         cache = DynamicCache()
-        inputs = {"input_ids": ids, "position_ids": positions, "logits_to_keep": last, self.cache_name: cache}
-        logits = self.run_model(**inputs, use_cache=True, return_dict=True).logits
-        return logits, [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
+        outputs = self.run_model(
+            input_ids=ids,
+            position_ids=positions,
+            logits_to_keep=last,
+            use_cache=True,
+            return_dict=True,
+            **{self.cache_name: cache},
+        )
+        return outputs.logits, [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
 
 
 class Prompts:
@@ -79,11 +85,10 @@ class Prompts:
         length = 0 if self.refusal else self._length(cache, **kwargs)
         if not length:
             return forward(**kwargs)
-        ids = kwargs["input_ids"]
-        inputs = _padded(ids, kwargs["position_ids"], length)
+        inputs = _padded(kwargs["input_ids"], kwargs["position_ids"], length)
         if length not in self._kinds:
             return self._compared(forward, kwargs, inputs)
-        outputs = self._outputs(self._kinds[length], cache, ids.shape[1], self.step(*inputs))
+        outputs = self._outputs(self._kinds[length], cache, kwargs["input_ids"].shape[1], *self.step(*inputs))
         self.refusal = next((str(error) for error in self.step.graph_stats.failures.values()), None)
         return outputs
 
@@ -126,16 +131,15 @@ class Prompts:
         kind = self._kinds[inputs[0].shape[1]] = type(outputs)
         try:
             run = rehearse(self.step, inputs, {}, inputs[0].device)
-            served = self._outputs(kind, cache, kwargs["input_ids"].shape[1], run.spec.unflatten(run.leaves))
+            served = self._outputs(kind, cache, kwargs["input_ids"].shape[1], *run.spec.unflatten(run.leaves))
             found = first_difference(*(_leaves(each, each[name]) for each in (served, outputs)))
             self.refusal = found and f"padded to {inputs[0].shape[1]} tokens, {found}"
         except Exception as error:
             self.refusal = f"{type(error).__name__}: {error} at {user_location(error)}"
         return outputs
 
-    def _outputs(self, kind: Any, cache: Any, tokens: int, result: tuple[Tensor, list[tuple[Tensor, Tensor]]]) -> Any:
+    def _outputs(self, kind: Any, cache: Any, tokens: int, logits: Tensor, states: list[tuple[Tensor, Tensor]]) -> Any:
         """Make the model's outputs of what the step returned, of which the first tokens count, and an empty cache."""
-        logits, states = result
         for index, pair in enumerate(states):
             cache.update(*(state[:, :, :tokens] for state in pair), index)
         return kind(logits=logits, **{self.step.cache_name: cache})
@@ -143,8 +147,7 @@ class Prompts:
 
 def _padded(ids: Tensor, positions: Tensor, length: int) -> tuple[Tensor, ...]:
     """Return a step's arguments, padded to a length."""
-    more = length - ids.shape[1]
-    padded = (functional.pad(each, (0, more)) for each in (ids, positions))
+    padded = (functional.pad(each, (0, length - ids.shape[1])) for each in (ids, positions))
     return *padded, torch.full((1,), ids.shape[1] - 1, device=ids.device)
 
 
