@@ -20,7 +20,7 @@ from simplegraph.integrations.transformers.generate.cache.layers import CacheLay
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
-from simplegraph.manager.proof import TOLERANCE, by_least_precise, difference
+from simplegraph.manager.proof import EXACT, TOLERANCE, by_least_precise, difference
 from simplegraph.manager.stats import CaptureSummary
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
@@ -61,8 +61,8 @@ class StepInputs(NamedTuple):
         if self.names != earlier.names:
             return "which arguments there are"
         expected = earlier.later(1, ids_name, self.tokens[ids_name])
-        pairs = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
-        return next((name for name in self.names if not _same(*(known[name] for known in pairs))), "")
+        own, later = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
+        return next((name for name in self.names if difference(own[name], later[name], tolerance=EXACT)), "")
 
 
 class FixedCacheDecoder:
@@ -318,12 +318,6 @@ class FixedCacheDecoder:
 def doubling(smallest: int, largest: int) -> list[int]:
     """List `smallest` and its doubles below `largest`, then `largest` itself."""
     return [*(smallest << power for power in range(64) if smallest << power < largest), largest]
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
 
 
 def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
