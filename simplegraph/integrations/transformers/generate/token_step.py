@@ -149,6 +149,7 @@ def _masks_taken(model: Any) -> dict[str, str]:
 
 def masks_source(model: Any) -> bool:
     """True if the model's cross-attention takes a mask, so that the encoder's outputs can be padded."""
-    if not model.config.is_encoder_decoder:
-        return False
-    return "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters
+    return bool(
+        model.config.is_encoder_decoder
+        and "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters
+    )
