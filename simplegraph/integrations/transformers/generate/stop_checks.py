@@ -42,10 +42,10 @@ class LateCheck:
 
     def __init__(self, input_ids: Tensor, max_length: int | None, *_: Any) -> None:
         self._max_length = max_length
-        self._is_cuda, self._device = input_ids.is_cuda, input_ids.device
+        self._backend = torch.get_device_module(input_ids.device)  # of the CPU, events do nothing
         # Two of each: one is written while the other is read.
-        self._over = [torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda) for _ in range(2)]
-        self._written = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
+        self._over = [torch.zeros((), dtype=torch.bool, pin_memory=input_ids.is_cuda) for _ in range(2)]
+        self._written = [self._backend.Event() for _ in range(2)]
         self._steps = 0
         self._steps_to_undo = 0
 
@@ -57,21 +57,18 @@ class LateCheck:
         """True if the previous step finished all sequences, or this one reaches the maximum length."""
         this, before = self._steps % 2, (self._steps + 1) % 2
         self._over[this].copy_(unfinished_sequences.max() == 0, non_blocking=True)
-        if self._is_cuda:
-            # The stream of the tokens' device, which need not be the current one.
-            self._written[this].record(torch.cuda.current_stream(self._device))
+        # The stream of the tokens' device, which need not be the current one.
+        self._written[this].record(self._backend.current_stream(tokens.device))
         self._steps += 1
         if self._steps > 1:
-            if self._is_cuda:
-                self._written[before].synchronize()
+            self._written[before].synchronize()
             self._steps_to_undo = int(self._over[before])
         return bool(self._steps_to_undo) or (self._max_length is not None and length >= self._max_length)
 
     def finish(self) -> int:
         """Return the number of extra steps, which the caller undoes."""
-        if self._is_cuda and self._steps:
-            # The next generation may use another stream, and overwrites memory that this one's steps still read.
-            self._written[(self._steps - 1) % 2].synchronize()
+        # The next generation may use another stream, and overwrites memory that this one's steps still read.
+        self._written[(self._steps - 1) % 2].synchronize()
         return self._steps_to_undo
 
 
