@@ -75,17 +75,12 @@ def override_forwards(forwards: Mapping[Any, Forward], name: str = "forward") ->
         forwards: object, such as a module -> the function.
         name: of the method.
     """
-    taken = []
-    try:
+    with contextlib.ExitStack() as stack:
         for thing, forward in forwards.items():
-            attributes = vars(thing)
-            if name not in attributes:  # else the user has replaced it
-                attributes[name] = _Override(thing, forward, name)
-                taken.append(attributes)
+            if name not in vars(thing):  # else the user has replaced it
+                vars(thing)[name] = _Override(thing, forward, name)
+                stack.callback(vars(thing).pop, name, None)
         yield
-    finally:
-        for attributes in taken:
-            attributes.pop(name, None)
 
 
 class _Override:
