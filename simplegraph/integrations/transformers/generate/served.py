@@ -239,21 +239,20 @@ def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> S
     Raises:
         CannotBind: one is neither a number for each row, nor the same as at the prefill, nor a plain value.
     """
-    tokens: dict[str, Any] = {}
-    carried: dict[str, Tensor] = {}
+    found = StepInputs({}, {})
     for name, value in kwargs.items():
         if not isinstance(value, Tensor):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
-            tokens[name] = value
+            found.tokens[name] = value
         elif value.dim() == 2 and value.shape[1] == 1:
-            tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
+            found.tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
         elif name in TOKEN_TYPES and value.dim() == 2 and value.shape[0] == rows:
-            tokens[name] = value[:, -1:]  # older releases pass those of all tokens
+            found.tokens[name] = value[:, -1:]  # older releases pass those of all tokens
         elif name in ROW_INPUTS and value.dim() == 3 and value.shape[2] == 1:
-            tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
+            found.tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
         elif name not in ROW_INPUTS and value.dim() and value.shape[0] == rows and given.get(name) == value.shape:
-            carried[name] = value
+            found.carried[name] = value
         else:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
-    return StepInputs(tokens, carried)
+    return found
