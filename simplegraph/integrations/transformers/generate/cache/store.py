@@ -115,9 +115,14 @@ class CacheStore:
         for tensors, layout in zip(memory, layouts, strict=True):
             pair = [tensor[:rows, :, :span] for tensor in _pair(tensors)]
             keys, values = pair or (None, None)
-            length = seen if pair else 0
-            sliding = layout.window is not None
-            keyed = FixedLayer(keys, values, self.position, length, is_sliding=sliding, triton=self.triton)
+            keyed = FixedLayer(
+                keys,
+                values,
+                self.position,
+                seen if pair else 0,
+                is_sliding=layout.window is not None,
+                triton=self.triton,
+            )
             states = {part: tensor[:rows] for part, tensor in _states(tensors).items()}
             layers.append(layer_with_states(layout, states, keyed))
         return Cache(layers=layers)
