@@ -59,10 +59,6 @@ class RunEffects:
         names = self.left.keys() & other.left.keys()
         return {name for name in names if first_difference(self.left[name], other.left[name]) is not None}
 
-    def drew_as(self, other: RunEffects) -> bool:
-        """True if random generators are as after another run."""
-        return all(torch.equal(*pair) for pair in zip(self.drawn, other.drawn, strict=True))
-
 
 def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
     """Run the module on these arguments."""
@@ -189,8 +185,7 @@ class OutputLengths:
                     self._sizes[index, dim].learn(seen, size)
         self._known.clear()
         self._least[padded] = min(length, self._least.get(padded, length))
-        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown})
-        found = first_difference(cut, leaves)
+        found = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
@@ -346,7 +341,7 @@ class LengthBuckets:
         rule.learn(call.length, call.padded, run, padded)
         if written:
             rule.refuse("it writes to an argument that has the length")
-        elif not padded.drew_as(run):
+        elif not all(map(torch.equal, padded.drawn, run.drawn)):
             rule.refuse("it draws more random numbers")
         return run.outputs
 
@@ -391,6 +386,5 @@ def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
     """Add up captures of several kinds of calls, by what their failures are called."""
     every = summaries.values()
     failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
-    captured, size = (sum(getattr(one, name) for one in every) for name in ("captured", "bytes"))
-    off = any(one.switched_off for one in every)
-    return CaptureSummary(captured, failed, sum(one.seconds for one in every), size, switched_off=off)
+    captured, seconds, size = (sum(getattr(one, name) for one in every) for name in ("captured", "seconds", "bytes"))
+    return CaptureSummary(captured, failed, seconds, size, switched_off=any(one.switched_off for one in every))
