@@ -112,8 +112,11 @@ def _device(found: Mapping[str, tuple[Any, str]]) -> torch.device:
             f"{', '.join(offloaded)} of the pipeline: offloaded to the CPU between calls, where no graph finds its "
             "weights. Move the pipeline to its device, without enable_model_cpu_offload."
         )
-    tensors = {name: itertools.chain(model.parameters(), model.buffers()) for name, model in models.items()}
-    devices = {tensor.device: name for name, each in tensors.items() for tensor in each}
+    devices = {
+        tensor.device: name
+        for name, model in models.items()
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    }
     if len(devices) != 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "none has any weights"
         raise ConfigError(f"graph_pipeline needs all models of the pipeline on one device, and got {where}.")

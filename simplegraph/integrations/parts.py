@@ -23,7 +23,6 @@ from simplegraph.serve.wrap import graph_pool, wrap
 # Eager calls after which graphs may serve.
 _SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 _RUNS = 8  # of the model, until parts that can have graphs have replayed
-_DEFAULTS: dict[str, Any] = {"progress": False, "max_signatures": 64}  # of parts that are called several times
 
 
 def wrap_parts(
@@ -67,7 +66,12 @@ def wrap_parts(
     """
     _check(model, settings)
     runs = _Runs(model, call or model, [inputs, *others])
-    given = _DEFAULTS | {"exact_shapes": "capture_sizes" not in settings, "pool": pool or graph_pool(runs.device)}
+    given: dict[str, Any] = {
+        "progress": False,
+        "max_signatures": 64,  # of parts that are called several times
+        "exact_shapes": "capture_sizes" not in settings,
+        "pool": pool or graph_pool(runs.device),
+    }
     graphs = GraphedParts(model)
     try:
         level, tried = _children("", model), set[nn.Module]()
@@ -166,8 +170,7 @@ def _sift(
     below: dict[str, nn.Module] = {}
     for name, part in level.items():
         (replays, eager), stats = ran[name], graphs.parts[name].graph_stats
-        graphs_nodes = (graph.nodes for graph in stats.graphs.values())
-        operators = max((least if nodes is None else nodes for nodes in graphs_nodes), default=0)
+        operators = max((least if graph.nodes is None else graph.nodes for graph in stats.graphs.values()), default=0)
         if replays and not eager and operators >= least:
             continue
         graphs.take_out(name)
