@@ -40,8 +40,7 @@ class Switches:
     """
 
     def __init__(self, places: list[tuple[dict[str, Any], str]]) -> None:
-        self._holders = [holder for holder, _ in places]
-        self._names = [name for _, name in places]
+        self._holders, self._names = zip(*places, strict=True)
         self._last: tuple[list[Any], Hashable] = ([], None)  # together, since other threads read them
 
     def __call__(self, module: nn.Module) -> Hashable:
