@@ -20,8 +20,9 @@ try:
     from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector, CollectorRegistry
 except ModuleNotFoundError as error:
-    command = install_command("prometheus")
-    raise ConfigError(f"simplegraph.integrations.prometheus needs prometheus_client: {command}") from error
+    raise ConfigError(
+        f"simplegraph.integrations.prometheus needs prometheus_client: {install_command('prometheus')}"
+    ) from error
 
 __all__ = ["METRICS", "GraphCollector", "register"]
 
@@ -132,8 +133,7 @@ class GraphCollector(Collector):
 
 
 def _family(name: str, kind: MetricKind) -> Metric:
-    labels = (*_LABELS, kind.label) if kind.label else _LABELS
-    return kind.kind(name, kind.help, labels=labels)  # type: ignore[call-arg]
+    return kind.kind(name, kind.help, labels=(*_LABELS, kind.label) if kind.label else _LABELS)  # type: ignore[call-arg]
 
 
 def _audit_family() -> CounterMetricFamily:
