@@ -92,10 +92,6 @@ class TokenStep(ModelStep):
         """
         store: Any = self.store
         store.ran = True
-        fused = override_forwards(fused_forwards(self.fused_layers(), self.operators))
-        if launch is None or rows is None:
-            with fused:
-                return self._logits(span, source, order, carried, inputs)
 
         def step(ids: Tensor) -> Tensor:
             logits = self._logits(span, source, order, carried, inputs | {self.ids_name: ids})
@@ -103,7 +99,9 @@ class TokenStep(ModelStep):
             inputs.update({name: inputs[name] + 1 for name in POSITIONS if isinstance(inputs.get(name), Tensor)})
             return logits
 
-        with fused:
+        with override_forwards(fused_forwards(self.fused_layers(), self.operators)):
+            if launch is None or rows is None:
+                return self._logits(span, source, order, carried, inputs)
             return launch.run(step, inputs[self.ids_name], rows)
 
     def _logits(
