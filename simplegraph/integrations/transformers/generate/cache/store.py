@@ -186,15 +186,12 @@ class CacheStore:
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Make the first layer show the length, since models ask that one between steps; returns its `shown` tensor."""
-        if self.first is None:
-            return self.shown(cache)
-        layer = cache.layers[self.first]
-        if self._first_keys is None:
-            layer.cumulative_length = length
-        else:
+        if self._first_keys is not None:
             # Values stay those of the prefill until `hand_back`: models never read their length, and a view takes time.
-            layer.keys = self._first_keys[:rows].narrow(2, 0, length)
-        return layer.keys
+            cache.layers[self.first].keys = self._first_keys[:rows].narrow(2, 0, length)
+        elif self.first is not None:
+            cache.layers[self.first].cumulative_length = length
+        return self.shown(cache)
 
     def shown(self, cache: Any) -> Any:
         """Return a tensor of a generation's cache that is another one if the cache is changed between steps."""
