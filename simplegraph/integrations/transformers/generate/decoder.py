@@ -147,16 +147,15 @@ class FixedCacheDecoder:
         self._span(length, grows=layout.first is not None)
         store = self._store_for(layout)
         name = self.ids_name.replace("input_ids", "attention_mask")
-        masked = store.first is not None
+        mask = None if store.first is None else _checked(kwargs.get(name), name, rows, length, longer=True)
         self._step._graph_runner.announce_write()
-        store.load(own, _mask(kwargs, name, rows, length, longer=True) if masked else None, rows, length)
+        store.load(own, mask, rows, length)
         if hidden is not None:
             shape = hidden.shape[:2]
             # Encoders that shorten their input return the mask of what they made of it.
             masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
-            masks = {"attention_mask": self._short_mask(masks.get("attention_mask"), shape[1])}
-            mask = _mask(masks, "attention_mask", *shape, longer=False) if self._sources else None
-            store.load_source(cross, mask, hidden)
+            mask = self._short_mask(masks.get("attention_mask"), shape[1]) if self._sources else None
+            store.load_source(cross, _checked(mask, "attention_mask", *shape, longer=False), hidden)
         return store, source
 
     def _short_mask(self, mask: Any, length: int) -> Any:
@@ -320,9 +319,8 @@ def doubling(smallest: int, largest: int) -> list[int]:
     return [*(smallest << power for power in range(64) if smallest << power < largest), largest]
 
 
-def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
-    """Return the mask of that name, of `length` tokens per row, or more if `longer`; None if none was passed."""
-    mask = kwargs.get(name)
+def _checked(mask: Any, name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
+    """Return a mask if it is one of `length` tokens per row, or more if `longer`, or None."""
     if mask is None:
         return None
     plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == rows
