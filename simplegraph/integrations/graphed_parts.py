@@ -44,6 +44,7 @@ class PartsReport:
     __repr__ = __str__
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class GraphedParts:
     """Handle of a model whose parts go through graphs: has their reports, and `remove` to undo it.
 
@@ -56,11 +57,10 @@ class GraphedParts:
         parts: the wrapped parts by name; skipped: why others are not, by name.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.parts: dict[str, Any] = {}
-        self.skipped: dict[str, str] = {}
-        self._before: dict[str, list[tuple[Any, str, Any]]] = {}
+    model: Any
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
+    _before: dict[str, list[tuple[Any, str, Any]]] = dataclasses.field(default_factory=dict, init=False)
 
     def put(self, name: str, wrapped: Any, places: Places) -> None:
         """Put a wrapped part in its places."""
