@@ -57,8 +57,10 @@ class LayerLayout:
             raise CannotBind(Reason.GENERATION, f"a {type(layer).__name__} in the cache")
         parts: list[Any] = []
         if keyed and layer.is_initialized and layer.keys is not None and layer.keys.numel():
-            for part, tensor in zip(KEYS_AND_VALUES, (layer.keys, layer.values), strict=True):
-                parts.append((part, ((tensor.shape[1], None, tensor.shape[3]), tensor.dtype, tensor.device)))
+            parts = [
+                (part, ((tensor.shape[1], None, tensor.shape[3]), tensor.dtype, tensor.device))
+                for part, tensor in zip(KEYS_AND_VALUES, (layer.keys, layer.values), strict=True)
+            ]
             window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
         if type(layer) in PLAIN:
             return cls(type(layer), tuple(parts), window)
