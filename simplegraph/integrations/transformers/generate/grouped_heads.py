@@ -49,10 +49,12 @@ def grouped_heads(operators: Operators) -> Iterator[None]:
 def _mask(*args: Any, **given: Any) -> Any:
     """Mask as `sdpa` does; in a step the cache's mask is the causal one, too. Threads outside a step get their own."""
     mask: Any = given.get("attention_mask")
-    in_step = _STEP.operators is not _ThreadStep.operators and given.get("q_length") == 1 and mask is not None
-    causal = in_step and given.get("mask_function") is causal_mask_function and mask.dtype is torch.bool
     own = (
-        causal
+        _STEP.operators is not _ThreadStep.operators
+        and given.get("q_length") == 1
+        and given.get("mask_function") is causal_mask_function
+        and mask is not None
+        and mask.dtype is torch.bool
         and mask.shape == (given.get("batch_size"), given.get("kv_length"))
         and isinstance(given.get("q_offset"), Tensor)  # a length on the device, as the step's cache has
     )
