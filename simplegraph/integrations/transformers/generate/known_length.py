@@ -116,8 +116,7 @@ def masked_forwards(parts: list[nn.Module], position: Tensor, span: int) -> dict
 
     def forward(attend: Callable[..., Any], hidden_states: Tensor, **kwargs: Any) -> Any:
         if kwargs.get("attention_mask") is None and kwargs.get("key_value_states") is None:
-            shape = (hidden_states.shape[0], 1, hidden_states.shape[1], span)
-            hidden = torch.zeros(shape, dtype=hidden_states.dtype, device=hidden_states.device)
+            hidden = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], span)
             kwargs["attention_mask"] = hidden.masked_fill(later, torch.finfo(hidden.dtype).min)
         return attend(hidden_states=hidden_states, **kwargs)
 
