@@ -157,8 +157,11 @@ class LaunchedGeneration:
 
     def run(self, sample: functools.partial[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a bound `_sample` with this check; returns its result."""
-        never = SimpleNamespace(is_supported=lambda *_, **__: False)
-        names = {_CHECK: lambda *_: self, _LATE_CHECK: never, _UNDO: self._append}
+        names = {
+            _CHECK: lambda *_: self,
+            _LATE_CHECK: SimpleNamespace(is_supported=lambda *_, **__: False),
+            _UNDO: self._append,
+        }
         function: Any = sample.func
         return with_names(function, names)(*sample.args, *args, **kwargs)
 
