@@ -171,8 +171,8 @@ class GraphedGeneration(GraphedModel):
         except CannotBind as error:
             self.stats.ran_slower(error.reason, error.detail)
             return None
-        first = 2  # tokens that the loop makes itself: the prefill's, and that of the step which loads the cache
-        return launched if launched.max_length - ids.shape[1] >= first + steps else None
+        # The loop makes two tokens itself: the prefill's, and that of the step which loads the cache.
+        return launched if launched.max_length - ids.shape[1] >= 2 + steps else None
 
     def _beam_search(self, search: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a beam search, which has the cache reordered after every step."""
@@ -180,8 +180,7 @@ class GraphedGeneration(GraphedModel):
             if served is None:
                 return search(*args, **kwargs)
             cache = kwargs[self._decoder.cache_name]
-            reorder = functools.partial(served.reorder, cache.reorder_cache)
-            with override_forwards({cache: reorder}, "reorder_cache"):
+            with override_forwards({cache: functools.partial(served.reorder, cache.reorder_cache)}, "reorder_cache"):
                 return search(*args, **kwargs)
 
     def _inner_generator(self) -> str:
@@ -189,13 +188,6 @@ class GraphedGeneration(GraphedModel):
         parts = ((name, part) for name, part in self.model.named_modules() if part is not self.model)
         found = next((name for name, part in parts if isinstance(part, PreTrainedModel) and part.can_generate()), None)
         return "" if found is None else f"if its generate calls that of {found}, use graph_generation(model.{found})"
-
-    def _cache_is_kept(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if the user can see the cache during or after the generation."""
-        self._call.decoded = True
-        hooks = self.model._forward_hooks or self.model._forward_pre_hooks
-        given = getattr(self._call, "cache_is_kept", True)
-        return bool(given or hooks or getattr(kwargs.get("generation_config"), "return_dict_in_generate", True))
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model: by the current generation if there is one, else by the model's own forward."""
@@ -209,10 +201,11 @@ class GraphedGeneration(GraphedModel):
 
         No other generation is served in it.
         """
-        kept = self._cache_is_kept(kwargs)
+        self._call.decoded = True
+        config = kwargs.get("generation_config")
         try:
             check_model(self.model)
-            check_generation(kwargs.get("generation_config"), kwargs, self._decoder.cache_name)
+            check_generation(config, kwargs, self._decoder.cache_name)
             if beams and hasattr(self.model, "_reorder_cache"):
                 raise CannotBind(Reason.GENERATION, "the model reorders its cache itself")
             if not self._busy.acquire(blocking=False):
@@ -220,6 +213,10 @@ class GraphedGeneration(GraphedModel):
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
             return contextlib.nullcontext()
+        # The user can see the cache during or after the generation.
+        hooks = self.model._forward_hooks or self.model._forward_pre_hooks
+        given = getattr(self._call, "cache_is_kept", True)
+        kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
         return self._served_by_graphs(kwargs[self._decoder.cache_name], kept=kept, beams=beams)
 
     @contextlib.contextmanager
@@ -290,8 +287,7 @@ def graph_generation(
     _check_generator(model, max_batch_size=max_batch_size, max_length=max_length, tokens_per_launch=tokens_per_launch)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
     # `generate` copies the logits before its next step, but other wrappers that share the pool replay at any time.
-    outputs = "static" if pool is None else "clone"
-    settings: Any = {"pool": pool, "outputs": outputs, "progress": False}
+    settings: Any = {"pool": pool, "outputs": "static" if pool is None else "clone", "progress": False}
     step: Any = wrap(
         named(TokenStep, type(model).__name__)(model, not_fused=_not_fused(fused_kernels)),
         capture_sizes=sizes,
