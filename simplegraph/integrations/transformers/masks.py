@@ -36,9 +36,7 @@ from simplegraph.base.operators import (
 from simplegraph.base.tensors import storage_key
 from simplegraph.program.breaks.marks import ACTIVE
 
-# Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
-_ASKING = ("masking_utils", "modeling_attn_mask_utils", "models.zamba.modeling_zamba", "models.pixio.modeling_pixio")
-# Their functions that ask about a tensor, and read it if the answer is no.
+# Functions of transformers that ask about a tensor, and read it if the answer is no.
 _DECIDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 
 # Of `KnownValues`: reads of a value, and operators whose results are known if what they are passed is.
@@ -67,13 +65,12 @@ _THREAD = _ThreadAnswers()
 
 def _watch() -> None:
     """Count decisions that depend on a tensor from now on, and answer questions in captures."""
-    _watch_caches()
-    for name in _ASKING:
+    for name, functions in _REPLACED.items():
         module = sys.modules.get(f"transformers.{name}")
-        for function in ("is_tracing", *_DECIDING) if module is not None else ():
+        for function, replacing in functions.items() if module is not None else ():
             original = vars(module).get(function)
             if original is not None and original.__module__ != __name__:
-                patches.replace(module, function, _is_tracing if function == "is_tracing" else _decision)
+                patches.replace(module, function, replacing)
 
 
 @contextlib.contextmanager
@@ -121,26 +118,23 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_tracing
 
 
-def _watch_caches() -> None:
+def _is_compiling(original: Callable[[], bool]) -> Callable[[], bool]:
     """Let functions that transformers caches run uncached in captures if they are passed tensors.
 
     A cache would keep a graph's memory, and never find it again: it tells tensors apart by identity. Transformers asks
     if it is being compiled, and then leaves the cache alone.
     """
-    module: Any = sys.modules.get("transformers.pytorch_utils")
-    original = getattr(module, "is_torchdynamo_compiling", None)
-    if original is not None and original.__module__ != __name__:
 
-        def is_compiling() -> bool:
-            if original():
-                return True
-            if _answers() is None:
-                return False
-            asking = sys._getframe(1).f_locals
-            given = (*asking.get("args", ()), *asking.get("kwargs", {}).values())
-            return bool(strided_tensors(given))  # in tuples, too
+    def is_compiling() -> bool:
+        if original():
+            return True
+        if _answers() is None:
+            return False
+        asking = sys._getframe(1).f_locals
+        given = (*asking.get("args", ()), *asking.get("kwargs", {}).values())
+        return bool(strided_tensors(given))  # in tuples, too
 
-        patches.replace(module, "is_torchdynamo_compiling", lambda _: is_compiling)
+    return is_compiling
 
 
 def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,6 +158,15 @@ def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reads_position(original: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """True if a decision is about a position in a static cache, which some versions read without having asked."""
     return original.__name__ == _DECIDING[0] and len(args) > 3 and isinstance(args[3], Tensor)
+
+
+_ASKING: dict[str, Callable[..., Any]] = {"is_tracing": _is_tracing, **dict.fromkeys(_DECIDING, _decision)}
+# Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
+_REPLACED = {
+    "pytorch_utils": {"is_torchdynamo_compiling": _is_compiling},
+    **dict.fromkeys(("masking_utils", "modeling_attn_mask_utils"), _ASKING),
+    **dict.fromkeys(("models.zamba.modeling_zamba", "models.pixio.modeling_pixio"), _ASKING),
+}
 
 
 # Device tensors that follow from Python numbers alone: their values, and reads of them in a capture.
