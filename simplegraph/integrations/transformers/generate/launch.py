@@ -97,28 +97,23 @@ class Launch:
             ids: (rows, tokens), of the length of the sequences; the values do not count.
             state: of the rows.
         """
-        scores = self._scores(logits, ids, state.seen)
-        if self.samples:
-            tokens = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            tokens = most_likely(scores)
         unfinished, pad, ends, seen = state
-        if pad is not None and ends is not None:
-            tokens = tokens * unfinished + pad * (1 - unfinished)
-            unfinished = unfinished & ~(tokens[:, None] == ends).any(1)
-        if seen is not None:
-            seen = seen.scatter(1, tokens[:, None], True)
-        return tokens, RowState(unfinished, pad, ends, seen)
-
-    def _scores(self, logits: Tensor, ids: Tensor, seen: Tensor | None) -> Tensor:
-        """Let the processors change logits; see `choose`."""
         for one in self._processors:
             if seen is not None and type(one).__name__ == _REPETITION:
                 penalty = one.penalty
                 logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
             else:
                 logits = one(ids, logits)
-        return logits
+        if self.samples:
+            tokens = torch.multinomial(torch.nn.functional.softmax(logits, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = most_likely(logits)
+        if pad is not None and ends is not None:
+            tokens = tokens * unfinished + pad * (1 - unfinished)
+            unfinished = unfinished & ~(tokens[:, None] == ends).any(1)
+        if seen is not None:
+            seen = seen.scatter(1, tokens[:, None], True)
+        return tokens, RowState(unfinished, pad, ends, seen)
 
     def run(self, step: Callable[[Tensor], Tensor], ids: Tensor, state: RowState) -> Launched:
         """Take all steps.
