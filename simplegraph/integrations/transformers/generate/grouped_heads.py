@@ -67,26 +67,26 @@ def _attend(
     """Attend as `sdpa` does; threads outside a step call transformers' function."""
     operators, bias = _STEP.operators, kwargs.get("position_bias")
     taken = not args and not kwargs.get("dropout") and _can_group(module, query, key, attention_mask, kwargs)
-    if taken and _is_plain(query, key, bias) and operators.attends(query, key, value, bias):
+    if taken and operators.attends(query, key, value, bias):
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return operators.attend(query, key, value, attention_mask, bias, scale), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-def _is_plain(query: Tensor, key: Tensor, bias: Any) -> bool:
-    """True for a bias of one row or all, and of one head or all, outside of autocast."""
-    (rows, heads, _, _), keys = query.shape, key.shape[2]
-    alike = bias is None or (bias.dim() == 4 and bias.shape[0] in (1, rows) and bias.shape[1] in (1, heads))
-    return alike and (bias is None or bias.shape[2:] == (1, keys)) and not torch.is_autocast_enabled(query.device.type)
-
-
 def _can_group(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
-    """True for one query per row, heads grouped as the module declares, and one boolean mask for all heads."""
+    """True for one query per row, heads grouped as the module declares, and no autocast.
+
+    There may be a boolean mask for all heads, and a bias of one row or all, and of one head or all.
+    """
     rows, heads, length, _ = query.shape
+    bias, keys = kwargs.get("position_bias"), key.shape[2]
     return (
         length == 1
         and key.shape[:2] == (rows, heads // getattr(module, "num_key_value_groups", 1))
         and all(kwargs.get(name) is None for name in _CHANGES_SUMS)
-        and (mask is None or (mask.dtype is torch.bool and mask.shape == (rows, 1, 1, key.shape[2])))
+        and (mask is None or (mask.dtype is torch.bool and mask.shape == (rows, 1, 1, keys)))
+        and (bias is None or (bias.dim() == 4 and bias.shape[2:] == (1, keys)))
+        and (bias is None or (bias.shape[0] in (1, rows) and bias.shape[1] in (1, heads)))
+        and not torch.is_autocast_enabled(query.device.type)
     )
