@@ -175,8 +175,7 @@ class ServedGeneration:
     def go_on(self, ids: Tensor, steps: int = 1, **launch: Any) -> Any:
         """Take the next steps from the tokens `ids` (rows, 1); returns the result of `FixedCacheDecoder.step`."""
         inputs: Any = self._inputs
-        later = inputs.later(self._length - self._base, self._decoder.ids_name, ids)
-        return self._run(later, steps, **launch)
+        return self._run(inputs.later(self._length - self._base, self._decoder.ids_name, ids), steps, **launch)
 
     def take_back(self, steps: int) -> None:
         """Leave out the last steps of a generation that ends before them."""
@@ -224,8 +223,11 @@ class ServedGeneration:
 
 def _knows_positions(kwargs: Mapping[str, Any]) -> bool:
     """True if a step is passed its positions, and no images or videos."""
-    images = kwargs.get("pixel_values"), kwargs.get("pixel_values_videos")
-    return isinstance(kwargs.get("position_ids"), Tensor) and images == (None, None)
+    return (
+        isinstance(kwargs.get("position_ids"), Tensor)
+        and kwargs.get("pixel_values") is None
+        and kwargs.get("pixel_values_videos") is None
+    )
 
 
 def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> StepInputs:
