@@ -37,8 +37,7 @@ class PartsReport:
         lines = [f"{name}: {part}" for name, part in self.parts.items()]
         for why, names in reasons.items():
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            runs = "runs" if len(names) == 1 else "run"
-            lines.append(f"{', '.join(names[:_SHOWN])}{more} {runs} eagerly: {why}")
+            lines.append(f"{', '.join(names[:_SHOWN])}{more} {'runs' if len(names) == 1 else 'run'} eagerly: {why}")
         return "\n".join(lines) or "no part has graphs: the model has no submodules that could have any"
 
     __repr__ = __str__

@@ -118,8 +118,9 @@ class GraphedGeneration(GraphedModel):
                 if tokens < self._decoder.max_length:
                     self._generate_once(1, tokens, 1, settings)
             self._decoder.capturing |= self._prompts.capture(self.model.device)
-            off = self.stats.eager[Reason.SWITCHED_OFF] > before
-            return dataclasses.replace(added(self._decoder.capturing), switched_off=off)
+            return dataclasses.replace(
+                added(self._decoder.capturing), switched_off=self.stats.eager[Reason.SWITCHED_OFF] > before
+            )
         finally:
             self._decoder.capturing = None
 
