@@ -142,7 +142,9 @@ def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         asked, known = _THREAD.asked, _answers()
-        if known is not None and _reads_position(original, args) and not known.knows(args[3]):
+        # A position in a static cache, which some versions read without having asked.
+        position = args[3] if original.__name__ == _DECIDING[0] and len(args) > 3 else None
+        if known is not None and isinstance(position, Tensor) and not known.knows(position):
             return False
         found = original(*args, **kwargs)
         if _THREAD.asked != asked:
@@ -153,11 +155,6 @@ def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return decide
-
-
-def _reads_position(original: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """True if a decision is about a position in a static cache, which some versions read without having asked."""
-    return original.__name__ == _DECIDING[0] and len(args) > 3 and isinstance(args[3], Tensor)
 
 
 _ASKING: dict[str, Callable[..., Any]] = {"is_tracing": _is_tracing, **dict.fromkeys(_DECIDING, _decision)}
