@@ -216,11 +216,11 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _are_written_together(self, key_states: Tensor, value_states: Tensor) -> bool:
         """True if one kernel can write both: one token per row, equal shapes and strides, and the cache's dtypes."""
         rows, heads, _, elements = self.keys.shape
-        kept = (self.keys, self.values)
         return (
             key_states.shape == value_states.shape == (rows, heads, 1, elements)
             and self.keys.stride() == self.values.stride()
-            and all(state.dtype is keep.dtype for state, keep in zip((key_states, value_states), kept, strict=True))
+            and key_states.dtype is self.keys.dtype
+            and value_states.dtype is self.values.dtype
         )
 
     def _write_together(self, key_states: Tensor, value_states: Tensor) -> None:
