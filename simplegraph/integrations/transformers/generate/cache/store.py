@@ -136,10 +136,10 @@ class CacheStore:
         own = getattr(view.cache, "self_attention_cache", view.cache)
         for layer, part, tensor, state in self._states_beside(own):
             if state is None or state.data_ptr() != tensor.data_ptr():
-                kind = type(layer).__name__.removeprefix("Fixed")
                 raise StaleGraphError(
-                    f"a step replaces {part[0]} of a {kind} instead of writing to it, so that a replay would read the "
-                    "old one; expected states that keep their memory. Call remove() on this model's graphs."
+                    f"a step replaces {part[0]} of a {type(layer).__name__.removeprefix('Fixed')} instead of writing "
+                    "to it, so that a replay would read the old one; expected states that keep their memory. Call "
+                    "remove() on this model's graphs."
                 )
 
     def reorder(self, rows: int, length: int, order: Tensor) -> None:
