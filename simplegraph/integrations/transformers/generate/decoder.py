@@ -145,7 +145,8 @@ class FixedCacheDecoder:
         kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
         layout = CacheLayout.of(own, cross, hidden, kind)
         self._span(length, grows=layout.first is not None)
-        store = self._store_for(layout)
+        self._use_store(layout)
+        store: CacheStore = self._step.store
         name = self.ids_name.replace("input_ids", "attention_mask")
         mask = None if store.first is None else _checked(kwargs.get(name), name, rows, length, longer=True)
         self._step._graph_runner.announce_write()
@@ -189,8 +190,9 @@ class FixedCacheDecoder:
             step._graph_runner.announce_write()
             store.position.fill_(length)
         if self.capturing is not None and self.trusted:  # warmups change states, which are compared before
-            done = step.capture_graphs(span, source, order, inputs.carried, **launch, **inputs.tokens)
-            self.capturing[f"{span} positions, step {len(self.capturing)}"] = done
+            self.capturing[f"{span} positions, step {len(self.capturing)}"] = step.capture_graphs(
+                span, source, order, inputs.carried, **launch, **inputs.tokens
+            )
             if grows:
                 store.position.fill_(length)  # the warmups of a launch moved it
         result = step(span, source, order, inputs.carried, **launch, **inputs.tokens)
@@ -279,8 +281,10 @@ class FixedCacheDecoder:
 
     def _padded_source(self, source: int) -> int:
         if source > self._source_length:
-            limit = f"max_source_length is {self._source_length}: raise it"
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the encoder's outputs have {source} tokens, {limit}")
+            raise CannotBind(
+                Reason.LENGTH_TOO_LARGE,
+                f"the encoder's outputs have {source} tokens, max_source_length is {self._source_length}: raise it",
+            )
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 
     def _operators(self, device: torch.device, dtype: torch.dtype, elements: int) -> Operators:
@@ -298,7 +302,8 @@ class FixedCacheDecoder:
         writing = KernelTrial("write_pages", (elements, "HND"))
         return operators_of(self._step.fused_layers(), device, dtype, writing, *attending)
 
-    def _store_for(self, layout: CacheLayout) -> CacheStore:
+    def _use_store(self, layout: CacheLayout) -> None:
+        """Have the step decode from a store of this layout: the last one, or a new one if that has another."""
         step = self._step
         if step.store is None or step.store.layout != layout:
             self.reset()
@@ -310,8 +315,6 @@ class FixedCacheDecoder:
             except torch.OutOfMemoryError:
                 shape = f"{self._rows} sequences of {self.max_length} tokens; lower max_batch_size or max_length"
                 raise CannotBind(Reason.LENGTH_TOO_LARGE, f"no memory for {shape}") from None
-        store: CacheStore = step.store
-        return store
 
 
 def doubling(smallest: int, largest: int) -> list[int]:
