@@ -65,8 +65,11 @@ class Prompts:
         self.reset()
 
     def __str__(self) -> str:
-        refused = self.refusal and f"no graphs for prompts: {self.refusal}"
-        return refused or f"prompts in graphs: {self.step.graph_stats.summary}"
+        return (
+            f"no graphs for prompts: {self.refusal}"
+            if self.refusal
+            else f"prompts in graphs: {self.step.graph_stats.summary}"
+        )
 
     def reset(self) -> None:
         """Drop the graphs; the next prefills that they can serve are compared again."""
