@@ -77,8 +77,7 @@ class Launch:
 
     def __init__(self, steps: int, *, samples: bool, processors: LogitsProcessorList) -> None:
         self.steps, self.samples, self._processors = steps, samples, processors
-        how = ["sampling" if samples else "greedy", *map(_described, processors)]
-        self._label = f"{steps} steps, {', '.join(how)}"
+        self._label = ", ".join([f"{steps} steps", "sampling" if samples else "greedy", *map(_described, processors)])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Launch) and other._label == self._label
