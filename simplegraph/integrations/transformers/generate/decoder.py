@@ -323,7 +323,7 @@ def doubling(smallest: int, largest: int) -> list[int]:
 
 
 def _checked(mask: Any, name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
-    """Return a mask if it is one of `length` tokens per row, or more if `longer`, or None."""
+    """Return a mask, or None, as it is; refuse one that has not `length` tokens per row, or more if `longer`."""
     if mask is None:
         return None
     plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == rows

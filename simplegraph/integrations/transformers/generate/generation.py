@@ -214,7 +214,7 @@ class GraphedGeneration(GraphedModel):
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
             return contextlib.nullcontext()
-        # The user can see the cache during or after the generation.
+        # The user can see the cache if it was passed, by hooks during the generation, or in what it returns.
         hooks = self.model._forward_hooks or self.model._forward_pre_hooks
         given = getattr(self._call, "cache_is_kept", True)
         kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))

@@ -139,7 +139,8 @@ class LaunchedGeneration:
     """
 
     def __init__(self, served: ServedGeneration, steps: int, ids: Tensor, kwargs: Mapping[str, Any]) -> None:
-        self._served, self._steps, config = served, steps, kwargs["generation_config"]
+        self._served, self._steps = served, steps
+        config = kwargs["generation_config"]
         self.max_length, self._ends = _limits(kwargs.get("stopping_criteria") or ())
         self._pad: Any = getattr(config, "_pad_token_tensor", None)
         self._streamer = kwargs.get("streamer")
