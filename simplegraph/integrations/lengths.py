@@ -54,6 +54,11 @@ class RunEffects:
     drawn: list[Tensor]
     arguments: list[Any] = dataclasses.field(default_factory=list)
 
+    def left_otherwise(self, other: RunEffects) -> set[str]:
+        """Name what this run and another set, and to something else."""
+        names = self.left.keys() & other.left.keys()
+        return {name for name in names if first_difference(self.left[name], other.left[name]) is not None}
+
 
 def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
     """Run the module on these arguments."""
@@ -181,8 +186,7 @@ class OutputLengths:
         self._known.clear()
         self._least[padded] = min(length, self._least.get(padded, length))
         found = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
-        both = run.left.keys() & padded_run.left.keys()
-        otherwise = {name for name in both if first_difference(padded_run.left[name], run.left[name]) is not None}
+        otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
         if found is not None:

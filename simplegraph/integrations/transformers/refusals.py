@@ -35,7 +35,7 @@ def check_model(model: Any) -> None:
 def choices(model: Any) -> Hashable:
     """Return the model's settings that are fixed in captured graphs.
 
-    These are the implementations of attention and experts, and the adapters in use.
+    These are the implementations of attention and experts, the windows of attention, and the adapters in use.
     """
     config = model.config.get_text_config(decoder=True)
     adapters = [
@@ -44,7 +44,8 @@ def choices(model: Any) -> Hashable:
         # Of models it is a method.
         if "disable_adapters" in vars(child) or not callable(getattr(type(child), "disable_adapters", callable))
     ]
-    return config._attn_implementation, getattr(config, "_experts_implementation", None), tuple(adapters)
+    names = ("_experts_implementation", "sliding_window", "attention_chunk_size", "layer_types")
+    return config._attn_implementation, *(str(getattr(config, name, None)) for name in names), tuple(adapters)
 
 
 def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) -> None:

@@ -27,7 +27,7 @@ _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
 MOST_LAUNCHES = 8  # ways to choose tokens, such as temperatures, that get graphs
-_ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN)
+ON_THE_WAY = frozenset((Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN))
 
 
 class StepInputs(NamedTuple):
@@ -199,7 +199,7 @@ class FixedCacheDecoder:
         if store.ran:
             store.ran = False
             # Graphs, and eager steps that lead to one, such as warmups.
-            found = self.stats.captures + sum(self.stats.eager[reason] for reason in _ON_THE_WAY)
+            found = self.stats.captures + sum(self.stats.eager[reason] for reason in ON_THE_WAY)
             before, self._progress = self._progress, found
             self.stays_eager = self._progress == before
         return result

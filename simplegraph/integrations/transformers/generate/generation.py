@@ -71,7 +71,7 @@ class GraphedGeneration(GraphedModel):
         lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
         report = super().report()
-        return dataclasses.replace(report, optimizations=(*report.optimizations, *lines, str(self._prompts)))
+        return dataclasses.replace(report, optimizations=(*report.optimizations, str(self._prompts), *lines))
 
     def capture(
         self, sizes: Sequence[int] | None = None, lengths: Sequence[int] | None = None, **settings: Any
@@ -114,8 +114,8 @@ class GraphedGeneration(GraphedModel):
         try:
             for rows, tokens in prompts:  # the prefill, the first step, one more and a launch
                 self._generate_once(rows, tokens, 3 + self._tokens_per_launch, settings)
-            for tokens in (2, 65):  # whose prefills are compared at one padded length each
-                if tokens < self._decoder.max_length:
+            for tokens in (2, 65):  # for either length that prefills are padded to
+                if tokens < max(lengths or [self._decoder.max_length]):
                     self._generate_once(1, tokens, 1, settings)
             self._decoder.capturing |= self._prompts.capture(self.model.device)
             return dataclasses.replace(

@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from simplegraph.base.context import CALLS
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import flatten
+from simplegraph.call.memory import Undo
+from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.integrations.lengths import rehearse
 from simplegraph.integrations.transformers.generate.cache.layers import PLAIN
+from simplegraph.integrations.transformers.generate.decoder import ON_THE_WAY
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.manager.proof import first_difference
 from simplegraph.manager.stats import CaptureSummary
+from simplegraph.program.snapshot import Snapshot
 
 _LENGTHS = (64, 256)  # that prompts are padded to; a GPU takes about as long for fewer tokens
 _MOST_TOKENS = 512  # of a padded batch; for more, the GPU takes longer than Python
@@ -51,7 +56,7 @@ class PromptStep(ModelStep):
 class Prompts:
     """Runs the prefills of generations: by graphs if they are short, have no padding, and fill keys and values alone.
 
-    The first such one of each padded length runs by the model's own forward, and is compared.
+    The model's own forward serves, until a replay of the batch size and padded length has equalled it.
 
     Args:
         step: a wrapped `PromptStep`.
@@ -62,6 +67,7 @@ class Prompts:
 
     def __init__(self, step: Any) -> None:
         self.step = step
+        self._sizes: list[int] = []
         self.reset()
 
     def __str__(self) -> str:
@@ -72,36 +78,41 @@ class Prompts:
         )
 
     def reset(self) -> None:
-        """Drop the graphs; the next prefills that they can serve are compared again."""
+        """Drop the graphs; later prefills are compared again."""
         self.step.reset_graphs()
         self.refusal: str | None = None
-        self._kinds: dict[int, Any] = {}  # padded lengths that were compared -> the class of the model's outputs
+        self._kind: Any = None  # the class of the model's outputs
+        self._came: set[int] = set()  # padded lengths
+        self._equal: set[tuple[int, int]] = set()  # batch sizes and padded lengths with such a replay
 
     def use_sizes(self, sizes: Sequence[int]) -> None:
         """Pad batches to those of these sizes that are small enough."""
-        small = [size for size in sizes if size * _LENGTHS[0] <= _MOST_TOKENS]
-        self.step.configure_graphs(capture_sizes=small or [min(sizes)])
+        self._sizes = sorted(size for size in sizes if size * _LENGTHS[0] <= _MOST_TOKENS)
+        self.step.configure_graphs(capture_sizes=self._sizes or [min(sizes)])
 
     def run(self, forward: Callable[..., Any], **kwargs: Any) -> Any:
         """Run a prefill with the arguments of the model's `forward`; returns the model's outputs."""
         cache = kwargs[self.step.cache_name]
-        length = 0 if self.refusal else self._length(cache, **kwargs)
-        if not length:
+        shape = None if self.refusal else self._shape(cache, **kwargs)
+        if shape is None:
             return forward(**kwargs)
-        inputs = _padded(kwargs["input_ids"], kwargs["position_ids"], length)
-        if length not in self._kinds:
-            return self._compared(forward, kwargs, inputs)
-        outputs = self._outputs(self._kinds[length], cache, kwargs["input_ids"].shape[1], *self.step(*inputs))
-        self.refusal = next((str(error) for error in self.step.graph_stats.failures.values()), None)
-        return outputs
+        ids, positions = kwargs["input_ids"], kwargs["position_ids"]
+        inputs = _padded(ids, positions, shape[1])
+        if shape not in self._equal:
+            return self._compared(forward, kwargs, shape, inputs)
+        result, replayed = self._try(inputs)
+        if replayed:
+            return self._outputs(cache, ids.shape[1], *result)
+        self._equal.clear()  # what was captured has changed
+        return forward(**kwargs)
 
     def capture(self, device: torch.device) -> dict[str, CaptureSummary]:
-        """Capture all batch sizes at the lengths that were compared, if prefills of a model on `device` have graphs."""
+        """Capture all batch sizes at the padded lengths that came, unless prefills of the model run eagerly."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        lengths = () if self.refusal else sorted(self._kinds, reverse=True)
+        lengths = () if self.refusal else sorted(self._came, reverse=True)
         return {f"prompts of {each}": self.step.capture_graphs(*_padded(ids, ids, each)) for each in lengths}
 
-    def _length(
+    def _shape(
         self,
         own: Any,
         input_ids: Any = None,
@@ -109,8 +120,8 @@ class Prompts:
         position_ids: Any = None,
         logits_to_keep: Any = None,
         **others: Any,
-    ) -> int:
-        """Return the padded length of a prefill with these arguments, and this cache of its own; 0 without a graph."""
+    ) -> tuple[int, int] | None:
+        """Return the padded rows and length of a prefill with these arguments and its cache; None without graphs."""
         unknown = others.keys() - {"use_cache", "return_dict", self.step.cache_name}
         taken = (
             isinstance(input_ids, Tensor)
@@ -121,31 +132,78 @@ class Prompts:
             and all(others[name] is None or others[name] is False for name in unknown)
             and all(type(layer) in PLAIN for layer in own.layers)
             and not own.get_seq_length()
+            and not torch.is_grad_enabled()
+            and (CALLS.context is None or CALLS.context.bypass is None)
             and (attention_mask is None or (attention_mask.shape == input_ids.shape and bool(attention_mask.all())))
         )
-        fitting = (each for each in _LENGTHS if each >= input_ids.shape[1] and each * len(input_ids) <= _MOST_TOKENS)
-        return next(fitting, 0) if taken else 0
+        if not taken:
+            return None
+        rows = next((size for size in self._sizes if size >= len(input_ids)), _MOST_TOKENS)
+        fitting = (each for each in _LENGTHS if each >= input_ids.shape[1] and each * rows <= _MOST_TOKENS)
+        return next(((rows, length) for length in fitting), None)
 
-    def _compared(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: tuple[Tensor, ...]) -> Any:
-        """Run a prefill by the model's own forward, and compare what the step makes of it."""
-        name = self.step.cache_name
-        cache = copy.deepcopy(kwargs[name])
-        outputs = forward(**kwargs)
-        kind = self._kinds[inputs[0].shape[1]] = type(outputs)
+    def _try(self, inputs: tuple[Tensor, ...]) -> tuple[Any, bool]:
+        """Run the step; returns its result, and True for a replay's. What leads to no graph refuses later prefills."""
+        stats = self.step.graph_stats
+        replays, before, result = stats.replays, stats.eager.copy(), None
         try:
-            run = rehearse(self.step, inputs, {}, inputs[0].device)
-            served = self._outputs(kind, cache, kwargs["input_ids"].shape[1], *run.spec.unflatten(run.leaves))
-            found = first_difference(*(_leaves(each, each[name]) for each in (served, outputs)))
-            self.refusal = found and f"padded to {inputs[0].shape[1]} tokens, {found}"
+            result = self.step(*inputs)
         except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error} at {user_location(error)}"
+            self._refuse(f"{type(error).__name__}: {error} at {user_location(error)}")
+        for reason in set(stats.eager - before) - ON_THE_WAY:
+            self._refuse(stats.explained(reason))
+        return result, result is not None and stats.replays > replays
+
+    def _refuse(self, why: str) -> None:
+        self.refusal = why.strip().splitlines()[0]
+
+    def _compared(
+        self, forward: Callable[..., Any], kwargs: dict[str, Any], shape: tuple[int, int], inputs: tuple[Tensor, ...]
+    ) -> Any:
+        """Run a prefill by the model's own forward, and compare what the step makes of it, of which nothing stays."""
+        cache, before = copy.deepcopy(kwargs[self.step.cache_name]), Snapshot(self.step.model)
+        generators, buffers = [default_generator(inputs[0].device)], list(self.step.model.buffers())
+        with Undo(None, generators):
+            result, replayed = self._try(inputs)
+        before.put_back()
+        states, versions = random_states(generators), [each._version for each in buffers]
+        outputs = forward(**kwargs)
+        self._kind = type(outputs)
+        self._came.add(shape[1])
+        if drew(generators, states) or versions != [each._version for each in buffers]:
+            self._refuse("the forward draws random numbers, or writes to a buffer")
+        if self.refusal is None:
+            found = self._difference(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape[1], result)
+            if found is not None:
+                self._refuse(f"padded to {shape[1]} tokens, {found}")
+            elif replayed:
+                self._equal.add(shape)
         return outputs
 
-    def _outputs(self, kind: Any, cache: Any, tokens: int, logits: Tensor, states: list[tuple[Tensor, Tensor]]) -> Any:
+    def _difference(
+        self, outputs: Any, cache: Any, ids: Tensor, positions: Tensor, length: int, result: Any
+    ) -> str | None:
+        """Say how a result differs from the model's own outputs, or one for two tokens by padding; None if none does.
+
+        A model may do otherwise with few tokens than with many, and this prompt may be as long as a padded one.
+        """
+        name = self.step.cache_name
+        try:
+            served = self._outputs(cache, ids.shape[1], *result)
+            found = first_difference(*(_leaves(each, each[name]) for each in (served, outputs)))
+            short = ids[:, :2], positions[:, :2]
+            whole, padded = (rehearse(self.step, _padded(*short, each), {}, ids.device) for each in (2, length))
+            cut = [padded.leaves[0], *(leaf[:, :, :2] for leaf in padded.leaves[1:])]
+            otherwise = sorted(whole.left_otherwise(padded))
+            return found or first_difference(cut, whole.leaves) or next((f"{each} differs" for each in otherwise), None)
+        except Exception as error:
+            return f"{type(error).__name__}: {error} at {user_location(error)}"
+
+    def _outputs(self, cache: Any, tokens: int, logits: Tensor, states: list[tuple[Tensor, Tensor]]) -> Any:
         """Make the model's outputs of what the step returned, of which the first tokens count, and an empty cache."""
         for index, pair in enumerate(states):
             cache.update(*(state[:, :, :tokens] for state in pair), index)
-        return kind(logits=logits, **{self.step.cache_name: cache})
+        return self._kind(logits=logits.clone(), **{self.step.cache_name: cache})
 
 
 def _padded(ids: Tensor, positions: Tensor, length: int) -> tuple[Tensor, ...]:

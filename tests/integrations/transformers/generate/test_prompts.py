@@ -137,7 +137,7 @@ def test_a_model_to_which_padding_matters_runs_eagerly(device: torch.device) -> 
             check(model, plain, prompt(1, 9 + seed % 3, device, seed))
         assert not replays(graphs)
         assert "no graphs for prompts: padded to 64 tokens, output 0 differs by" in str(graphs.report())
-        assert not graphs._prompts.step.graph_stats.eager
+        assert sum(graphs._prompts.step.graph_stats.eager.values()) == 1, "what was compared"
 
 
 def test_a_model_that_returns_more_than_logits_runs_eagerly(device: torch.device) -> None:
