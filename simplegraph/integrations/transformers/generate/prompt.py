@@ -161,17 +161,19 @@ class Prompts:
         self, forward: Callable[..., Any], kwargs: dict[str, Any], shape: tuple[int, int], inputs: tuple[Tensor, ...]
     ) -> Any:
         """Run a prefill by the model's own forward, and compare what the step makes of it, of which nothing stays."""
-        cache, before = copy.deepcopy(kwargs[self.step.cache_name]), Snapshot(self.step.model)
-        generators, buffers = [default_generator(inputs[0].device)], list(self.step.model.buffers())
-        with Undo(None, generators):
-            result, replayed = self._try(inputs)
-        before.put_back()
+        cache, buffers = copy.deepcopy(kwargs[self.step.cache_name]), list(self.step.model.buffers())
+        generators = [default_generator(inputs[0].device)]
         states, versions = random_states(generators), [each._version for each in buffers]
         outputs = forward(**kwargs)
-        self._kind = type(outputs)
-        self._came.add(shape[1])
         if drew(generators, states) or versions != [each._version for each in buffers]:
             self._refuse("the forward draws random numbers, or writes to a buffer")
+            return outputs
+        self._kind = type(outputs)
+        self._came.add(shape[1])
+        after = Snapshot(self.step.model)
+        with Undo(None, generators):
+            result, replayed = self._try(inputs)
+        after.put_back()
         if self.refusal is None:
             found = self._difference(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape[1], result)
             if found is not None:
