@@ -173,7 +173,7 @@ class Prompts:
         after = Snapshot(self.step.model)
         with Undo(None, generators):
             result, replayed = self._try(inputs)
-        after.put_back()
+        after.put_back(after.changes())
         if self.refusal is None:
             found = self._difference(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape[1], result)
             if found is not None:
