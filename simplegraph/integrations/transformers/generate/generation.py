@@ -71,7 +71,7 @@ class GraphedGeneration(GraphedModel):
         lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
         report = super().report()
-        return dataclasses.replace(report, optimizations=(*report.optimizations, str(self._prompts), *lines))
+        return dataclasses.replace(report, optimizations=(*report.optimizations, *self._prompts.lines(), *lines))
 
     def capture(
         self, sizes: Sequence[int] | None = None, lengths: Sequence[int] | None = None, **settings: Any
@@ -297,12 +297,11 @@ def graph_generation(
         **settings,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
-    prompts = Prompts(wrap(named(PromptStep, type(model).__name__)(model), batch_dims=BATCH_DIMS, **settings))
-    prompts.use_sizes(sizes)
+    prompt_step = wrap(named(PromptStep, type(model).__name__)(model), batch_dims=BATCH_DIMS, **settings)
     decoder = FixedCacheDecoder(
         step, sizes, max_batch_size=max_batch_size, max_length=max_length, max_source_length=source
     )
-    return GraphedGeneration(model, step, prompts, decoder, tokens_per_launch)
+    return GraphedGeneration(model, step, Prompts(prompt_step, sizes), decoder, tokens_per_launch)
 
 
 def _not_fused(chosen: bool | Collection[str]) -> set[str]:

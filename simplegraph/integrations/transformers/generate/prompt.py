@@ -60,22 +60,22 @@ class Prompts:
 
     Args:
         step: a wrapped `PromptStep`.
+        sizes: batch sizes to capture.
 
     Attributes:
         step: the same; refusal: why all prefills run eagerly; None if they need not.
     """
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, step: Any, sizes: Sequence[int]) -> None:
         self.step = step
-        self._sizes: list[int] = []
+        self.use_sizes(sizes)
         self.reset()
 
-    def __str__(self) -> str:
-        return (
-            f"no graphs for prompts: {self.refusal}"
-            if self.refusal
-            else f"prompts in graphs: {self.step.graph_stats.summary}"
-        )
+    def lines(self) -> list[str]:
+        """Say in a line what came of prefills, once there was one that graphs may serve."""
+        if self.refusal:
+            return [f"no graphs for prompts: {self.refusal}"]
+        return [f"prompts in graphs: {self.step.graph_stats.summary}"] if self._came else []
 
     def reset(self) -> None:
         """Drop the graphs; later prefills are compared again."""
@@ -173,13 +173,13 @@ class Prompts:
         after = Snapshot(self.step.model)
         with Undo(None, generators):
             result, replayed = self._try(inputs)
-        after.put_back(after.changes())
         if self.refusal is None:
             found = self._difference(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape[1], result)
             if found is not None:
                 self._refuse(f"padded to {shape[1]} tokens, {found}")
             elif replayed:
                 self._equal.add(shape)
+        after.put_back(after.changes())
         return outputs
 
     def _difference(

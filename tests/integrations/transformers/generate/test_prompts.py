@@ -13,8 +13,10 @@ import tiny_models as tiny  # noqa: E402
 from tiny_generation import CACHE, MODELS, graphed  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
+import simplegraph as sg  # noqa: E402
 from simplegraph import Reason  # noqa: E402
 from simplegraph.integrations.transformers import GraphedGeneration, graph_generation  # noqa: E402
+from simplegraph.integrations.transformers.generate import prompt as prompt_module  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 WHOLE: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
@@ -118,26 +120,175 @@ def test_positions_of_the_callers_own(llama: Any, plain: Any, device: torch.devi
         assert replays(graphs)
 
 
-def test_a_model_to_which_padding_matters_runs_eagerly(device: torch.device) -> None:
-    class Whole(transformers.LlamaForCausalLM):
-        """Every token knows the others, the later ones too."""
+def keeps_last(module: Any, call: Any) -> Any:
+    """Add a number to the last token's hidden state, as steering does."""
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = call(*args, **kwargs).clone()
+        hidden[:, -1] += 3
+        return hidden
+
+    return forward
+
+
+def test_a_change_of_the_model_after_which_padding_matters(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        until_replayed(llama, plain, graphs, device, 1, 9)
+        for one in (llama, plain):
+            mlp = one.model.layers[0].mlp
+            mlp.forward = keeps_last(mlp, mlp.forward)
+        for seed in range(8):
+            check(llama, plain, prompt(1, 9, device, seed))
+        assert "padded to 64 tokens, " in graphs._prompts.refusal
+
+
+class Whole(transformers.LlamaForCausalLM):
+    """Every token knows the others, the later ones too."""
+
+    def forward(
+        self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> Any:
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds + embeds.mean(1, keepdim=True)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+
+class Branches(transformers.LlamaForCausalLM):
+    """Does otherwise with more than 32 tokens."""
+
+    def forward(
+        self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> Any:
+        outputs = super().forward(
+            input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs
+        )
+        outputs.logits = outputs.logits * (2 if input_ids.shape[1] > 32 else 1)
+        return outputs
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [(Whole, [64, 9]), (Whole, [9, 10, 11]), (Branches, [40, 9])])
+def test_a_model_to_which_padding_matters_runs_eagerly(kind: Any, lengths: list[int], device: torch.device) -> None:
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: kind(config), device) for _ in range(2))
+    with graphed(model, max_length=128) as graphs:
+        for seed in range(9):
+            check(model, plain, prompt(1, lengths[0] if seed < 4 else lengths[seed % len(lengths)], device, seed))
+        assert not replays(graphs)
+        assert "no graphs for prompts: padded to 64 tokens, output 0 differs by" in str(graphs.report())
+
+
+class Counts(transformers.LlamaForCausalLM):
+    """Keeps what it has seen: numbers of tokens in a list, and those of each token in a buffer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lengths: list[int] = []
+        self.register_buffer("counts", torch.zeros(tiny.VOCABULARY), persistent=False)
+        self.buffers_too = False
+
+    def forward(
+        self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> Any:
+        self.lengths.append(input_ids.shape[1])
+        if self.buffers_too:
+            self.counts.index_add_(0, input_ids.flatten(), torch.ones_like(input_ids.flatten(), dtype=torch.float32))
+        return super().forward(input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_what_a_forward_keeps_is_that_of_its_own_prefills(buffers: bool, device: torch.device) -> None:
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: Counts(config), device) for _ in range(2))
+    plain.buffers_too = model.buffers_too = buffers
+    with graphed(model) as graphs:
+        for seed in range(8):
+            results = [
+                one.generate(**prompt(1, 9, device, seed), **SETTINGS | {"max_new_tokens": 1, "min_new_tokens": 1})
+                for one in (model, plain)
+            ]
+            assert torch.equal(*results)
+            assert model.lengths == plain.lengths
+            assert torch.equal(model.counts, plain.counts)
+        assert not replays(graphs)
+        assert graphs._prompts.refusal
+
+
+def test_a_prefill_that_draws_runs_eagerly(device: torch.device) -> None:
+    class Noisy(transformers.LlamaForCausalLM):
         def forward(
             self, input_ids: Any = None, *, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
         ) -> Any:
-            kwargs |= {"position_ids": position_ids}
-            embeds = self.get_input_embeddings()(input_ids)
-            embeds = embeds + embeds.mean(1, keepdim=True)
-            return super().forward(inputs_embeds=embeds, logits_to_keep=logits_to_keep, **kwargs)
+            if input_ids.shape[1] > 1:
+                kwargs["noise"] = torch.rand(input_ids.shape, device=input_ids.device)
+                del kwargs["noise"]
+            return super().forward(
+                input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs
+            )
 
     config = transformers.LlamaConfig(**tiny.LLAMA)
-    plain, model = (tiny.build(lambda: Whole(config), device) for _ in range(2))
+    plain, model = (tiny.build(lambda: Noisy(config), device) for _ in range(2))
     with graphed(model) as graphs:
-        for seed in range(10):
-            check(model, plain, prompt(1, 9 + seed % 3, device, seed))
+        for seed in range(6):
+            drawn = []
+            for one in (model, plain):
+                torch.manual_seed(seed)
+                tokens = one.generate(**prompt(1, 9, device, seed), **SETTINGS | {"do_sample": True})
+                drawn.append((tokens.tolist(), torch.rand(3, device=device).tolist()))
+            assert drawn[0] == drawn[1]
         assert not replays(graphs)
-        assert "no graphs for prompts: padded to 64 tokens, output 0 differs by" in str(graphs.report())
-        assert sum(graphs._prompts.step.graph_stats.eager.values()) == 1, "what was compared"
+
+
+def test_while_graphs_are_off_prefills_are_the_models_own(llama: Any, plain: Any, device: torch.device) -> None:
+    lengths: list[int] = []
+    llama.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    hooks = llama.model.embed_tokens._forward_pre_hooks.copy()
+    llama.model.embed_tokens._forward_pre_hooks.clear()
+    with graphed(llama) as graphs:
+        until_replayed(llama, plain, graphs, device, 1, 9)
+        before = replays(graphs)
+        llama.model.embed_tokens._forward_pre_hooks.update(hooks)
+        with sg.eager():
+            check(llama, plain, prompt(1, 9, device, 30))
+        assert 64 not in lengths
+        llama.model.embed_tokens._forward_pre_hooks.clear()
+        assert replays(graphs) == before
+        until_replayed(llama, plain, graphs, device, 1, 9)
+
+
+def test_a_window_that_is_set_anew_is_seen(device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS["mistral"], device) for _ in range(2))
+    with graphed(model) as graphs:
+        until_replayed(model, plain, graphs, device, 1, 20)
+        for one in (model, plain):
+            one.config.sliding_window = 4
+        until_replayed(model, plain, graphs, device, 1, 20)
+
+
+def test_an_interrupted_comparison_is_made_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(**tiny.LLAMA)
+    plain, model = (tiny.build(lambda: Whole(config), device) for _ in range(2))
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with graphed(model) as graphs:
+        with monkeypatch.context() as patched:
+            patched.setattr(prompt_module, "first_difference", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(**prompt(1, 9, device), **SETTINGS)
+        for seed in range(6):
+            check(model, plain, prompt(1, 9, device, seed))
+        assert not replays(graphs)
+
+
+def test_capture_takes_no_longer_prompts_than_it_was_told(device: torch.device) -> None:
+    config = transformers.GPT2Config(**(tiny.GPT2 | {"n_positions": 64}))
+    plain, model = (tiny.build(lambda: transformers.GPT2LMHeadModel(config), device) for _ in range(2))
+    with graph_generation(model, max_batch_size=2, max_length=512) as graphs:
+        graphs.capture(lengths=[1, 60])
+        for seed in range(4):
+            check(model, plain, prompt(1, 9, device, seed))
+        assert replays(graphs)
 
 
 def test_a_model_that_returns_more_than_logits_runs_eagerly(device: torch.device) -> None:
