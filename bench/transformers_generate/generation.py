@@ -83,7 +83,7 @@ def run_arm(
     gpu: int = 0,
     turn: Turn = NO_TURN,
 ) -> Figures:
-    """Measure seconds of the first generation, ms per token of later ones, and return the tokens.
+    """Measure seconds of the first generation, ms per token of later ones, ms of one token, and return the tokens.
 
     The first generation includes the arm's changes to the model. Later ones wait for the process's turn.
     """
@@ -122,6 +122,7 @@ def run_arm(
         figures: Figures = {
             "first_seconds": taken[0],
             "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
+            "first_token_ms": statistics.median(seconds(lambda: generate(1), device) for _ in range(plan.rounds)) * 1e3,
             "seconds": taken,
             "tokens": result[:, -plan.tokens :].tolist(),
         }
@@ -188,7 +189,7 @@ def failures(figures: Figures) -> list[str]:
     return failed
 
 
-_COLUMNS = ("ms a token", "x plain ms", "first s", "x sooner", "GPU busy")
+_COLUMNS = ("ms a token", "x plain ms", "1 token ms", "first s", "x sooner", "GPU busy")
 
 
 def render(figures: Figures) -> str:
@@ -217,6 +218,7 @@ def _cells(found: Figures, arms: Figures) -> str:
     cells = [
         cell(found, "ms_per_token", ".3f"),
         ratio(found, plain, "ms_per_token", ".3f"),
+        cell(found, "first_token_ms", ".1f"),
         cell(found, "first_seconds", ".2f"),
         ratio(compiled, found, "first_seconds", ".1f"),
         cell(found, "busy_share", ".0%"),
