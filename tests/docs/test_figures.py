@@ -165,8 +165,11 @@ def one_row(key: str, model: str = "8B", part: str = "linears") -> str:
     return f"{', '.join(first)} and {last} us"
 
 
-def a_token(arm: str) -> float:
-    return float(raw.load("h200_generate_launches")["models"]["llama"]["arms"][arm]["ms_per_token"])
+PROMPTS = "h200_generate_prompts"
+
+
+def a_token(arm: str, file: str = "h200_generate_launches", key: str = "ms_per_token") -> float:
+    return float(raw.load(file)["models"]["llama"]["arms"][arm][key])
 
 
 def autotuned(arm: str, key: str) -> float:
@@ -283,6 +286,16 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
     (
         "they take {} with one token in a launch",
         lambda: " ms, and ".join(f"{a_token(arm):.2f}" for arm in ("simplegraph-8-tokens", "simplegraph")),
+    ),
+    (
+        "commit c55bbe1) they take {} with one token in a launch",
+        lambda: " ms, and ".join(f"{a_token(arm, PROMPTS):.2f}" for arm in ("simplegraph-8-tokens", "simplegraph")),
+    ),
+    (
+        "A generation of one token takes {}.",
+        lambda: " ms there, and plain `generate`'s ".join(
+            f"{a_token(arm, PROMPTS, 'first_token_ms'):.1f}" for arm in ("simplegraph-8-tokens", "plain")
+        ),
     ),
     ("a first start took {}, the lean", lambda: ", eager ".join(started_on_an_h200("eager"))),
     ("the lean loop {}, and a second", lambda: started_on_an_h200("lean-loop")[1]),

@@ -94,9 +94,9 @@ def test_a_model_that_fails_holds_up_no_other(here: None) -> None:
 
 def test_the_table_compares_with_plain() -> None:
     arms = {
-        "plain": {"ms_per_token": 30.0, "first_seconds": 2.0, "busy_share": 0.25},
+        "plain": {"ms_per_token": 30.0, "first_token_ms": 15.0, "first_seconds": 2.0, "busy_share": 0.25},
         "static-compiled": {"ms_per_token": 5.0, "first_seconds": 40.0, "compiled_graphs": 0},
-        "simplegraph": {"ms_per_token": 3.0, "first_seconds": 2},
+        "simplegraph": {"ms_per_token": 3.0, "first_token_ms": 6.04, "first_seconds": 2},
     }
     skipped = {"static-compiled": {"skipped": "ValueError: no static cache"}}
     models = {
@@ -106,8 +106,8 @@ def test_the_table_compares_with_plain() -> None:
     figures = {"plan": {"batch": 1, "prompt": 8, "tokens": 8}, "device": "cpu", "models": models}
     table = generation.render(figures)
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in table.splitlines()}
-    assert rows["gpt2", "plain"] == ["30.000", "1.000", "2.00", "20.0", "25%"]
-    assert rows["gpt2", "simplegraph"] == ["3.000", "0.100", "2.00", "20.0", "-"]
+    assert rows["gpt2", "plain"] == ["30.000", "1.000", "15.0", "2.00", "20.0", "25%"]
+    assert rows["gpt2", "simplegraph"] == ["3.000", "0.100", "6.0", "2.00", "20.0", "-"]
     assert " ".join(rows["gpt2", "static-compiled"]).endswith("(transformers compiled nothing)")
     assert " ".join(rows["t5", "static-compiled"]) == "skipped: ValueError: no static cache"
     assert "have 8 tokens in common with plain, 1 parted" in table
