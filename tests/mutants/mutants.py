@@ -14,6 +14,7 @@ PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 FILLED = ("tests/module/test_filled_once.py",)
 ONCE = ("tests/module/test_done_once.py",)
+PROMPTS = ("tests/integrations/transformers/generate/test_prompts.py",)
 SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
@@ -780,5 +781,47 @@ MUTANTS = [
         "refused=call.binding.refused or refused,",
         "refused=call.binding.refused,",
         ("tests/module/test_ways_to_wrap.py",),
+    ),
+    Mutant(
+        "padding of a prompt stays in the cache",
+        "integrations/transformers/generate/prompt.py",
+        "cache.update(*(state[:, :, :tokens] for state in pair), index)",
+        "cache.update(*pair, index)",
+        PROMPTS,
+    ),
+    Mutant(
+        "a prompt is served before a replay has equalled the model's own forward",
+        "integrations/transformers/generate/prompt.py",
+        "if shape not in self._equal:",
+        "if self._kind is None:",
+        PROMPTS,
+    ),
+    Mutant(
+        "a padded prompt is served that was no replay",
+        "integrations/transformers/generate/prompt.py",
+        "        if replayed:\n            return",
+        "        if result is not None:\n            return",
+        PROMPTS,
+    ),
+    Mutant(
+        "prompts of few tokens are not compared",
+        "integrations/transformers/generate/prompt.py",
+        "found or first_difference(cut, whole.leaves) or",
+        "found or",
+        PROMPTS,
+    ),
+    Mutant(
+        "a prompt that draws random numbers has a graph",
+        "integrations/transformers/generate/prompt.py",
+        "drew(generators, states) or versions",
+        "versions",
+        PROMPTS,
+    ),
+    Mutant(
+        "what comparing a prompt left stays",
+        "integrations/transformers/generate/prompt.py",
+        "        after.put_back(after.changes())\n",
+        "",
+        PROMPTS,
     ),
 ]
