@@ -198,7 +198,7 @@ class Nap:
         if not needed:
             return
         if not self._wake_on_call or needed[0].device.is_capturing():
-            asleep = ", ".join(dict.fromkeys(region.part for region in self.regions))
+            asleep = ", ".join(part for part in PARTS if any(region.part == part for region in self.regions))
             raise AsleepError(f"{self.name} is asleep ({asleep}): call wake() first, or sleep with wake_on_call=True.")
         self.wake(PARTS)
 
