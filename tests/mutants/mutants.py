@@ -806,8 +806,8 @@ MUTANTS = [
     Mutant(
         "prompts of few tokens are not compared",
         "integrations/transformers/generate/prompt.py",
-        "found or first_difference(cut, whole.leaves) or",
-        "found or",
+        "found = first_difference(cut, whole.leaves) or",
+        "found = None or",
         PROMPTS,
     ),
     Mutant(
@@ -820,7 +820,7 @@ MUTANTS = [
     Mutant(
         "what comparing a prompt left stays",
         "integrations/transformers/generate/prompt.py",
-        "        after.put_back(after.changes())\n",
+        "            undo.callback(lambda: after.put_back(after.changes()))\n",
         "",
         PROMPTS,
     ),

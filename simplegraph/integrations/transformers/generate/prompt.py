@@ -171,35 +171,42 @@ class Prompts:
         self._kind = type(outputs)
         self._came.add(shape[1])
         after = Snapshot(self.step.model)
-        with Undo(None, generators):
+        with Undo(None, generators) as undo:
+            undo.callback(lambda: after.put_back(after.changes()))
             result, replayed = self._try(inputs)
-        if self.refusal is None:
-            found = self._difference(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape[1], result)
-            if found is not None:
-                self._refuse(f"padded to {shape[1]} tokens, {found}")
-            elif replayed:
-                self._equal.add(shape)
-        after.put_back(after.changes())
+            if self.refusal is None:
+                self._judge(outputs, cache, kwargs["input_ids"], kwargs["position_ids"], shape, result, replayed)
         return outputs
 
-    def _difference(
-        self, outputs: Any, cache: Any, ids: Tensor, positions: Tensor, length: int, result: Any
-    ) -> str | None:
-        """Say how a result differs from the model's own outputs, or one for two tokens by padding; None if none does.
+    def _judge(
+        self,
+        outputs: Any,
+        cache: Any,
+        ids: Tensor,
+        positions: Tensor,
+        shape: tuple[int, int],
+        result: Any,
+        replayed: bool,
+    ) -> None:
+        """Compare a result with the model's own outputs, and, after a replay, what padding changes for two tokens.
 
         A model may do otherwise with few tokens than with many, and this prompt may be as long as a padded one.
         """
-        name = self.step.cache_name
         try:
             served = self._outputs(cache, ids.shape[1], *result)
-            found = first_difference(*(_leaves(each, each[name]) for each in (served, outputs)))
-            short = ids[:, :2], positions[:, :2]
-            whole, padded = (rehearse(self.step, _padded(*short, each), {}, ids.device) for each in (2, length))
-            cut = [padded.leaves[0], *(leaf[:, :, :2] for leaf in padded.leaves[1:])]
-            otherwise = sorted(whole.left_otherwise(padded))
-            return found or first_difference(cut, whole.leaves) or next((f"{each} differs" for each in otherwise), None)
+            found = first_difference(*(_leaves(each, each[self.step.cache_name]) for each in (served, outputs)))
+            if found is None and replayed:
+                short = ids[:, :2], positions[:, :2]
+                whole, padded = (rehearse(self.step, _padded(*short, each), {}, ids.device) for each in (2, shape[1]))
+                cut = [padded.leaves[0], *(leaf[:, :, :2] for leaf in padded.leaves[1:])]
+                otherwise = sorted(whole.left_otherwise(padded))
+                found = first_difference(cut, whole.leaves) or (f"{otherwise[0]} differs" if otherwise else None)
         except Exception as error:
-            return f"{type(error).__name__}: {error} at {user_location(error)}"
+            found = f"{type(error).__name__}: {error} at {user_location(error)}"
+        if found is not None:
+            self._refuse(f"padded to {shape[1]} tokens, {found}")
+        elif replayed:
+            self._equal.add(shape)
 
     def _outputs(self, cache: Any, tokens: int, logits: Tensor, states: list[tuple[Tensor, Tensor]]) -> Any:
         """Make the model's outputs of what the step returned, of which the first tokens count, and an empty cache."""
