@@ -79,7 +79,7 @@ class GraphedGeneration(GraphedModel):
         """Capture all batch sizes and lengths now, so that no later generation waits for a capture.
 
         Short generations from made-up prompts are run for it. The first steps of each batch size are still proofs,
-        which run eagerly.
+        which run eagerly, and so do its first two prefills of each padded length.
 
         Args:
             sizes: batch sizes, in place of the earlier ones; what was captured before is dropped.
@@ -249,10 +249,10 @@ def graph_generation(
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
     Every step of greedy decoding, sampling or beam search replays a graph, on a cache of fixed addresses that one
-    generation at a time uses. The prefill does where up to 256 tokens without padding fill keys and values alone; any
-    other runs eagerly. All else about `generate` is unchanged: stopping criteria, streamers, logits processors, masks,
-    and the cache that it returns. Calls that graphs cannot serve (assisted decoding, longer sequences, offloaded
-    models) run eagerly, with the reason in `report`.
+    generation at a time uses. The prefill does where up to 256 tokens without padding fill keys and values alone, once
+    a replay has equalled it; any other runs eagerly. All else about `generate` is unchanged: stopping criteria,
+    streamers, logits processors, masks, and the cache that it returns. Calls that graphs cannot serve (assisted
+    decoding, longer sequences, offloaded models) run eagerly, with the reason in `report`.
 
         with graph_generation(model, max_batch_size=8, max_length=2048) as graphs:
             model.generate(**inputs, max_new_tokens=128)
