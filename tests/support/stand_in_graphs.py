@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import types
 from collections import OrderedDict
@@ -27,7 +28,8 @@ class DeviceMemory:
     """Memory of a device, block by block; a block is allocated while a tensor has it, or `kept` says so."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(64 * BLOCK)
+        # Above 4 GiB, as a device's memory is; the heap of a Python that was built for fixed addresses is below.
+        self.buffer = (ctypes.c_char * (64 * BLOCK)).from_buffer(mmap.mmap(-1, 64 * BLOCK))
         self.base = ctypes.addressof(self.buffer)
         self.pools: dict[int, tuple[int, int]] = {}
         self.kept: set[int] = set()
