@@ -85,8 +85,14 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         undo.callback(snapshot.put_back, sizes=[size for _, tensor in passed for size in tensor.shape])
         with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy):
             leaves, spec = flatten(invoke(module, args, kwargs))
-        left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
-        return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), cloned(flatten((args, kwargs))[0]))
+        return RunEffects(
+            cloned(leaves),
+            spec,
+            None,
+            {name: cloned(tensors) for name, tensors in _left(snapshot).items()},
+            random_states(drawing),
+            cloned(flatten((args, kwargs))[0]),
+        )
 
 
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
@@ -312,8 +318,12 @@ class LengthBuckets:
             call = self._read(module, args, kwargs)
         except CannotBind as error:
             raise InputError(f"capture_{'next' if how else 'graphs'} cannot use this call: {error.explained}") from None
-        lengths = reversed(self.config.lengths or ())
-        return added({f"length {length}": server.capture_all(module, *call.at(length), **how) for length in lengths})
+        return added(
+            {
+                f"length {length}": server.capture_all(module, *call.at(length), **how)
+                for length in reversed(self.config.lengths or ())
+            }
+        )
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:

@@ -792,7 +792,7 @@ MUTANTS = [
     Mutant(
         "a prompt is served before a replay has equalled the model's own forward",
         "integrations/transformers/generate/prompt.py",
-        "if shape not in self._equal:",
+        "if ids.shape not in self._equal:",
         "if self._kind is None:",
         PROMPTS,
     ),
@@ -804,10 +804,10 @@ MUTANTS = [
         PROMPTS,
     ),
     Mutant(
-        "prompts of few tokens are not compared",
+        "a prompt is served where one of another length was equal",
         "integrations/transformers/generate/prompt.py",
-        "found = first_difference(cut, whole.leaves) or",
-        "found = None or",
+        "if ids.shape not in self._equal:",
+        "if not self._equal:",
         PROMPTS,
     ),
     Mutant(

@@ -86,12 +86,12 @@ class GraphedEncoder(GraphedModel):
         if sizes is not None or lengths is not None:
             lengths = self._lengths if lengths is None else sorted(lengths)
             check_counts("lengths", lengths)
-            chosen: Any = {} if sizes is None else {"capture_sizes": sizes}
-            self._step.configure_graphs(max_signatures=_SIGNATURES * len(lengths), **chosen)
+            self._step.configure_graphs(
+                max_signatures=_SIGNATURES * len(lengths), **({} if sizes is None else {"capture_sizes": sizes})
+            )
             self._lengths, self._max_batch_size = lengths, max(sizes or [self._max_batch_size])
         if inputs is None:
-            segments = getattr(self.model.config, "type_vocab_size", 0) > 1
-            inputs = _ROW_INPUTS[:3] if segments else _ROW_INPUTS[:2]
+            inputs = _ROW_INPUTS[: 3 if getattr(self.model.config, "type_vocab_size", 0) > 1 else 2]
         summaries = {}
         with torch.no_grad():
             self._check_state()
@@ -109,8 +109,8 @@ class GraphedEncoder(GraphedModel):
         """Make up a batch of the largest size; nothing of it is padding."""
         shape, device = (self._max_batch_size, max(1, length)), self.model.device
         tokens = torch.arange(shape[0] * shape[1], device=device).remainder(self.model.config.vocab_size).view(shape)
-        made = tokens, torch.ones_like(tokens), torch.zeros_like(tokens)
-        return {name: value for name, value in zip(_ROW_INPUTS, made, strict=False) if name in inputs}
+        made = zip(_ROW_INPUTS, (tokens, torch.ones_like(tokens), torch.zeros_like(tokens)), strict=False)
+        return {name: value for name, value in made if name in inputs}
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model."""
@@ -160,8 +160,7 @@ class GraphedEncoder(GraphedModel):
         if rule is None:
             outputs = forward(**given)
             visible = None if mask is None else mask.bool()
-            rule = _length_rule(outputs, step(**full, **flags), length, padded, visible)
-            self._rules[key] = rule
+            rule = self._rules[key] = _length_rule(outputs, step(**full, **flags), length, padded, visible)
             self._keeps_masks |= unmasked and rule.refusal is not None
             return outputs
         if rule.refusal is not None:
@@ -238,10 +237,9 @@ def _check_encoder(model: Any) -> None:
     if "attention_mask" not in parameters:
         raise ConfigError(f"{type(model).__name__}.forward takes no attention_mask, so its lengths cannot be padded.")
     if not {"input_ids", "inputs_embeds"} & parameters.keys():
-        takes = next(iter(list(parameters)[1:]), "nothing")
         raise ConfigError(
-            f"graph_encoder pads tokens, and {type(model).__name__}.forward takes {takes}, neither input_ids nor "
-            "inputs_embeds: use simplegraph.wrap(model)."
+            f"graph_encoder pads tokens, and {type(model).__name__}.forward takes {[*parameters, 'nothing'][1]}, "
+            "neither input_ids nor inputs_embeds: use simplegraph.wrap(model)."
         )
 
 

@@ -71,13 +71,11 @@ class FixedCacheDecoder:
     Args:
         step: a wrapped `TokenStep`.
         capture_sizes: batch sizes that the step captures.
-        max_batch_size: rows of the largest batch.
-        max_length: tokens of the longest sequence, prompt included.
+        max_batch_size: rows of the largest batch; max_length: tokens of the longest sequence, prompt included.
         max_source_length: tokens of the longest encoder output.
 
     Attributes:
         stats: the step's counters.
-        max_length: as above.
         ids_name: name of the argument that holds a step's tokens; cache_name: name of the one that holds the cache.
         trusted: True once a step on the store has given the same logits as one on the model's own cache.
         advances: names of a step's arguments -> the name of one that changes in an unknown way between steps, or "".
@@ -95,7 +93,7 @@ class FixedCacheDecoder:
         self._launches: set[Launch] = set()
         self._progress = 0
         self.capturing: dict[str, CaptureSummary] | None = None
-        self.max_length, self._source_length = max_length, max_source_length
+        self._length, self._source_length = max_length, max_source_length
         self.use_sizes(capture_sizes, max_batch_size)
         self._spans = doubling(_SMALLEST_SPAN, -(-max_length // _ALIGNMENT) * _ALIGNMENT)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(step.model) else []
@@ -115,9 +113,8 @@ class FixedCacheDecoder:
         Raises:
             CannotBind: a length is above `max_length`.
         """
-        ends = [self._span(length - 1, grows=True) for length in lengths or (1, self.max_length)]
-        prompts = [1, *self._spans]  # with so many tokens, the next span begins
-        pairs = zip(prompts, self._spans, strict=False)
+        ends = [self._span(length - 1, grows=True) for length in lengths or (1, self._length)]
+        pairs = zip([1, *self._spans], self._spans, strict=False)  # tokens with which each span begins
         return [(self._rows, tokens) for tokens, span in pairs if min(ends) <= span <= max(ends)][::-1]
 
     def load(self, cache: Any, rows: int, length: int, kwargs: Mapping[str, Any]) -> tuple[CacheStore, int]:
@@ -208,7 +205,7 @@ class FixedCacheDecoder:
         """True if as many steps from position `length` on attend to as many positions as each of them alone would."""
         if self._step.store.first is None:
             return True
-        return length + steps <= self.max_length and self._span(length, grows=True) >= length + steps
+        return length + steps <= self._length and self._span(length, grows=True) >= length + steps
 
     def check_room(self, length: int) -> None:
         """Refuse launches of several steps if a cache of so many tokens is too long.
@@ -217,7 +214,7 @@ class FixedCacheDecoder:
             CannotBind: it is.
         """
         store: CacheStore | None = self._step.store
-        if length > self.max_length and (store is None or store.first is not None):
+        if length > self._length and (store is None or store.first is not None):
             raise CannotBind(Reason.ONE_TOKEN, f"the cache may get {length} tokens; raise max_length")
 
     def check_launch(self, launch: Launch, rows: int, length: int) -> None:
@@ -275,8 +272,8 @@ class FixedCacheDecoder:
         """
         if not grows:
             return 0
-        if length >= self.max_length:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"max_length is {self.max_length}: raise it")
+        if length >= self._length:
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"max_length is {self._length}: raise it")
         return self._spans[bisect.bisect_left(self._spans, length + 1)]
 
     def _padded_source(self, source: int) -> int:
@@ -299,8 +296,9 @@ class FixedCacheDecoder:
             for keys in (256, 1024, 2048)  # with which a row's attention is another variant
             if keys <= max(256, self._spans[-1])
         )
-        writing = KernelTrial("write_pages", (elements, "HND"))
-        return operators_of(self._step.fused_layers(), device, dtype, writing, *attending)
+        return operators_of(
+            self._step.fused_layers(), device, dtype, KernelTrial("write_pages", (elements, "HND")), *attending
+        )
 
     def _use_store(self, layout: CacheLayout) -> None:
         """Have the step decode from a store of this layout: the last one, or a new one if that has another."""
@@ -313,7 +311,7 @@ class FixedCacheDecoder:
             try:
                 step.store = CacheStore(layout, self._rows, self._spans[-1], source, triton=step.operators.triton)
             except torch.OutOfMemoryError:
-                shape = f"{self._rows} sequences of {self.max_length} tokens; lower max_batch_size or max_length"
+                shape = f"{self._rows} sequences of {self._length} tokens; lower max_batch_size or max_length"
                 raise CannotBind(Reason.LENGTH_TOO_LARGE, f"no memory for {shape}") from None
 
 

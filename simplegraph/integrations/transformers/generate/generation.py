@@ -19,7 +19,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
-from simplegraph.integrations.transformers.generate.prompt import BATCH_DIMS, Prompts, PromptStep
+from simplegraph.integrations.transformers.generate.prompt import MOST_ROWS, Prompts, PromptStep
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.stop_checks import (
     LaunchedGeneration,
@@ -57,8 +57,16 @@ class GraphedGeneration(GraphedModel):
         self._busy = threading.Lock()
         self._choices: Hashable = None
         self._call = threading.local()
-        methods = {"_sample": self._sample, "_beam_search": self._beam_search}
-        super().__init__(model, step, methods | {"generate": self._generate, "forward": self._forward})
+        super().__init__(
+            model,
+            step,
+            {
+                "generate": self._generate,
+                "forward": self._forward,
+                "_sample": self._sample,
+                "_beam_search": self._beam_search,
+            },
+        )
 
     def reset(self) -> None:
         """Drop the graphs and their cache; later calls make them again."""
@@ -79,7 +87,7 @@ class GraphedGeneration(GraphedModel):
         """Capture all batch sizes and lengths now, so that no later generation waits for a capture.
 
         Short generations from made-up prompts are run for it. The first steps of each batch size are still proofs,
-        which run eagerly, and so do its first two prefills of each padded length.
+        which run eagerly, and prefills are captured as they come.
 
         Args:
             sizes: batch sizes, in place of the earlier ones; what was captured before is dropped.
@@ -101,7 +109,6 @@ class GraphedGeneration(GraphedModel):
         if sizes is not None:
             check_counts("sizes", sizes)
             self._step.configure_graphs(capture_sizes=sizes)
-            self._prompts.use_sizes(sizes)
             self.reset()
             self._decoder.use_sizes(sizes)
         if lengths is not None:
@@ -112,22 +119,19 @@ class GraphedGeneration(GraphedModel):
             raise ConfigError(f"lengths is {lengths!r}, but {error.detail}.") from None
         self._decoder.capturing, before = {}, self.stats.eager[Reason.SWITCHED_OFF]
         try:
-            for rows, tokens in prompts:  # the prefill, the first step, one more and a launch
-                self._generate_once(rows, tokens, 3 + self._tokens_per_launch, settings)
-            for tokens in (2, 65):  # for either length that prefills are padded to
-                if tokens < max(lengths or [self._decoder.max_length]):
-                    self._generate_once(1, tokens, 1, settings)
-            self._decoder.capturing |= self._prompts.capture(self.model.device)
+            for rows, tokens in prompts:
+                self._generate_once(rows, tokens, settings)
             return dataclasses.replace(
                 added(self._decoder.capturing), switched_off=self.stats.eager[Reason.SWITCHED_OFF] > before
             )
         finally:
             self._decoder.capturing = None
 
-    def _generate_once(self, rows: int, tokens: int, count: int, settings: Mapping[str, Any]) -> None:
-        """Generate so many tokens from a made-up prompt."""
+    def _generate_once(self, rows: int, tokens: int, settings: Mapping[str, Any]) -> None:
+        """Generate from a made-up prompt as many tokens as steps of each kind take."""
         ids = torch.arange(rows * tokens, device=self.model.device).view(rows, tokens)
         ids = ids.remainder(self.model.config.get_text_config().vocab_size)
+        count = 3 + self._tokens_per_launch  # the prefill's, the first step's, one more and a launch
         given = {"do_sample": False, **settings, "max_new_tokens": count, "min_new_tokens": count, "max_length": None}
         self.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
 
@@ -215,9 +219,14 @@ class GraphedGeneration(GraphedModel):
             self.stats.ran_eagerly(error.reason, error.detail)
             return contextlib.nullcontext()
         # The user can see the cache if it was passed, by hooks during the generation, or in what it returns.
-        hooks = self.model._forward_hooks or self.model._forward_pre_hooks
-        given = getattr(self._call, "cache_is_kept", True)
-        kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
+        kept = any(
+            (
+                getattr(self._call, "cache_is_kept", True),
+                self.model._forward_hooks,
+                self.model._forward_pre_hooks,
+                getattr(config, "return_dict_in_generate", True),
+            )
+        )
         return self._served_by_graphs(kwargs[self._decoder.cache_name], kept=kept, beams=beams)
 
     @contextlib.contextmanager
@@ -297,11 +306,17 @@ def graph_generation(
         **settings,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
-    prompt_step = wrap(named(PromptStep, type(model).__name__)(model), batch_dims=BATCH_DIMS, **settings)
+    few = [size for size in sizes if size <= MOST_ROWS] or [min(sizes)]
+    prompt_step = wrap(
+        named(PromptStep, type(model).__name__)(model),
+        capture_sizes=few,
+        batch_dims={"ids": 0, "positions": 0, "last": None},
+        **settings,
+    )
     decoder = FixedCacheDecoder(
         step, sizes, max_batch_size=max_batch_size, max_length=max_length, max_source_length=source
     )
-    return GraphedGeneration(model, step, Prompts(prompt_step, sizes), decoder, tokens_per_launch)
+    return GraphedGeneration(model, step, Prompts(prompt_step, few), decoder, tokens_per_launch)
 
 
 def _not_fused(chosen: bool | Collection[str]) -> set[str]:

@@ -167,8 +167,8 @@ def processors_between(processors: Sequence[Any], first: int, last: int) -> Logi
     found = LogitsProcessorList()
     for one in processors:
         name = type(one).__name__
-        builtin = type(one).__module__.startswith("transformers.")
-        if not builtin or not (name in _PURE or name in _BY_LENGTH or name == _REPETITION):
+        known = name in _PURE or name in _BY_LENGTH or name == _REPETITION
+        if not known or not type(one).__module__.startswith("transformers."):
             raise CannotBind(Reason.ONE_TOKEN, f"{name} runs in Python after every token")
         start, end = _BY_LENGTH[name](one) if name in _BY_LENGTH else (0, float("inf"))
         if start <= first and last < end:

@@ -210,8 +210,10 @@ class ServedGeneration:
         if self._unserved and not served and not self.over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:
-            said = f"{len(self._others)} calls of a generation had another cache, a {self._others[0]}"
-            self._give_up(Reason.GENERATION, said)
+            self._give_up(
+                Reason.GENERATION,
+                f"{len(self._others)} calls of a generation had another cache, a {self._others[0]}",
+            )
 
     def _restore(self) -> None:
         if self._length:

@@ -99,8 +99,12 @@ class CacheStore:
         mask = None if self.first is None else self._mask[:rows, :span]
         if not self.layout.cross:
             return CacheView(cache, mask)
-        both = EncoderDecoderCache(cache, self._cache(self._cross, self.layout.cross, rows, source, source))
-        return CacheView(both, mask, self._source_mask[:rows, :source], self._hidden[:rows, :source])
+        return CacheView(
+            EncoderDecoderCache(cache, self._cache(self._cross, self.layout.cross, rows, source, source)),
+            mask,
+            self._source_mask[:rows, :source],
+            self._hidden[:rows, :source],
+        )
 
     def encoder_outputs(self, view: CacheView) -> Any:
         """Make outputs of the encoder's class from a view; they have a mask if that class does."""
