@@ -114,7 +114,7 @@ class Prompts:
             isinstance(input_ids, Tensor)
             and isinstance(position_ids, Tensor)
             and position_ids.shape == input_ids.shape
-            and input_ids.shape[1] > 1
+            and 1 < input_ids.shape[1] <= input_ids.numel() <= _MOST_TOKENS
             and logits_to_keep == 1
             and all(others[name] is None or others[name] is False for name in unknown)
             and all(type(layer) in PLAIN for layer in own.layers)
