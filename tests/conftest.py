@@ -1,4 +1,8 @@
-"""One suite for both devices: `device` is a GPU where there is one and the CPU, hence the emulator, elsewhere."""
+"""One suite for both devices: `device` is a GPU where there is one and the CPU, hence the emulator, elsewhere.
+
+With TESTS_DEVICE=cpu it is the CPU on a machine with a GPU, too. TESTS_SAMPLE=2000 runs so many of the tests, chosen by
+TESTS_SEED (0 if it is not set): the emulator must not touch what lies on a GPU beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -131,10 +136,13 @@ def _freeze() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Resolve ``-n auto``: no worker beside a GPU, whose memory tests measure; else one per core, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if torch.cuda.is_available() else min(cores, 8)
+    return 0 if tests_device() == "cuda" else min(cores, 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if most := int(os.environ.get("TESTS_SAMPLE", "0")):
+        chosen = random.Random(int(os.environ.get("TESTS_SEED", "0"))).sample(range(len(items)), min(most, len(items)))
+        items[:] = [items[at] for at in sorted(chosen)]
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -142,9 +150,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def tests_device() -> str:
+    """Return the type of the device that tests run on."""
+    return os.environ.get("TESTS_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(tests_device())
 
 
 @pytest.fixture(autouse=True)

@@ -145,7 +145,7 @@ class OperatorFacts(NamedTuple):
         multiplies_groups: True if it multiplies rows by one matrix per group, as experts do: a group's size decides
             rounding.
         is_uninitialised: True if what it makes is whatever the memory held.
-        reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and device only.
+        reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and place only.
         numeric: (position, name) of each argument that may be a number of its arithmetic.
         written: (position, name, flag) of each argument that it writes to; with a flag, only where that one is true.
     """
@@ -187,7 +187,7 @@ def facts_of(func: Any) -> OperatorFacts:
         may_solve=name in _EIGEN | _MADE_OF_EIGEN,
         multiplies_groups="grouped_mm" in name,
         is_uninitialised=name in _UNINITIALISED,
-        reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_")),
+        reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
         numeric=tuple((at, name) for at, name, kind in places if kind.rstrip("]") in _NUMERIC or name == "steps"),
         written=_written(schema, is_c10d=func.namespace == "c10d"),
     )

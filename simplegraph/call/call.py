@@ -29,6 +29,7 @@ from simplegraph.call.inputs import (
     Arg,
     ConstantArg,
     HostArg,
+    HostInput,
     InputSet,
     TensorArg,
     batch_dim_of,
@@ -44,6 +45,7 @@ from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
+from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 
 logger = logging.getLogger("simplegraph")
@@ -81,6 +83,7 @@ class Binding:
         made: places of the outputs that the forward was seen to make.
         numbers: the Python numbers that its runs passed to operators.
         refused: what its latest eager run showed that no capture may come to.
+        waited: names of the CPU tensors that it moves to its device by copies that wait.
     """
 
     signature: Signature
@@ -101,6 +104,7 @@ class Binding:
     made: set[int] = dataclasses.field(default_factory=set)
     numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
     refused: HostError | None = None
+    waited: set[str] = dataclasses.field(default_factory=set)
 
     def refuse_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
         """Let padded calls run eagerly from now on, and `warn` of it.
@@ -141,7 +145,8 @@ class Binding:
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
-        hosted = [arg.name for arg in self.signature.args if isinstance(arg, HostArg) and arg.name in self.written]
+        on_cpu = (arg.name for arg in self.signature.args if isinstance(arg, (HostArg, HostInput)))
+        hosted = [name for name in on_cpu if name in self.written]
         if hosted:
             self.unsupported = CannotBind(
                 Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"
@@ -169,7 +174,7 @@ class CallLayout:
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
         device_type: of the device that they run on; binding: what is known about the signature.
-        training: the mode of the module.
+        training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is not.
         plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`), or why it is not (a
             `Refusal`).
     """
@@ -184,6 +189,7 @@ class CallLayout:
     def __post_init__(self) -> None:
         self.autocast, self.state, self.settings, self.modes, _ = self.binding.signature.context
         positional, keyword = self.spec.children
+        self.hosted = any(isinstance(arg, (HostArg, HostInput)) for arg in self.args)
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
         self._num_args, self._keywords = len(positional.children), keyword.keys
         # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
@@ -281,6 +287,14 @@ class Call:
         """The tensor leaves that have static inputs, by name."""
         found = zip(self.names, self.leaves, self.layout.args, strict=True)
         return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+
+    def host_arguments(self) -> HostArguments:
+        """Name the CPU tensors that a call on another device is passed."""
+        arguments = HostArguments()
+        for leaf, arg in zip(self.leaves, self.layout.args, strict=True):
+            if isinstance(arg, (HostArg, HostInput)):
+                arguments.add(arg.name, leaf, by_value=isinstance(arg, HostArg))
+        return arguments
 
     def at_exact_size(self) -> Call:
         """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.config import BatchDim, PadRule
-from simplegraph.base.constants import WATCHED_BYTES, value_bytes
+from simplegraph.base.constants import value_bytes
 from simplegraph.base.extras import static_memory
+from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
+from simplegraph.program.host_modes import HostArguments
 
 _LONGEST_REPR = 40
 
@@ -56,6 +58,14 @@ class TensorArg:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostInput(TensorArg):
+    """A CPU tensor that the forward moves to the graph's device, which `device` is: its static input lies there."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} from the CPU"
+
+
+@dataclasses.dataclass(frozen=True)
 class ConstantArg:
     """A non-tensor argument: `leaf` itself, and what tells it apart. `kind` keeps 1, 1.0 and True apart."""
 
@@ -74,7 +84,7 @@ class ConstantArg:
 
 @dataclasses.dataclass(frozen=True)
 class HostArg(ConstantArg):
-    """A small CPU tensor passed beside tensors on a GPU: what tells it apart is its value, and `leaf` is a copy."""
+    """A small CPU tensor whose value the forward reads on the CPU: that tells it apart, and `leaf` is a copy."""
 
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
@@ -112,9 +122,6 @@ def host_arg(name: str, tensor: Tensor) -> HostArg:
     plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__} of layout {tensor.layout}")
-    if tensor.nbytes > WATCHED_BYTES:
-        detail = f"{name} is on the CPU and has {tensor.nbytes} bytes; up to {WATCHED_BYTES} are compared at every call"
-        raise CannotBind(Reason.WRONG_DEVICE, detail)
     return HostArg(name, Tensor, _host_key(tensor), tensor.detach().clone())
 
 
@@ -135,9 +142,12 @@ class StaticInput:
     every padded size lays its elements out contiguously from the buffer's start, as eager would have
     them, and rows of different sizes overlap.
 
+    That of a `HostInput` has a copy on the CPU beside it, which is what a forward is passed.
+
     Attributes:
         batched: it has a batch dimension; rows_first: the views of all sizes are the first rows of one buffer.
         pads_with_number: padding rows hold one number, whatever the real rows are; pad_number: that one.
+        buffer: its memory, in one row; host: the same on the CPU; None unless it is a `HostInput`.
     """
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
@@ -151,11 +161,14 @@ class StaticInput:
         with torch.inference_mode(False), torch.no_grad():
             shape = torch.Size([rows if size == -1 else size for size in arg.shape])
             count = shape.numel() if self._reference is None else 0
-            self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
+            self.buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
+            from_host = isinstance(arg, HostInput)
+            self.host = torch.full_like(self.buffer, self.pad_number, device="cpu") if from_host else None
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
         # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
         # refers to a method of its own is freed when garbage is collected, and buffers are large.
         self._views: dict[tuple[int, int, int], Tensor] = {}
+        self._passed: dict[tuple[int, int], Tensor] = {}
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
@@ -173,14 +186,41 @@ class StaticInput:
             ordered = [shape[dim] for dim in self.arg.order]
             places = [self.arg.order.index(dim) for dim in range(len(shape))]
             with torch.inference_mode(False), torch.no_grad():
-                whole = self._buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
+                whole = self.buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
                 dim = batch_dim_of(self.arg)
                 self._views[key] = whole if dim is None else whole.narrow(dim, start, end - start)
         return self._views[key]
 
+    def passed(self, padded: int, end: int) -> Tensor:
+        """View the first rows of what the forward of a captured size is passed."""
+        part = self.part(padded, 0, end)
+        if self.host is None:
+            return part
+        if (padded, end) not in self._passed:
+            with torch.inference_mode(False), torch.no_grad():
+                like = part.shape, part.stride(), part.storage_offset()
+                self._passed[padded, end] = self.host.as_strided(*like)
+        return self._passed[padded, end]
+
+    def fill_host(self, tensor: Tensor, padded: int) -> None:
+        """Let what the forward is passed hold a call's tensor, and padding rows."""
+        whole, dim = self.passed(padded, padded), batch_dim_of(self.arg)
+        with torch.inference_mode(False), torch.no_grad():
+            if dim is None:
+                whole.copy_(tensor)
+                return
+            rows = tensor.shape[dim]
+            whole.narrow(dim, 0, rows).copy_(tensor)
+            tail = whole.narrow(dim, rows, padded - rows)
+            tail.copy_(tensor.narrow(dim, rows - 1, 1)) if self.pad == "repeat-last" else tail.fill_(self.pad_number)
+
+    def copy_of(self, part: Tensor) -> Tensor:
+        """Copy a part to where the forward is passed it."""
+        return part.clone() if self.host is None else part.cpu()
+
     def copied_part(self, padded: int, end: int) -> Tensor:
         """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
-        return self.part(padded, 0, end).clone() if self._reference is None else self._reference
+        return self.copy_of(self.part(padded, 0, end)) if self._reference is None else self._reference
 
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""
@@ -202,7 +242,8 @@ class InputSet:
     Attributes:
         dirty: rows from here on hold their padding values (inputs with the batch first, only).
         handed_out: a caller holds views of the buffers, so what they contain is unknown.
-        own: where the buffers lie; storages: the keys of their memory.
+        own: where the buffers lie; storages: the keys of their memory, and of that on the CPU.
+        hosted: the inputs that a forward is passed on the CPU.
     """
 
     def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
@@ -215,11 +256,29 @@ class InputSet:
                 if isinstance(arg, TensorArg)
             }
         own = [item.view(rows) for item in self.inputs.values() if item._reference is None]
-        self.own, self.storages = Spans(own), set(map(storage_key, own))
+        self.hosted = [item for item in self.inputs.values() if item.host is not None]
+        passed = [item.passed(rows, rows) for item in self.hosted]
+        self.own, self.storages = Spans(own), set(map(storage_key, (*own, *passed)))
+
+    def load_hosts(self, padded: int) -> None:
+        """Fill what the forward of a size is passed on the CPU, for an eager run on the static inputs."""
+        with outside_modes():  # who observes the run does not take this for a write of the forward
+            for static in self.hosted:
+                static.passed(padded, padded).copy_(static.view(padded))
+
+    def host_arguments(self, args: Sequence[Arg]) -> HostArguments:
+        """Name the CPU tensors that the forward is passed, with the memory that the graph reads in place of each."""
+        arguments = HostArguments()
+        for arg in args:
+            if isinstance(arg, HostArg):
+                arguments.add(arg.name, arg.leaf, by_value=True)
+        for static in self.hosted:
+            arguments.add(static.arg.name, static.passed(self.rows, self.rows), static.buffer)
+        return arguments
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
-        return self.passed(args, lambda static: static.view(padded))
+        return self.passed(args, lambda each: each.view(padded) if each.host is None else each.passed(padded, padded))
 
     def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
         """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
@@ -238,6 +297,8 @@ class InputSet:
                 static.view(padded).copy_(_over_and_over(source, dim, padded, first))
             elif dim is None:
                 static.view(padded).copy_(source)
+        if self.hosted:
+            self.load_hosts(padded)
         self.forget_padding()  # rows above this size were not looked at
 
     def forget_padding(self) -> None:
@@ -257,8 +318,9 @@ class InputSet:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The storage keys of all inputs, by name."""
-        return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()}
+        """The storage keys of what a forward is passed, by name."""
+        hosts = {item.arg.name: storage_key(item.passed(self.rows, self.rows)) for item in self.hosted}
+        return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()} | hosts
 
 
 def compared_pairs(args: Sequence[Arg]) -> list[tuple[int, int, bool]]:
@@ -348,6 +410,7 @@ def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
         return Slot(arg, arg)
     static = inputs.inputs[arg.name]
     view = static.part(padded, 0, rows)
-    address, index = view.data_ptr(), -1 if arg.device.type == "cpu" else arg.device.index
+    on_cpu = arg.device.type == "cpu" or isinstance(arg, HostInput)
+    address, index = view.data_ptr(), -1 if on_cpu else arg.device.index
     reference, image = arg.batch_dim == "reference", view.dim() in (4, 5)
     return Slot(view, arg, view.shape, arg.dtype, index, address, view.stride(), reference, image)

@@ -96,9 +96,10 @@ class MemoryInUse:
         if they fit, since kernels that torch does not dispatch write unseen.
         """
         written = self.written
-        inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel()]
+        device = table.device.torch_device  # what a call is passed on the CPU, no forward that is captured writes to
+        inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel() and leaf.device == device]
         own = {storage_key(leaf) for _, leaf in inputs}
-        known = [entry for entry in self._held(call, table.device.torch_device) if storage_key(entry[1]) not in own]
+        known = [entry for entry in self._held(call, device) if storage_key(entry[1]) not in own]
         must = [entry for entry in known if storage_key(entry[1]) in written]
         unseen = [entry for entry in known if storage_key(entry[1]) not in written]
         others = [entry for entry in unseen if not isinstance(entry[1], nn.Parameter)]

@@ -16,6 +16,7 @@ from simplegraph.base.tensors import memory_order
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import (
     PLAIN_TENSORS,
+    HostInput,
     InputSet,
     Spans,
     StaticInput,
@@ -90,6 +91,12 @@ class Plan:
         written = call.binding.written
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._same = compared_pairs(args)
+        hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
+        # Where eager's copy from the CPU is over when the call returns, so is the replay's.
+        self._waits = not hosted.isdisjoint(call.binding.waited)
+        # Eager breaks run with what is on the CPU.
+        self._hosts = [(index, inputs.inputs[arg.name]) for index, arg in enumerate(args) if arg.name in hosted]
+        self._hosts = self._hosts if self.program.breaks else []
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
 
@@ -185,10 +192,12 @@ class Plan:
                 sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
+        # From ordinary memory of the CPU such a copy returns when it has read all; from pinned memory it is as eager's
+        # is, or `replay` waits for it.
         if len(sources) == 1:
-            targets[0].copy_(sources[0])
+            targets[0].copy_(sources[0], True)
         elif sources:
-            _copy_all(targets, sources)
+            _copy_all(targets, sources, True)
         for tail, last in self._repeated:
             tail.copy_(last)
 
@@ -245,10 +254,15 @@ class Plan:
         try:
             if copies is not NOTHING or self.padding:
                 self.load(copies)
+            copied = self.device.mark() if self._waits else None
+            for index, static in self._hosts:
+                static.fill_host(leaves[index], self.padded)
             self.table.replay(self.graph, self.padding)
         except BaseException:
             self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back
             raise
+        if copied is not None:  # while the graph runs
+            copied.wait()
         if self.written_back:
             self.write_back(leaves)
         if self._single:

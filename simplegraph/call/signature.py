@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from simplegraph.base.config import BatchDim, CudaGraphConfig, PadRule
+from simplegraph.base.constants import WATCHED_BYTES
 from simplegraph.base.errors import ConfigError, InputError, did_you_mean
 from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
-from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
+from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, HostInput, SameArg, TensorArg, host_arg
 from simplegraph.guard.torch_state import TorchSettings
+from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
 
@@ -161,6 +163,8 @@ class CallReader:
         self._config, self._known = config, known
         self._exact = config.exact_shapes
         self.lessons = 0
+        # By the name of a CPU tensor passed beside a GPU: where the forward uses it on the CPU; "" if it only moves it.
+        self._hosts: dict[str, str] = {}
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         check_names(forward, config)
@@ -210,8 +214,10 @@ class CallReader:
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
-        tensors = [index for index in tensors if index not in hosted]
-        self._check_tensors(leaves, names, tensors)
+        beside = len(hosted) < len(tensors)
+        by_value = {index for index in hosted if self._is_told_by_value(names[index], leaves[index], beside=beside)}
+        tensors = [index for index in tensors if index not in by_value]
+        self._check_tensors(leaves, names, tensors, hosted)
         exact = self._exact
         anchor, anchor_dim = (-1, 0) if exact else self.anchor(leaves, names, tensors)
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
@@ -220,8 +226,8 @@ class CallReader:
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if index in hosted or not isinstance(leaf, Tensor):
-                args.append(host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
+            if index in by_value or not isinstance(leaf, Tensor):
+                args.append(host_arg(name, leaf) if index in by_value else self._constant(name, leaf))
                 continue
             first = next((at for at in tensors if leaves[at] is leaf and names[at] in self._known.compared), index)
             if name in self._known.compared and first < index:
@@ -232,10 +238,43 @@ class CallReader:
                 dim = "reference" if self._declared(name, leaf)[1] == "reference" else None
             else:
                 dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
-            args.append(self._tensor(name, leaf, dim))
+            args.append(self._tensor(name, leaf, dim, device if index in hosted else None))
         return batch, args, self._signature(args, spec, context)
 
-    def _check_tensors(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> None:
+    def _is_told_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
+        """True if a CPU tensor is told apart by its value; False if it gets a static input on the graph's device.
+
+        Args:
+            name: of the argument.
+            tensor: the argument.
+            beside: True if another argument is on the device. Then a small tensor, until a run showed that the forward
+                moves it, is most likely a number for Python.
+
+        Raises:
+            CannotBind: the forward uses it on the CPU, and it is too large to be compared at every call.
+        """
+        where = self._hosts.get(name)
+        if where is None:
+            return beside and tensor.nbytes <= WATCHED_BYTES
+        if where and tensor.nbytes > WATCHED_BYTES:
+            raise CannotBind(Reason.WRONG_DEVICE, ". ".join(used_on_cpu(name, where)).removesuffix("."))
+        return bool(where)
+
+    def learn_hosts(self, seen: HostArguments) -> bool:
+        """Remember what a run did with CPU tensors that it was passed; True if other calls are now read otherwise.
+
+        One that some run used on the CPU is never taken for one that the forward only moves.
+        """
+        known = dict.fromkeys(seen.moved, "") | seen.read
+        new = {name: where for name, where in known.items() if not self._hosts.get(name)}
+        changed = any(self._hosts.get(name) != where for name, where in new.items())
+        self._hosts |= new
+        return changed
+
+    def _check_tensors(
+        self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int], hosted: Container[int]
+    ) -> None:
+        on_device = [index for index in tensors if index not in hosted]
         for index in tensors:
             tensor, name = leaves[index], names[index]
             if type(tensor) not in PLAIN_TENSORS:
@@ -243,9 +282,10 @@ class CallReader:
             if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:  # torch dies of its bytes
                 kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}, {tensor.dtype}"
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} {kind}")
-            first = leaves[tensors[0]].device
-            if tensor.device != first:
-                raise CannotBind(Reason.WRONG_DEVICE, f"{name} is on {tensor.device}, {names[tensors[0]]} on {first}")
+            first = on_device[0] if on_device else index
+            if index not in hosted and tensor.device != leaves[first].device:
+                where = f"{name} is on {tensor.device}, {names[first]} on {leaves[first].device}"
+                raise CannotBind(Reason.WRONG_DEVICE, where)
 
     def _declared(self, name: str, tensor: Tensor) -> tuple[bool, BatchDim]:
         """Look up if, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
@@ -325,14 +365,14 @@ class CallReader:
             raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {shape}, the batch is {batch}")
         return None
 
-    def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
+    def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim, moved_to: torch.device | None) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
         pad: PadRule | None = next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
         address = tensor.data_ptr() if batch_dim == "reference" else None
-        return TensorArg(
+        return (TensorArg if moved_to is None else HostInput)(
             name,
             tensor.dtype,
-            tensor.device,
+            moved_to or tensor.device,
             shape,
             batch_dim,
             memory_order(tensor),

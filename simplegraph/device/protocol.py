@@ -117,6 +117,9 @@ class Mark(Protocol):
     def ms_since(self, earlier: Any) -> float:
         """Milliseconds between two marks of one device; waits until this one is reached."""
 
+    def wait(self) -> None:
+        """Wait until it is reached."""
+
 
 class Segment(Protocol):
     """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""

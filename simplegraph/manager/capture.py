@@ -29,7 +29,7 @@ from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable,
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace
-from simplegraph.program.host_modes import HostCapture, HostWarmup
+from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession, PythonState, take_back
@@ -51,6 +51,7 @@ def run_observed(
     traced: bool = False,
     rows: int = 0,
     inputs: Collection[int] = (),
+    arguments: HostArguments | None = None,
     before_write: Callable[[Tensor], object] = id,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
@@ -62,6 +63,7 @@ def run_observed(
         traced: note what its breaks return, too.
         rows: its batch size, if known.
         inputs: storage keys of its tensors.
+        arguments: the CPU tensors that it is passed, where it runs on another device.
         before_write: see `MemoryObserver`.
     """
     observer = MemoryObserver(rows=rows, before_write=before_write)
@@ -71,7 +73,7 @@ def run_observed(
 
         operators = breaking_operators()
         tracer = BreakTracer(operators, observer, table.device.torch_device, inputs)
-    host = HostWarmup(table.device.torch_device)
+    host = HostWarmup(table.device.torch_device, arguments)
     following = contextlib.nullcontext() if key is None else host.following(observer)
     noting = entered({} if key is None else table.constants.notes, as_captured=False)
     # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
@@ -257,7 +259,8 @@ class GraphCapture:
                 raise capture_error(refused, job.label)
             trace = self._trace(job)
             seconds = self._ranks.seconds
-            host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
+            copies = self.table.constants.copies(job.key)
+            host = HostCapture(self.table.device.torch_device, copies, job.name, job.arguments)
             try:
                 for hooks in self.table.hooks:  # this comes last before the capture
                     hooks.before_capture(job.mode, job.descriptor)
@@ -308,7 +311,8 @@ class GraphCapture:
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
-        followed, constants = observed or self.table.constants.met_host, self.table.constants
+        constants = self.table.constants
+        followed = observed or constants.met_host or job.arguments
         try:
             with (
                 entered(constants.notes, as_captured=True),
@@ -341,7 +345,11 @@ class GraphCapture:
 
             with self._ranks.seconds.timed("warmup"), context() as before_write:
                 _, observer, trace = run_observed(
-                    self.table, run, job.key, traced=traced, rows=job.rows, before_write=before_write
+                    *(self.table, run, job.key),
+                    traced=traced,
+                    rows=job.rows,
+                    arguments=job.arguments,
+                    before_write=before_write,
                 )
             if trace is not None:
                 self.table.add_trace(job.key, trace)

@@ -23,6 +23,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
 from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
@@ -49,6 +50,7 @@ class CaptureJob:
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
         ended: called when its recording is over.
         refused: why it cannot be captured, if a run showed that.
+        arguments: the CPU tensors that the forward is passed, where the graph is of another device.
     """
 
     key: Key
@@ -63,6 +65,7 @@ class CaptureJob:
     follows: Key | None = None
     ended: Callable[[], object] = bool
     refused: HostError | None = None
+    arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
 
     @property
     def rows(self) -> int:

@@ -13,6 +13,9 @@ becomes a tensor in the forward counts as a tensor from before. On the emulator,
 tensors are taken for the device's: there a list of numbers is a constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and
 everything else is captured like work of the device, so that it shows neither stale CPU values nor CPU random numbers,
 writes and outputs.
+
+CPU tensors that the forward is passed are followed by name (`HostArguments`). One that it moves to the device as it is
+has a static input there, which a capture reads in its place.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from simplegraph.base.constants import (
     LARGEST_BYTES,
@@ -36,9 +40,10 @@ from simplegraph.base.constants import (
     span,
 )
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import BREAK
+from simplegraph.base.failures import BREAK, current_user_location
 from simplegraph.base.operators import (
     OperatorMode,
+    argument,
     defined,
     facts_of,
     is_higher_order,
@@ -62,6 +67,96 @@ _MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
+class HostArguments:
+    """The CPU tensors that a forward on another device is passed, and what a run does with each.
+
+    Attributes:
+        names: of the arguments that share a memory, by storage key.
+        static: storage key -> the memory of the static input that a capture reads in its place, element for element;
+            None in a run on the caller's own tensors. Absent for an argument that is told apart by its value.
+        moved: names of those that the run moved to the device as they are; waited: names of those for which a move
+            waited, since it was not ``non_blocking``.
+        read: name -> the operator, and the line, that used the argument on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, list[str]] = {}
+        self.static: dict[int, Tensor | None] = {}
+        self.moved: set[str] = set()
+        self.waited: set[str] = set()
+        self.read: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor, static: Tensor | None = None, *, by_value: bool = False) -> None:
+        """Follow an argument."""
+        self.names.setdefault(storage_key(tensor), []).append(name)
+        if not by_value:
+            self.static[storage_key(tensor)] = static
+
+    def among(self, tensors: Iterable[Any]) -> list[Tensor]:
+        """List the tensors that lie in memory of these arguments."""
+        return [tensor for tensor in strided_tensors(tensors) if storage_key(tensor) in self.names]
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor]) -> list[Tensor]:
+        """Note what an operator does with tensors of arguments among those on the CPU; return those it uses there."""
+        given = self.among(host)
+        if not given or facts_of(func).reads_no_value:
+            return []
+        moved, waits = _moved(func, args, kwargs)
+        used = []
+        for tensor in given:
+            names = self.names[storage_key(tensor)]
+            if any(tensor is other for other in moved):
+                self.moved.update(names)
+                self.waited.update(names if waits else ())
+            else:
+                self.note_read(tensor, str(func.overloadpacket))
+                used.append(tensor)
+        return used
+
+    def note_read(self, tensor: Tensor, operator: str) -> None:
+        """Note that the forward used a tensor of an argument on the CPU."""
+        for name in self.names[storage_key(tensor)]:
+            self.read.setdefault(name, f"{operator} at {current_user_location()}")
+
+    def on_device(self, tensor: Tensor) -> Tensor | None:
+        """View the static input that a capture reads in place of a CPU tensor; None if there is none."""
+        memory = self.static.get(storage_key(tensor))
+        if memory is None or tensor.dtype is not memory.dtype:
+            return None
+        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], bool]:
+    """List the CPU tensors that an operator moves to the device as they are, and say if it waits for that."""
+    if func is _TO_COPY:
+        return (args[:1] if target_device(kwargs) != "cpu" else ()), not kwargs.get("non_blocking")
+    if func not in _MOVES or func is _WHERE or args[0].is_cpu:
+        return [], False
+    if func is _COPY:
+        return [args[1]], not argument(args, kwargs, 2, "non_blocking")
+    indices = [index for index in strided_tensors(args[1]) if index.dtype not in _MASKS]
+    return (*indices, *(args[2:3] if func in _PUT else ())), True
+
+
+class _PythonReads(TorchFunctionMode):
+    """Shows a `HostMode` reads of a CPU tensor that need no operator."""
+
+    READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__dlpack__)
+    SPLITS = (torch.tensor_split, Tensor.tensor_split)  # which read where to split
+
+    def __init__(self, mode: HostMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = args[:1] if func in self.READS else (*args[1:], *kwargs.values()) if func in self.SPLITS else ()
+        for tensor in read:
+            if isinstance(tensor, Tensor):
+                self._mode.read_by_python(tensor, func)
+        return func(*args, **kwargs)
+
+
 class HostMode(OperatorMode, abc.ABC):
     """Sees every operator while active, and follows the CPU tensors among its arguments and results.
 
@@ -70,14 +165,16 @@ class HostMode(OperatorMode, abc.ABC):
 
     Args:
         device: where the forward runs.
+        arguments: the CPU tensors that it is passed.
 
     Attributes:
         met_host: True once the run used a CPU tensor.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met_host = False
+        self.arguments = arguments
         self._emulated = device.type == "cpu"
         # CPU memory that the run made, by storage key; True if it follows from Python data and watched values. Keys
         # only: memory from before lives throughout, so a key that is used again is again the run's own.
@@ -93,8 +190,9 @@ class HostMode(OperatorMode, abc.ABC):
         """
         self._recorder, lifts = ACTIVE.recorder, _get_lifting()
         _set_lifting(True)  # modes see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved
+        reads = contextlib.nullcontext() if self.arguments is None else _PythonReads(self)
         try:
-            with self if observer is None else observer.before(self):
+            with self if observer is None else observer.before(self), reads:
                 yield
         finally:
             _set_lifting(lifts)
@@ -118,6 +216,9 @@ class HostMode(OperatorMode, abc.ABC):
         if host and facts_of(func).is_composite:  # under inference_mode it comes whole
             return self.take_apart(func, args, kwargs)
         on_host = len(host) == len(tensors)
+        if host and self.arguments is not None:
+            for tensor in self.arguments.note(func, args, kwargs, host):
+                self._check_argument(tensor)
         self._check(func, args, kwargs, host, on_host=on_host)
         known = func is _LIFT or all(map(self._is_known, host))
         result = self._move(func, args, kwargs) if host and func in _MOVES else func(*args, **kwargs)
@@ -140,6 +241,9 @@ class HostMode(OperatorMode, abc.ABC):
         """Run an operator; what it moves to the device is a constant, as far as it is known."""
         first = args[0]
         if func is _TO_COPY:
+            static = self._static(first)
+            if static is not None and target_device(kwargs) != "cpu":
+                return func(static, *args[1:], **kwargs)
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
                 # With what decides how a copy looks: its dtype, device and memory format.
                 key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
@@ -173,6 +277,9 @@ class HostMode(OperatorMode, abc.ABC):
         return found
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        static = self._static(tensor)
+        if static is not None:
+            return static
         if device.type == "cpu" or not tensor.is_cpu or not self._is_known(tensor):
             return tensor
         value = tensor
@@ -189,10 +296,30 @@ class HostMode(OperatorMode, abc.ABC):
         """True if a tensor's value follows from Python data and from values of before that can be watched."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
+        if self._is_input(tensor):  # another one at every call
+            return False
         known = self._made.get(storage_key(tensor))
         return is_watchable(tensor) if known is None else known
 
+    def _is_input(self, tensor: Tensor) -> bool:
+        """True for a tensor of an argument that has a static input on the device."""
+        return self.arguments is not None and storage_key(tensor) in self.arguments.static
+
+    def _static(self, tensor: Tensor) -> Tensor | None:
+        """Return what a capture reads in place of a tensor of an argument; None if there is none."""
+        return None if self.arguments is None else self.arguments.on_device(tensor)
+
+    def read_by_python(self, tensor: Tensor, func: Any) -> None:
+        """Note a read of a CPU tensor that needs no operator, outside of breaks."""
+        arguments = self.arguments
+        if ACTIVE.recorder is self._recorder and arguments is not None and arguments.among((tensor,)):
+            arguments.note_read(tensor, f"Tensor.{func.__name__}")
+            self._check_argument(tensor)
+
     # What a warmup and a capture do differently.
+
+    def _check_argument(self, tensor: Tensor) -> None:
+        """Refuse a use on the CPU of a tensor that the forward is passed, if a graph cannot hold it."""
 
     def _check(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor], *, on_host: bool
@@ -224,13 +351,17 @@ def target_device(kwargs: dict[str, Any]) -> str:
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
     """Follows a warmup, and copies what it moves to the device; the run reads these copies.
 
+    Args:
+        device: where the forward runs.
+        arguments: the CPU tensors that it is passed.
+
     Attributes:
         copies: device copies of what was moved, by content.
         sources: the CPU tensors from before among what was moved.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
+        super().__init__(device, arguments)
         self.copies: dict[Hashable, Tensor] = {}
         self.sources: list[Tensor] = []
 
@@ -253,6 +384,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         device: where the forward runs.
         copies: device copies that a warmup made, by content.
         name: names a CPU tensor for messages, such as by the attribute that holds it.
+        arguments: the CPU tensors that it is passed.
 
     Attributes:
         served: the copies that the graph reads, by id; whoever replays it must own them.
@@ -265,12 +397,14 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         device: torch.device,
         copies: Mapping[Hashable, Tensor],
         name: Callable[[Tensor], str | None] = lambda _: None,
+        arguments: HostArguments | None = None,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, arguments)
         self._copies = copies
         self._name = name
         self._error: HostError | None = None
-        self.served: dict[int, Tensor] = {}
+        static = {} if arguments is None else arguments.static
+        self.served: dict[int, Tensor] = {id(memory): memory for memory in static.values() if memory is not None}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
 
     @contextlib.contextmanager
@@ -309,10 +443,16 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         for tensor in host:
             known = self._made.get(storage_key(tensor))
             if known is None:
-                self._note_read(tensor)
+                if not self._is_input(tensor):
+                    self._note_read(tensor)
             elif on_host and not known:
                 found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
                 self._refuse(found, f"Keep it on the device, or {BREAK}.")
+
+    def _check_argument(self, tensor: Tensor) -> None:
+        if self.arguments is not None and self._is_input(tensor):
+            name, *_ = self.arguments.names[storage_key(tensor)]
+            self._refuse(*used_on_cpu(name, self.arguments.read[name]))
 
     def _note_read(self, tensor: Tensor) -> None:
         if not is_watchable(tensor):
@@ -345,6 +485,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             )
         self.served[id(copy)] = copy
         return copy
+
+
+def used_on_cpu(name: str, where: str) -> tuple[str, str]:
+    """Say that a forward uses on the CPU what it is passed there, and what to do."""
+    cause = f"{name} is on the CPU, and the forward uses it there ({where})"
+    return cause, f"Move it first, as in {name} = {name}.to(device), or pass it on the device."
 
 
 def _draws_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:

@@ -282,7 +282,7 @@ class MemoryObserver(OperatorMode):
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
         numbers: what Python numbers operators are passed.
-        dtypes: of what operators return.
+        dtypes: of what operators return; gpu: the first GPU that some of it is on; None if none is.
         operators: a hash of which operators ran, in their order.
     """
 
@@ -310,6 +310,7 @@ class MemoryObserver(OperatorMode):
         self.found: dict[int, str] = {}
         self.numbers = NumbersSeen(rows)
         self.dtypes: set[torch.dtype] = set()
+        self.gpu: torch.device | None = None
         self.operators = 0
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
@@ -393,6 +394,8 @@ class MemoryObserver(OperatorMode):
             self.numbers.note_choice(func, args, kwargs, tensors, made)
         for tensor in made:
             self.dtypes.add(tensor.dtype)
+            if self.gpu is None and tensor.is_cuda:
+                self.gpu = tensor.device
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)

@@ -30,12 +30,13 @@ from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.survey import Survey
+from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.session import KEPT_REMEDY, kept_by
 
@@ -61,6 +62,7 @@ class GraphBuilder:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
+        ran_on: the GPU that the latest eager run moved its inputs to, where no weight is on one; None if it did not.
         unsettled: settings that each of the latest eager runs changed.
     """
 
@@ -69,6 +71,7 @@ class GraphBuilder:
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
+    ran_on: torch.device | None = None
     unsettled: list[str] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
@@ -93,7 +96,14 @@ class GraphBuilder:
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
-        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
+        arguments = call.host_arguments() if call.layout.hosted else None
+        result, observer, trace = self._run_on_capture_stream(
+            call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
+        )
+        alone = observer.gpu is not None and not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in call.leaves)
+        self.ran_on = observer.gpu if alone and device_of_state(call.module).type == "cpu" else None
+        if arguments is not None:
+            self._learn_hosts(call, arguments)
         changed = call.layout.settings.difference()
         self.unsettled = [*self.unsettled, changed] if changed else []
         if trace is not None:
@@ -146,6 +156,7 @@ class GraphBuilder:
         key: Hashable | None = None,
         *,
         rows: int,
+        arguments: HostArguments | None = None,
         before_write: Callable[[Tensor], object] = id,
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
@@ -162,6 +173,7 @@ class GraphBuilder:
                 traced=call.breaks,
                 rows=rows,
                 inputs=copied,
+                arguments=arguments,
                 before_write=before_write,
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
@@ -169,6 +181,11 @@ class GraphBuilder:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return result, observer, trace
+
+    def _learn_hosts(self, call: Call, arguments: HostArguments) -> bool:
+        """Learn what a run did with CPU tensors that it was passed; True if such calls are now read otherwise."""
+        call.binding.waited |= arguments.waited
+        return self.reader.learn_hosts(arguments)
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
@@ -302,6 +319,8 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
+                if torch.cuda.is_available() or call.layout.hosted:
+                    self._check_devices(call, jobs[0].arguments, capture.observers)
                 self._observe_second_size(call, inputs, capture)
 
         # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
@@ -314,6 +333,8 @@ class GraphBuilder:
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
+        if jobs and jobs[0].arguments is not None:  # all of them follow the same
+            self._learn_hosts(call, jobs[0].arguments)
         self._note_made(call, jobs, capture)
         unknown = call.never_compared() if any(observer.unseen for observer in capture.observers) else []
         if kept:
@@ -325,6 +346,21 @@ class GraphBuilder:
         else:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
+
+    def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
+        """Refuse captures of a call that a warmup showed to be another than it was read as.
+
+        Raises:
+            CannotBind: its kernels run on a GPU, and its inputs and graphs are on the CPU; or it moves small CPU
+                tensors, or uses them on the CPU, other than was thought.
+        """
+        for observer in observers:
+            if observer.gpu is not None and self.manager.device.torch_device.type == "cpu":
+                self.ran_on = observer.gpu
+                raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on the CPU, and kernels run on {observer.gpu}")
+        if arguments is not None and self._learn_hosts(call, arguments):
+            names = ", ".join(sorted({*arguments.moved, *arguments.read}))
+            raise CannotBind(Reason.WRONG_DEVICE, f"{names} on the CPU")
 
     def _note_made(self, call: Call, jobs: Sequence[CaptureJob], capture: GraphCapture) -> None:
         """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
@@ -370,7 +406,7 @@ class GraphBuilder:
         if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
-        leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
+        leaves = inputs.passed(call.layout.args, lambda static: static.copy_of(static.part(call.padded, 0, other)))
         args, kwargs = call.spec.unflatten(leaves)
         with capture.rehearsing() as before_write:
             try:
@@ -393,6 +429,7 @@ class GraphBuilder:
         generators, described = held_generators(call), call.layout.described_inputs()
         scripted = [name for name, child in call.survey.modules.items() if isinstance(child, ScriptModule)]
         refused = HostError(f"{scripted[0]} is a TorchScript module", _SCRIPT_REMEDY) if scripted else None
+        arguments = inputs.host_arguments(call.layout.args) if call.layout.hosted else None
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -403,6 +440,7 @@ class GraphBuilder:
                 lambda tensor: Survey(call.module).name_of(tensor),
                 self.manager.config.exact_shapes,
                 refused=call.binding.refused or refused,
+                arguments=arguments,
             )
             for kind in todo
         ]
@@ -424,6 +462,8 @@ class GraphBuilder:
             refuse()  # the run before may have left the static inputs in another shape
             args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
             is_captured = manager.device.is_capturing()
+            if inputs.hosted and not is_captured:
+                inputs.load_hosts(size)
             watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
             with bypassed(Reason.NESTED), torch.no_grad(), watched:
                 limit = 0 if is_captured else copy_limit(manager.device.free_memory())

@@ -391,9 +391,12 @@ class GraphRunner:
 
     def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
         device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
+        if device.type == "cpu" and torch.cuda.is_available():
+            device = self._device_of_kernels(module)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
         known = self.builder
+        ran_on = None if known is None else known.ran_on
         if known is not None and known.manager.device.torch_device != device:
             if known.state is not None and not known.state.moved():
                 graphs = known.manager.device.torch_device
@@ -412,10 +415,22 @@ class GraphRunner:
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
-            if manager.device.emulated:
-                _warn_of_emulation()
             known = self.builder = self.builder_kind(manager, self._known.reader(module))
+            known.ran_on = ran_on
+        elif known.manager.device.emulated and torch.cuda.is_available():  # an eager run used no GPU
+            _warn_of_emulation(
+                "the module and its inputs are on the CPU of a machine with a GPU. Their graphs are emulated, which "
+                "gives no speed: move both to the GPU, or switch graphs off, by mode='NONE' or SIMPLEGRAPH_MODE=off"
+            )
+        if known.manager.device.emulated and not torch.cuda.is_available():
+            _warn_of_emulation("on the CPU graphs are emulated, which checks CUDA's rules and gives no speed")
         return known
+
+    def _device_of_kernels(self, module: Any) -> torch.device:
+        """Return the device of a call whose arguments are on the CPU: its weights', or else its latest kernels'."""
+        device = device_of_state(module)
+        ran_on = None if self.builder is None else self.builder.ran_on
+        return ran_on if device.type == "cpu" and ran_on is not None else device
 
     def _serve(self, builder: GraphBuilder, call: Call) -> Any:
         """Run a call that a graph could serve, taking the next step towards that graph where there is none."""
@@ -506,8 +521,9 @@ class GraphRunner:
                     self._served_before = self.stats.replays if summary.captured else self._served_before
                     return summary
                 except CannotBind as error:
-                    # A process's first run may change settings of torch, such as the order of attention kernels.
-                    if error.reason is not Reason.PYTHON_STATE or not left:
+                    # A process's first run may change settings of torch, such as the order of attention kernels, and
+                    # show which device the inputs are moved to.
+                    if error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not left:
                         raise InputError(f"{what} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
@@ -555,9 +571,9 @@ class GraphRunner:
 
 
 @functools.cache
-def _warn_of_emulation() -> None:
+def _warn_of_emulation(text: str) -> None:
     """Warn once a process: every wrapper of a model would say the same."""
-    logger.warning("simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed.")
+    logger.warning("simplegraph: %s.", text)
 
 
 def _refuse_inside_forward(what: str) -> None:

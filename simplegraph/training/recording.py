@@ -264,6 +264,7 @@ class Recording:
     ) -> None:
         self._call, self._invoke, self._leaves, self.notes = call, invoke, leaves, notes
         self._state_key = state_key
+        self._host_arguments = inputs.host_arguments(call.layout.args) if call.layout.hosted else None
         self.arguments = StandIns(call, inputs.leaves(call.layout.args, call.padded), leaves)
         self.tape, self.held = Tape(), leaves.tensors
         self.retains = notes.needs.retained
@@ -300,6 +301,7 @@ class Recording:
                 follows=None if part == "forward" else (key, "forward"),
                 ended=self.tape.outputs.clear if part == last else bool,
                 refused=call.binding.refused,
+                arguments=self._host_arguments,
             )
             for part, run in runs.items()
         ]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.base.errors import CaptureError
+from simplegraph.base.errors import CaptureError, EmulatorError
 from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.emulator.device import emulator
 from simplegraph.device.protocol import GraphPool
 from simplegraph.program.session import CaptureSession, PythonState
 from tests.gpu.captures import MIB, capture
@@ -283,3 +284,19 @@ def test_piecewise_and_static_outputs_are_untouched() -> None:
         x = torch.randn(rows, 64, device="cuda")
         torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
     assert model.graph_stats.replays == 3
+
+
+def test_the_emulator_refuses_what_is_on_a_gpu_and_leaves_its_memory_alone() -> None:
+    device, x = emulator(), torch.ones(1000)
+    on_gpu = torch.ones(1000, device="cuda")
+    for work in (lambda: x.to("cuda") * 2, lambda: on_gpu + 1, lambda: on_gpu.copy_(x)):
+        pool = device.new_pool()
+        with device.on_capture_stream(), torch.no_grad():
+            device.begin(pool)
+            with pytest.raises(EmulatorError, match="emulator c"):
+                work()
+            device.abandon()
+        device.release_pool(pool)
+        gc.collect()
+    torch.cuda.synchronize()
+    assert on_gpu.sum().item() == 1000

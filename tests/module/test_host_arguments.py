@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +12,9 @@ from torch import Tensor
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Binding
-from simplegraph.call.inputs import HostArg
+from simplegraph.call.inputs import HostArg, HostInput, TensorArg
 from simplegraph.call.signature import CallReader, Signature, device_of
+from simplegraph.program.host_modes import HostArguments, HostWarmup
 
 
 def forward(x: Tensor, scale: Tensor) -> Tensor:
@@ -61,10 +65,96 @@ def test_elements_count_and_not_how_they_lie() -> None:
     assert not scale.holds(torch.tensor([[1, 0], [2, 0]])[:, 1])
 
 
-def test_a_large_one_is_refused_with_its_name() -> None:
-    with pytest.raises(CannotBind, match="scale is on the CPU and has 68 bytes") as caught:
-        read(torch.ones(17))
+def seen(scale: Tensor, operator: Callable[[Tensor], object]) -> HostArguments:
+    """What a run that does this with `scale` shows."""
+    arguments = HostArguments()
+    arguments.add("scale", scale)
+    with HostWarmup(torch.device("meta"), arguments).following():
+        operator(scale)
+    return arguments
+
+
+def kinds(reader: CallReader, *leaves: Tensor) -> list[type]:
+    _, args, _ = reader.read(list(leaves), ["x", "scale"], reader.leaves(leaves, {})[2], None, torch.device("meta"))
+    return [type(arg) for arg in args]
+
+
+def test_a_large_one_has_a_static_input_until_a_run_uses_it_on_the_cpu() -> None:
+    reader, scale = CallReader(forward, CudaGraphConfig()), torch.ones(17)
+    call = torch.empty(3, 4, device="meta"), scale
+    assert kinds(reader, *call) == [TensorArg, HostInput]
+    assert reader.learn_hosts(seen(scale, lambda t: t * 2))
+    with pytest.raises(CannotBind, match=r"scale is on the CPU, and the forward uses it there \(aten.mul") as caught:
+        kinds(reader, *call)
     assert caught.value.reason is Reason.WRONG_DEVICE
+    assert "scale = scale.to(device)" in caught.value.detail
+    assert kinds(reader, call[0], torch.ones(2)) == [TensorArg, HostArg]  # a small one is compared
+
+
+@pytest.mark.parametrize(
+    "move", [lambda t: t.to("meta"), lambda t: t[:1].to("meta"), lambda t: torch.empty(2, device="meta").copy_(t)]
+)
+def test_a_small_one_has_a_static_input_once_a_run_moved_it(move: Callable[[Tensor], object]) -> None:
+    reader, scale = CallReader(forward, CudaGraphConfig()), torch.ones(2)
+    call = torch.empty(3, 4, device="meta"), scale
+    assert kinds(reader, *call) == [TensorArg, HostArg]
+    assert reader.learn_hosts(seen(scale, move))
+    assert kinds(reader, *call) == [TensorArg, HostInput]
+    assert not reader.learn_hosts(seen(scale, move))
+    assert reader.learn_hosts(seen(scale, lambda t: (move(t), t.tolist())))
+    assert kinds(reader, *call) == [TensorArg, HostArg]
+    assert not reader.learn_hosts(seen(scale, move))  # some call reads it
+    assert kinds(reader, *call) == [TensorArg, HostArg]
+
+
+def test_without_a_tensor_on_the_device_one_on_the_cpu_tells_the_batch_size() -> None:
+    reader = CallReader(forward, CudaGraphConfig())
+    for rows in (1, 3):
+        leaves = [torch.ones(rows, 2), torch.ones(())]
+        size, args, _ = reader.read(
+            leaves, ["x", "scale"], reader.leaves(tuple(leaves), {})[2], None, torch.device("meta")
+        )
+        assert (size, [type(arg) for arg in args]) == (rows, [HostInput, HostInput])
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda t: t.tolist(), "Tensor.tolist"),
+        (lambda t: t.numpy(), "Tensor.numpy"),
+        (lambda t: numpy.asarray(t), "Tensor.__array__"),
+        (lambda t: f"{t[0]}", "Tensor.__format__"),
+        (lambda t: t[0].item(), "aten._local_scalar_dense"),
+        (lambda t: t.sum().to("meta"), "aten.sum"),
+        (lambda t: t.double().to("meta"), "aten._to_copy"),
+        (lambda t: torch.empty(2, device="meta") * t[0], "aten.mul"),
+        (lambda t: torch.tensor_split(torch.empty(2, device="meta"), t.long()), "aten._to_copy"),
+        (lambda t: torch.where(torch.empty(2, device="meta") > 0, t[0], 0.0), "aten.where"),
+    ],
+)
+def test_a_use_on_the_cpu_is_named(use: Callable[[Tensor], object], said: str) -> None:
+    where = seen(torch.ones(2), use).read["scale"]
+    assert where.startswith(f"{said} at ")
+    assert "test_host_arguments.py" in where
+
+
+@pytest.mark.parametrize(
+    "use", [lambda t: t.view(2, 1), lambda t: t.is_pinned(), lambda t: torch.empty_like(t), lambda t: t.shape]
+)
+def test_what_reads_no_value_is_no_use(use: Callable[[Tensor], object]) -> None:
+    found = seen(torch.ones(2), use)
+    assert (found.read, found.moved) == ({}, set())
+
+
+def test_a_move_waits_unless_it_is_said_not_to() -> None:
+    for move, waits in (
+        (lambda t: t.to("meta"), True),
+        (lambda t: t.to("meta", non_blocking=True), False),
+        (lambda t: torch.empty(2, device="meta").copy_(t), True),
+        (lambda t: torch.empty(2, device="meta").copy_(t, non_blocking=True), False),
+    ):
+        found = seen(torch.ones(2), move)
+        assert (found.moved, found.waited) == ({"scale"}, {"scale"} if waits else set())
 
 
 def test_one_that_the_forward_writes_to_is_refused_with_its_name() -> None:

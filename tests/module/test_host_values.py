@@ -235,11 +235,78 @@ def test_a_cpu_argument_is_part_of_the_key_by_its_value() -> None:
     assert model.graph_stats.recaptures == 0
 
 
-def test_a_large_cpu_argument_runs_eagerly_with_the_reason() -> None:
-    model = sg.wrap(TwoInputs().eval(), **SETTINGS)
-    with pytest.raises(RuntimeError):  # eager's own
-        model(x(), torch.ones(2, 40))
-    assert model.graph_stats.eager[Reason.WRONG_DEVICE] == 1
+class Moves(nn.Module):
+    """Moves what it is passed on the CPU to its weight's device, in a way of its own."""
+
+    def __init__(self, move: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+        self.kept = torch.empty(2, 4, device="meta")
+        self.move = move
+
+    def forward(self, x: Tensor) -> Any:
+        return self.move(self, x)
+
+
+MOVES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "to": lambda m, x: x.to(m.weight.device, non_blocking=True) @ m.weight,
+    "to another dtype": lambda m, x: x.to(m.weight.device, torch.float64) * 2,
+    "to like another": lambda m, x: x.to(m.weight) * 2,
+    "copy_": lambda m, x: m.kept.copy_(x) * 2,
+    "a view of it": lambda m, x: x[:, 1:].to(m.weight.device) * 2,
+    "an index": lambda m, x: m.weight[x.long().to(m.weight.device)] if x.is_floating_point() else m.weight[x],
+    "in a dict": lambda m, x: {"y": x.to(m.weight.device) * 2},
+    "and hands it back": lambda m, x: (x.to(m.weight.device) * 2, x, x[:1]),
+}
+
+
+@pytest.mark.parametrize("idiom", [name for name in MOVES if name != "an index"])
+def test_a_cpu_argument_that_is_moved_has_a_static_input_on_the_device(idiom: str) -> None:
+    model = sg.wrap(Moves(MOVES[idiom]).eval(), **SETTINGS)
+    for _ in range(5):
+        given = torch.randn(2, 4)
+        result = model(given)
+        if idiom == "and hands it back":
+            assert result[1] is given
+            assert result[2].data_ptr() == given.data_ptr()
+    assert (model.graph_stats.captures, model.graph_stats.failures) == (1, {})
+    assert model.graph_stats.replays >= 2
+    inputs = next(iter(model._graph_runner.builder.inputs_of.values())).inputs["x"]
+    assert (inputs.view(2).device.type, inputs.passed(2, 2).device.type) == ("meta", "cpu")
+
+
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "computes": lambda m, x: (x / 255).to(m.weight.device),
+    "reads": lambda m, x: x.to(m.weight.device) * x.numpy().max().item(),
+    "converts": lambda m, x: x.double().to(m.weight.device),
+    "writes": lambda m, x: x.add_(1).to(m.weight.device),
+}
+
+
+@pytest.mark.parametrize("idiom", USES)
+def test_a_large_cpu_argument_that_is_used_there_runs_eagerly_and_names_the_line(idiom: str) -> None:
+    model = sg.wrap(Moves(USES[idiom]).eval(), **SETTINGS)
+    for _ in range(5):
+        model(torch.randn(2, 16))
+    assert model.graph_stats.captures == 0
+    assert model.graph_stats.eager[Reason.WRONG_DEVICE] == 4
+    (detail,) = [text for text in str(model.graph_report()).splitlines() if "wrong_device" in text]
+    assert "x is on the CPU" in detail
+
+
+def test_capture_graphs_learns_from_its_warmup_how_cpu_arguments_are_used() -> None:
+    class Steps(nn.Module):
+        def forward(self, x: Tensor, step: Tensor) -> Tensor:
+            return x * step.to(x.device)
+
+    model = sg.wrap(Steps().eval(), **SETTINGS)
+    model.capture_graphs(x(), torch.tensor(1.0))
+    for value in (1.0, 2.0, 3.0):
+        model(x(), torch.tensor(value))
+    assert (model.graph_stats.captures, model.graph_stats.replays) == (1, 3)
+    used = sg.wrap(Moves(USES["computes"]).eval(), **SETTINGS)
+    with pytest.raises(sg.InputError, match="x is on the CPU, and the forward uses it there"):
+        used.capture_graphs(torch.randn(2, 16))
 
 
 class Passed(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.call.inputs import slot
+from simplegraph.call.inputs import InputSet, StaticInput, slot
 from simplegraph.device.protocol import GraphPool
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.serve.builder import GraphBuilder
@@ -33,6 +33,9 @@ class MetaSegment:
 
 
 class MetaMark:
+    def wait(self) -> None:
+        pass
+
     def ms_since(self, earlier: Any) -> float:
         return 0.0
 
@@ -108,6 +111,10 @@ class MetaDevice:
         return tensor
 
 
+def _copy_of(static: StaticInput, part: Tensor) -> Tensor:
+    return torch.zeros_like(part, device="meta" if static.host is None else "cpu")
+
+
 def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let wrapped modules capture on the meta device. Without values no proof compares any: pass verify=0."""
 
@@ -124,6 +131,9 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator()
     for home in ("program.program", "call.memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
+    # No value can be copied from there to the CPU.
+    monkeypatch.setattr(InputSet, "load_hosts", lambda self, padded: None)
+    monkeypatch.setattr(StaticInput, "copy_of", _copy_of)
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))
     index = torch.empty(0, device="meta").get_device()

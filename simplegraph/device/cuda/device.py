@@ -40,8 +40,11 @@ class CudaMark(NamedTuple):
 
     event: torch.cuda.Event
 
-    def ms_since(self, earlier: CudaMark) -> float:
+    def wait(self) -> None:
         self.event.synchronize()
+
+    def ms_since(self, earlier: CudaMark) -> float:
+        self.wait()
         return float(earlier.event.elapsed_time(self.event))
 
 

@@ -41,6 +41,9 @@ class EmulatorMark(NamedTuple):
 
     seconds: float
 
+    def wait(self) -> None:
+        """Return at once."""
+
     def ms_since(self, earlier: EmulatorMark) -> float:
         return (self.seconds - earlier.seconds) * 1e3
 

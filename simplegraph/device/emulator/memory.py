@@ -37,6 +37,9 @@ class Memory:
         poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
         saved: its bytes before the first captured write, while they must be put back.
         value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
+
+    Raises:
+        EmulatorError: it is memory of another device, whose addresses mean nothing on the CPU.
     """
 
     storage: torch.UntypedStorage
@@ -45,6 +48,11 @@ class Memory:
     poison: int = 0
     saved: torch.UntypedStorage | None = None
     value: torch.UntypedStorage | None = None
+
+    def __post_init__(self) -> None:
+        if self.storage.device.type != "cpu":
+            self.pool = None  # so that `__del__` leaves it alone
+            raise EmulatorError(f"{self.seen_as}, on {self.storage.device}: the emulator captures work of the CPU.")
 
     @functools.cached_property
     def address(self) -> int:

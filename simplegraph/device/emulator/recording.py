@@ -232,6 +232,9 @@ class EmulatedCapture(OperatorMode):
         results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
+        other = next((tensor.device for _, tensor in results if not tensor.is_cpu), None)
+        if other is not None:
+            self.fail(f"{func} makes a tensor on {other}, and the emulator captures work of the CPU alone")
         argument, place = rules.ON_HOST.get(facts.name, ("", 0))
         if argument and self.is_host(rules.arguments(func, args, kwargs)[argument]):
             self._frozen(func, rules.leaves(result)[place])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import EmulatorError, ReplayError
+from simplegraph.device.emulator.memory import Memory
 from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import capture, device
 
@@ -25,6 +26,12 @@ def test_reading_memory_that_was_freed_is_an_error_not_a_wrong_answer(pool: Grap
     holder.clear()
     with pytest.raises(EmulatorError, match=r"replay reads memory that was freed: aten\.mul.*\(3,\)"):
         segment.replay()
+
+
+def test_memory_of_another_device_is_refused_and_left_alone(pool: GraphPool) -> None:
+    storage = torch.empty(3, device="meta").untyped_storage()  # its address means nothing to the CPU, as a GPU's does
+    with pytest.raises(EmulatorError, match=r"aten\.to, on meta: the emulator captures work of the CPU"):
+        Memory(storage, "aten.to", pool.handle, 0xFF)
 
 
 def test_a_moved_input_is_an_error_not_a_wrong_answer(pool: GraphPool) -> None:

@@ -16,12 +16,18 @@ from torch import Tensor
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.host_modes import HostCapture, HostMode, HostWarmup
+from simplegraph.program.host_modes import HostArguments, HostCapture, HostMode, HostWarmup
 from simplegraph.program.observe import MemoryObserver
 
 META = torch.device("meta")
 
 Forward = Callable[[Tensor], Any]
+
+
+class NoBreaks:
+    """A recorder of breaks that meets none."""
+
+    operators: frozenset[Any] = frozenset()
 
 
 class _Way:
@@ -217,11 +223,8 @@ def test_a_run_without_cpu_tensors_says_so() -> None:
 
 
 def test_what_runs_inside_a_break_is_left_alone() -> None:
-    class Recorder:
-        operators: frozenset[Any] = frozenset()
-
     table, capture = torch.ones(100), HostCapture(META, {})
-    with recording_breaks(Recorder()), followed(capture):
+    with recording_breaks(NoBreaks()), followed(capture):
         with recording_breaks(None):
             table.add_(torch.rand(100))
         assert not capture.met_host
@@ -307,3 +310,60 @@ def test_threads_whose_runs_overlap_are_followed_each_and_left_as_they_were() ->
     ended.set()
     thread.join()
     assert (inside, after, other) == (True, False, [True, False])
+
+
+def passed() -> tuple[Tensor, Tensor, HostArguments]:
+    """A CPU tensor that a forward is passed, the memory that a capture reads in its place, and both as an argument."""
+    given, static, arguments = torch.ones(2, 3), torch.empty(6, device=META), HostArguments()
+    arguments.add("x", given, static)
+    return given, static, arguments
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda t: t.to(META),
+        lambda t: t.t()[1:].to(META, torch.float64),
+        lambda t: torch.empty(2, 3, device=META).copy_(t),
+        lambda t: torch.empty(2, 3, device=META).index_put_((torch.empty(2, dtype=torch.long, device=META),), t),
+    ],
+)
+def test_a_capture_reads_the_static_input_in_place_of_an_argument(move: Callable[[Tensor], Tensor]) -> None:
+    given, static, arguments = passed()
+    capture = HostCapture(META, {}, arguments=arguments)
+    with followed(capture):
+        assert move(given).device == META
+    capture.check_refused()
+    assert (arguments.moved, arguments.read, capture.reads) == ({"x"}, {}, {})
+    assert list(map(id, capture.served.values())) == [id(static)]
+
+
+def test_the_static_input_is_viewed_as_the_argument_was() -> None:
+    given, static, arguments = passed()
+    view = arguments.on_device(given.t()[1:])
+    assert view is not None
+    assert (view.shape, view.stride(), view.storage_offset()) == ((2, 2), (1, 3), 1)
+    assert view.untyped_storage()._cdata == static.untyped_storage()._cdata
+    assert arguments.on_device(given.view(torch.int32)) is None
+    assert arguments.on_device(torch.ones(2, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "use", [lambda t: t.double().to(META), lambda t: t.numpy(), lambda t: t.add_(1), lambda t: t.sum()]
+)
+def test_a_capture_refuses_what_uses_an_argument_on_the_cpu(use: Callable[[Tensor], Any]) -> None:
+    given, _, arguments = passed()
+    capture = HostCapture(META, {}, arguments=arguments)
+    with pytest.raises(HostError, match="x is on the CPU, and the forward uses it there"), followed(capture):
+        use(given)
+    with pytest.raises(HostError) as caught:
+        capture.check_refused()
+    assert caught.value.remedy.startswith("Move it first, as in x = x.to(device)")
+
+
+def test_a_break_may_read_an_argument() -> None:
+    given, _, arguments = passed()
+    capture = HostCapture(META, {}, arguments=arguments)
+    with recording_breaks(NoBreaks()), followed(capture), recording_breaks(None):  # type: ignore[arg-type]
+        assert given.tolist() == [[1.0] * 3] * 2
+    capture.check_refused()
