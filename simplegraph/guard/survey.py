@@ -160,8 +160,15 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 def device_of_state(module: nn.Module) -> torch.device:
     """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
-    parameters = [parameter.device for parameter in module.parameters()]  # before looking any further
-    devices = parameters or [held.tensor.device for held in held_tensors(module)]
+    # Before looking any further; not by methods, which a module may have other things in place of.
+    left, known, devices = [module], {id(module)}, list[torch.device]()
+    while left:
+        child = left.pop(0)
+        devices += [parameter.device for parameter in child._parameters.values() if parameter is not None]
+        inner = [each for each in child._modules.values() if each is not None and id(each) not in known]
+        known.update(map(id, inner))
+        left += inner
+    devices = devices or [held.tensor.device for held in held_tensors(module)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 

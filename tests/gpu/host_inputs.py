@@ -337,6 +337,8 @@ NEEDS_TRANSFORMERS = {"generation"}
 # Reasons of eager calls that cost no speed for long.
 SOON = {"first_call", "warmup", "proof", "batch_dim_unconfirmed", "output_shape_unknown", "switched_off"}
 MORE_REASONS = {
+    "copy": {"padding_shows"},  # padding rows go into the buffer, too
+    "copy-later": {"padding_shows"},
     "other-kinds": {"empty_batch"},
     "used-on-the-cpu": {"wrong_device"},
     "generation": {"wrong_device", "switched_off", "prefill", "too_short"},
