@@ -17,6 +17,9 @@ _MODEL_TABLES = ("model-table", "model-table-summary", "model-table-categories")
 _GENERATE_ARMS = "plain,static-compiled,simplegraph"
 _STARTED = "eager,simplegraph,plain-loop,lean-loop,simplegraph-lazy,simplegraph-piecewise,simplegraph-fused"
 _PRELOADED = ("--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
+# Those that are compared first: what a time limit cuts is last.
+_COMPARED = "simplegraph,compiled-piecewise,eager,lean-loop,plain-loop,simplegraph-piecewise,compiled-full"
+_SUITE = ("-m", "pytest", "bench/startup", "--benchmark-only", "--arms", _COMPARED, "--rounds", "2")
 _GENERATED = ("--arms", f"{_GENERATE_ARMS},simplegraph-8-tokens", "--processes", "2")
 _MEMORY = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
 _SPECULATION = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
@@ -93,6 +96,7 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     return [
+        Job("h200_startup", (*_SUITE, "--benchmark-json", JSON), ("startup-beside-compiled",)),
         Job("h200_startup_preloaded", _command("bench", *_PRELOADED), ("startup-preloaded",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
         Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),

@@ -179,7 +179,7 @@ def measure_arm(name: str, plan: StartupPlan, meeting: int = 0) -> Figures:
         figures |= {"eager_noise": eager_noise(setup)}
         figures |= speeds(arm, setup, plan.steps)
         figures |= arm.replays.figures() | {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
-        if arm_class.restartable and device.type == "cuda":
+        if arm_class.restartable:
             del arm
             figures["primed"] = medians([_start_again(arm_class, setup) for _ in range(AGAIN)])
     figures |= {"preloaded": plan.preloaded}
@@ -301,6 +301,39 @@ def unavailable(arm: str, plan: StartupPlan) -> str | None:
 _meetings = itertools.count()  # every rank runs the same arms in the same order, so it counts them alike
 
 
+class Processes:
+    """Measures runs in fresh processes; `python -m bench` and ``pytest bench/startup`` take their rounds from here.
+
+    Args:
+        plan: the settings of every process.
+        caches: their compile caches.
+    """
+
+    def __init__(self, plan: StartupPlan, caches: CompileCaches) -> None:
+        self.plan = plan
+        self._caches = caches
+        self._measured: dict[Run, list[Result]] = {}
+
+    def result(self, run: Run, number: int) -> Result:
+        """Return what a process of a run measured; processes up to this number are started if they have not been."""
+        results = self._measured.setdefault(run, [])
+        if run.cache == "warm" and not results:
+            self.result(run._replace(cache="cold"), 0)  # fills the cache
+        while len(results) <= number:
+            say(f"{run.label}, process {len(results) + 1} of {self.plan.rounds_of(run)} ...")
+            results.append(measure(run, self.plan, self._caches))
+        return results[number]
+
+    def rounds(self, run: Run) -> list[Result]:
+        """Return every process of one run, and no further one after the first that has no figures."""
+        results: list[Result] = []
+        for number in range(self.plan.rounds_of(run)):
+            results.append(self.result(run, number))
+            if results[-1]["status"] != "ok":
+                break
+        return results
+
+
 def run_all(
     runs: Sequence[Run],
     plan: StartupPlan,
@@ -312,19 +345,9 @@ def run_all(
     Args:
         keep: called with all results so far after each run, so that one cut short loses none of them.
     """
+    processes = Processes(plan, caches)
     results: dict[str, Result] = {}
     for run in runs:
-        results[run.label] = combine(measure_rounds(run, plan, caches))
+        results[run.label] = combine(processes.rounds(run))
         keep(results)
-    return results
-
-
-def measure_rounds(run: Run, plan: StartupPlan, caches: CompileCaches) -> list[Result]:
-    """Every process of one run, and no further one after the first that has no figures."""
-    results: list[Result] = []
-    for number in range(plan.rounds_of(run)):
-        say(f"{run.label}, process {number + 1} of {plan.rounds_of(run)} ...")
-        results.append(measure(run, plan, caches))
-        if results[-1]["status"] != "ok":
-            break
     return results

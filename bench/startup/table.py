@@ -12,11 +12,11 @@ EMULATED = f"{NOT_SPEED}\nThe compiled arms ran the C++ compiler's code without 
 EXPLANATION = """\
 first, ready: seconds from the built model to the output of one request, and to every size ready.
 ms: time of one step by batch. error: largest against eager, relative.
+again: the same start a second time in the process, when what a first start loads is there: seconds, memory kept.
 equal: comparisons with eager at captured sizes that agree to the bit.
 replayed: of our arms, the timed and compared steps that graphs served, as the library counts them, and all of them."""
 GPU_EXPLANATION = """\
 piecewise/: how many times sooner than compiled-piecewise (cold, warm cache) every size is ready.
-again: the same start a second time in the process, when the GPU's libraries are loaded: seconds, memory kept.
 captures alone: what our graphs' captures and instantiation take of it, without the warmup and checks around them.
 keeps: device memory gone after the start, libraries' own included in the first start. peak: tensors, weights included.
 host: time to issue one call at batch 1."""
