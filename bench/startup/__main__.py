@@ -44,6 +44,10 @@ OPTIONS: Options = {
     "--arms": name_list(ARMS, "all that run here by default"),
     "--sizes": {"type": numbers, "help": "batch sizes, such as 1,2,4; the default sizes to 512 on a GPU"},
     "--rounds": {"type": count, "help": "processes per arm that compiles nothing; 3 on a GPU, else 1"},
+    "--compiled-rounds": {
+        "type": count,
+        "help": "processes per start of an arm that compiles; 1 by default",
+    },
     **json_file(OUT / "startup.json"),
     **DEVICE,
     "--timeout": {"type": positive, "default": 300.0, "help": "seconds a process may take"},

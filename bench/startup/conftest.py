@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not config.pluginmanager.hasplugin("benchmark"):
             item.add_marker(pytest.mark.skip(reason=_missing()))
         elif config.pluginmanager.hasplugin("timeout"):
-            item.add_marker(pytest.mark.timeout(plan.timeout * (plan.rounds + 1)))
+            item.add_marker(pytest.mark.timeout(plan.timeout * (max(plan.rounds, plan.compiled_rounds) + 1)))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """``python -m bench.startup.merge OUT FILE [FILE ...]``: merges the rounds of several ``pytest bench/startup``.
 
-The files are those of ``--benchmark-json``, of one commit and one kind of GPU. Statistics are pytest-benchmark's own over
-all rounds, in their order. It prints the table of `python -m bench` over them. As bench/results/h200_startup.json, OUT
-becomes a table of docs/figures.md by `python -m docs.tools`.
+The files are those of ``--benchmark-json``, of one commit and one kind of GPU. Statistics are pytest-benchmark's own
+over all rounds, in their order. It prints the table of `python -m bench` over them. As bench/results/h200_startup.json,
+OUT becomes a table of docs/figures.md by `python -m docs.tools`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from bench.startup import table
 from bench.startup.runs import Result, comparison
 from bench.startup.starts import SECOND, joined
+from bench.tools.files import save_figures
 
 Call = dict[str, Any]
 
@@ -41,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DoNotBelongTogether as error:
         parser.error(str(error))
     print(table.render(results_of(found)))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    save_figures(options.out, found, found["machine_info"])
     rounds = ", ".join(f"{one['param']} {one['stats']['rounds']}" for one in found["benchmarks"])
     print(f"\n{options.out}: rounds of {len(calls)} calls: {rounds}")
     return 0
@@ -83,9 +83,13 @@ def merged(calls: Sequence[Call], names: Sequence[str] = ()) -> Call:
         for one in call["benchmarks"]:
             starts.setdefault(one["fullname"], []).append((name, one))
     found["benchmarks"] = [_joined(*zip(*same, strict=True)) for same in starts.values()]
-    found["calls"] = [{"datetime": call["datetime"], **call["machine_info"]} for call in calls]
+    found["calls"] = [{"datetime": call["datetime"], **_host(call["machine_info"])} for call in calls]
     found["comparison"] = comparison(results_of(found))
     return found
+
+
+def _host(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: machine.get(key) for key in ("node", "cores", "gpu")}
 
 
 def _of_the_kind(machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Measures the time until a model is ready: ``python -m pytest bench/startup --benchmark-only``.
 
-A benchmark is a start of an arm. Each round is a fresh process, and lasts the seconds that this process measured itself,
-as `python -m bench` shows them.
+A benchmark is a start of an arm. Each round is a fresh process, and lasts the seconds that this process measured
+itself, as `python -m bench` shows them.
 """
 
 from __future__ import annotations

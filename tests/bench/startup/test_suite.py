@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,19 @@ COMMAND = ("bench/startup", "--benchmark-only")
 SMALL = ("--smoke", "--layers", "1", "-p", "no:cacheprovider")
 
 
-def command(*options: str) -> subprocess.CompletedProcess[str]:
-    """Run the command of the README in a process of its own, without a GPU."""
+def started(*options: str) -> subprocess.Popen[str]:
+    """Start the command of the README in a process of its own, without a GPU."""
     line = [sys.executable, "-m", "pytest", *COMMAND, *SMALL, *options]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    plain = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(line, cwd=ROOT, env={**os.environ, **plain}, **pipes)
+
+
+def command(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    with started(*options) as process:
+        out, errors = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def test_the_readme_and_ci_run_the_command() -> None:
@@ -131,6 +141,22 @@ def test_documents_and_merged_calls_read_the_file(
     again = json.loads(merged.read_text(encoding="utf-8"))
     assert [one["stats"]["rounds"] for one in again["benchmarks"]] == [4, 4, 4]
     assert "Times are NOT speed" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+def test_what_is_complete_when_a_run_is_interrupted_is_written(tmp_path: Path) -> None:
+    """On a machine that is lent for minutes, a run that is cut must not lose all of them."""
+    file = tmp_path / "cut.json"
+    with started("-v", "--arms", "eager,simplegraph", "--rounds", "5", "--benchmark-json", str(file)) as process:
+        assert process.stdout is not None
+        while "eager-first] PASSED" not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(1)  # into the rounds of the next benchmark
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    (one,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
+    assert (one["param"], one["stats"]["rounds"]) == ("eager-first", 5)
 
 
 def test_an_unknown_arm_is_refused_with_those_that_there_are() -> None:
