@@ -41,7 +41,7 @@ EXTRAS = {
     "integrations": 2_500,
 }
 # And for sleep, for the engine behind HTTP, under load; for the audit of vLLM; for starts under pytest-benchmark.
-BENCH = 8_500 + 150 + 560 + 220 + 220
+BENCH = 8_500 + 150 + 560 + 220 + 222
 SETTINGS, REASONS = 22, 40
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.

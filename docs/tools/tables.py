@@ -92,14 +92,15 @@ def _startup(file: str = "headline/startup") -> str:
 def _beside_compiled() -> str:
     """Show starts beside compiled ones, measured together with proofs on, and say how far they are apart."""
     file = "h200_startup"
-    calls, starts = load(file).get("calls", [{}]), {one["param"]: one for one in load(file)["benchmarks"]}
+    starts = {one["param"]: one for one in load(file)["benchmarks"]}
+    calls = f"{len(load(file)['calls'])} calls, each" if "calls" in load(file) else "one call"
     ours, cold, warm = (starts[name]["stats"] for name in ("simplegraph-first", *_COMPILED_STARTS))
     sizes = len(starts["simplegraph-first"]["extra_info"]["sizes"])
     spread = [f"{each['min']:.2f} to {each['max']:.2f} s" for each in (ours, cold, warm)]
     sooner = [f"{each['median'] / ours['median']:.1f}" for each in (cold, warm)]
     return (
         f"{_startup(file)}\n\nMedians of {ours['rounds']} processes, and {cold['rounds']} of each compiled arm, in "
-        f"{len(calls)} calls on one {device_name(file)} each, commit {commit(file)}.\n"
+        f"{calls} on one {device_name(file)}, commit {commit(file)}.\n"
         f"All {sizes} sizes were ready {sooner[0]} times sooner than with compiled piecewise graphs from an empty "
         f"compile cache, and {sooner[1]} times sooner than\n"
         f"from a filled one: starts took {spread[0]}, {spread[1]} and {spread[2]}."
