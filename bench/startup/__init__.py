@@ -1,1 +1,1 @@
-"""Benchmark of the time until a model is ready: `python -m bench`, its workers, tables and plot. See `bench.arms`."""
+"""Benchmark of the time until a model is ready: `pytest bench/startup` and `python -m bench`. See `bench.arms`."""
