@@ -368,6 +368,10 @@ class CallReader:
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim, moved_to: torch.device | None) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
         pad: PadRule | None = next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
+        if batch_dim == "reference" and moved_to is not None:
+            raise CannotBind(
+                Reason.WRONG_DEVICE, f"{name} is declared as 'reference' and on the CPU: put it on {moved_to}"
+            )
         address = tensor.data_ptr() if batch_dim == "reference" else None
         return (TensorArg if moved_to is None else HostInput)(
             name,

@@ -105,7 +105,7 @@ class HostArguments:
         used = []
         for tensor in given:
             names = self.names[storage_key(tensor)]
-            if any(tensor is other for other in moved):
+            if any(tensor is other for other in moved) and self._is_plain(tensor):
                 self.moved.update(names)
                 self.waited.update(names if waits else ())
             else:
@@ -121,9 +121,14 @@ class HostArguments:
     def on_device(self, tensor: Tensor) -> Tensor | None:
         """View the static input that a capture reads in place of a CPU tensor; None if there is none."""
         memory = self.static.get(storage_key(tensor))
-        if memory is None or tensor.dtype is not memory.dtype:
+        if memory is None or not self._is_plain(tensor):
             return None
         return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """True if a tensor of an argument has its elements, and not what is made of them."""
+        memory = self.static.get(storage_key(tensor))
+        return not (tensor.is_conj() or tensor.is_neg()) and (memory is None or tensor.dtype is memory.dtype)
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], bool]:

@@ -280,6 +280,8 @@ class GraphBuilder:
             summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
+                if self.manager.device.emulated:
+                    _warn_of_emulation()
         except BaseException:
             self.manager.table.forget(jobs)
             raise
@@ -319,7 +321,7 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
-                if torch.cuda.is_available() or call.layout.hosted:
+                if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
                     self._check_devices(call, jobs[0].arguments, capture.observers)
                 self._observe_second_size(call, inputs, capture)
 
@@ -472,6 +474,15 @@ class GraphBuilder:
             return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 
         return run
+
+
+@functools.cache
+def _warn_of_emulation() -> None:
+    """Warn once a process: every wrapper of a model would say the same."""
+    logger.warning(
+        "simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed. Move the module "
+        "and its inputs to a GPU, or switch graphs off, by mode='NONE' or SIMPLEGRAPH_MODE=off."
+    )
 
 
 def _check_settings(call: Call) -> None:

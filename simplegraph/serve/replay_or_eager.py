@@ -391,7 +391,7 @@ class GraphRunner:
 
     def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
         device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
-        if device.type == "cpu" and torch.cuda.is_available():
+        if device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             device = self._device_of_kernels(module)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
@@ -417,13 +417,6 @@ class GraphRunner:
             manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
             known = self.builder = self.builder_kind(manager, self._known.reader(module))
             known.ran_on = ran_on
-        elif known.manager.device.emulated and torch.cuda.is_available():  # an eager run used no GPU
-            _warn_of_emulation(
-                "the module and its inputs are on the CPU of a machine with a GPU. Their graphs are emulated, which "
-                "gives no speed: move both to the GPU, or switch graphs off, by mode='NONE' or SIMPLEGRAPH_MODE=off"
-            )
-        if known.manager.device.emulated and not torch.cuda.is_available():
-            _warn_of_emulation("on the CPU graphs are emulated, which checks CUDA's rules and gives no speed")
         return known
 
     def _device_of_kernels(self, module: Any) -> torch.device:
@@ -568,12 +561,6 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
-
-
-@functools.cache
-def _warn_of_emulation(text: str) -> None:
-    """Warn once a process: every wrapper of a model would say the same."""
-    logger.warning("simplegraph: %s.", text)
 
 
 def _refuse_inside_forward(what: str) -> None:

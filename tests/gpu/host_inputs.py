@@ -250,6 +250,38 @@ def generation() -> Outcome:
     return handle, calls()
 
 
+def function() -> Outcome:
+    """A function that moves what it is passed."""
+    layer = nn.Linear(WIDTH, WIDTH).to(GPU)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = layer(x.to(GPU))
+        return out
+
+    wrapped: Any = sg.wrap(run, capture_sizes=SIZES, progress=False)
+    return wrapped, ((wrapped(x), run(x)) for x in map(batch, map(rows_of, range(CALLS))))
+
+
+def lengths() -> Outcome:
+    """A module of any length, whose forward moves its input."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).to(GPU)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x.to(GPU))
+            return out
+
+    model = Tokens().eval()
+    plain = copy.deepcopy(model)
+    settings: Any = {"length_dims": {"x": 1}, "lengths": [8, 16], "capture_sizes": SIZES, "progress": False}
+    wrapped: Any = sg.wrap(model, **settings)
+    given = (torch.randn(rows_of(call), 3 + call % 11, WIDTH) for call in range(CALLS))
+    return wrapped, ((wrapped(x), plain(x)) for x in given)
+
+
 def image_break() -> Outcome:
     """A piecewise graph whose eager break is passed the CPU tensor."""
 
@@ -300,6 +332,8 @@ class AnyDtype(Moves):
 
 # By name: what runs, and how many of its calls are replayed at least.
 CASES: dict[str, tuple[Callable[[], Outcome], int]] = {
+    "function": (function, 80),
+    "lengths": (lengths, 60),
     "issue": (lambda: module(Moves(later)), 80),
     "to": (lambda: module(Moves(to)), 80),
     "cuda": (lambda: module(Moves(lambda x: x.cuda())), 80),

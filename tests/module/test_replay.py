@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import simplegraph as sg
+from simplegraph.serve.builder import _warn_of_emulation
 from tests.module.answers import close, reasons
 from tests.module.models import WIDTH, Counting, rows, wrapped_mlp
 
@@ -220,3 +221,15 @@ def test_counters_of_reasons_add_up_to_the_calls(device):
         model(rows(size, device))
         calls["all"] += 1
     assert model.graph_stats.replays + sum(reasons(model).values()) == calls["all"]
+
+
+def test_emulation_is_said_once_and_how_to_switch_it_off(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_emulation.cache_clear()
+    for settings in ({"mode": "NONE"}, {}, {}):
+        model = sg.wrap(torch.nn.Linear(4, 4).eval(), capture_sizes=[1], progress=False, **settings)
+        for _ in range(5):
+            model(torch.randn(1, 4))
+    said = [record.getMessage() for record in caplog.records if "emulated" in record.getMessage()]
+    assert len(said) == 1
+    assert "gives no speed" in said[0]
+    assert "mode='NONE' or SIMPLEGRAPH_MODE=off" in said[0]

@@ -349,7 +349,14 @@ def test_the_static_input_is_viewed_as_the_argument_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda t: t.double().to(META), lambda t: t.numpy(), lambda t: t.add_(1), lambda t: t.sum()]
+    "use",
+    [
+        lambda t: t.double().to(META),
+        lambda t: t.view(torch.int32).to(META),
+        lambda t: t.numpy(),
+        lambda t: t.add_(1),
+        lambda t: t.sum(),
+    ],
 )
 def test_a_capture_refuses_what_uses_an_argument_on_the_cpu(use: Callable[[Tensor], Any]) -> None:
     given, _, arguments = passed()
