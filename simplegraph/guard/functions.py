@@ -67,6 +67,7 @@ class Reach:
 
     Attributes:
         opened: ids of the objects whose attributes are such places.
+        codes: the names in the code of each function.
     """
 
     def __init__(self) -> None:
@@ -82,6 +83,7 @@ class Reach:
             self._taken: set[str] = set()
             self._seen: set[int] = set()
             self.opened: set[int] = set()
+            self.codes: list[CodeNames] = []
             self._has_read = False
             self._left: list[tuple[Any, str]] = roots[::-1]
             while self._left and len(self._seen) < _MAX_OBJECTS:
@@ -114,6 +116,7 @@ class Reach:
             self._left += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
             return
         self._has_read, names = True, _names_of(code)
+        self.codes.append(names)
         self._names |= names.all
         self._values |= names.values
         self._add(function.__qualname__, [function], 0, function)
@@ -166,7 +169,7 @@ class Reach:
         self._places[at] = CodePlace(name, holder, key, value)
 
 
-class _Names(NamedTuple):
+class CodeNames(NamedTuple):
     """The names and texts that code has, and functions inside of it.
 
     Attributes:
@@ -180,13 +183,13 @@ class _Names(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> _Names:
+def _names_of(code: types.CodeType) -> CodeNames:
     inner = [_names_of(value) for value in code.co_consts if isinstance(value, types.CodeType)]
     texts = frozenset(value for value in code.co_consts if isinstance(value, str))
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
-    return _Names(
+    return CodeNames(
         frozenset(code.co_names).union(texts, *(each.all for each in inner)),
         named.union(*(each.globals for each in inner)),
         values.union(texts, *(each.values for each in inner)),
@@ -222,8 +225,9 @@ _MOST_CHANGES = 3  # new values in a row, each within a few looks after the last
 _OFTEN = 8  # looks: so few after the last, and until a value holds for more
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
-    "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
-    "cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
+    "code has its name for something else; of an optimizer, fused=True takes lr from the device unless the step's own "
+    "code reads param_groups, which can be read outside of it, and cycle_momentum=False of OneCycleLR and CyclicLR "
+    "leaves betas and momentum"
 )
 
 

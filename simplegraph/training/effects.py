@@ -132,7 +132,9 @@ class StepEffects:
         self._passed = self.gradients.passed() if observed else {}
         serving = self._serving() if observed else None
         replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
-        with self.optimizers.mirrored(), self.optimizers.watched(), replicas:
+        # What is learnt from is computed as a replay computes it, what only runs as the user wrote it.
+        rates = self.optimizers.mirrored() if observed else contextlib.nullcontext()
+        with rates, self.optimizers.watched(), replicas:
             yield
 
     @contextlib.contextmanager
@@ -194,15 +196,17 @@ class StepModule(FunctionModule):
                 self.step.note_leaves(result, captured=captures)
             if observed and graphs is not None and not captures:
                 set_up_backwards(graphs)
+        leaves, spec = flatten(result)  # autograd's graph has no memory left
         if not captures:
             self.step.check_trained(result)
-        leaves, spec = flatten(result)  # autograd's graph has no memory left
+            self.step.optimizers.note_returned(leaves)
         return spec.unflatten([leaf.detach() if _wants_grad(leaf) else leaf for leaf in leaves])
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
         modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
         places = self._reach.find([self._function, *step.hooks()])
+        step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look()
         restore(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
         return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]

@@ -1,8 +1,9 @@
 """Optimizers in a captured step: what is prepared for it, and which of their numbers are read on the device.
 
-A graph freezes Python numbers. The learning rate changes most often, so inside of a step a 0-dim tensor on the device
-stands in its place where the optimizer takes one; the user's own number is back in `param_groups` afterwards. All other
-values are part of the key: a step with other ones is captured anew.
+A graph freezes Python numbers. The learning rate changes most often, so a 0-dim tensor on the device stands in its
+place where the optimizer takes one, and only while the optimizer computes: all other code finds the user's own number
+in `param_groups`. Other values are part of the key, and so is a learning rate that the step's own code may read: a step
+with other ones is captured anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
-from simplegraph.guard.functions import Attributes, CodePlace
+from simplegraph.guard.functions import Attributes, CodeNames, CodePlace
 from simplegraph.program.snapshot import ABSENT, is_same
 from simplegraph.training.gradients import noted_calls
 
@@ -37,6 +38,7 @@ _REFUSED = {
 }
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
+_WHOLE_GROUP = frozenset({"items", "values", "copy", "deepcopy", "dict"})  # code that names these reads all of a group
 
 
 class StepOptimizers:
@@ -48,6 +50,7 @@ class StepOptimizers:
     Attributes:
         refusal: why no graph can hold a step with them; empty if one can.
         stepped: True once one stepped in a step.
+        rates_read: the step's own code may read learning rates, so that these are part of the key.
 
     Raises:
         ConfigError: something is no optimizer, or only wraps one.
@@ -68,7 +71,7 @@ class StepOptimizers:
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []
         self.refusal = self.scheduled = ""
-        self.stepped = False
+        self.stepped = self.rates_read = self._rate_returned = False
         for each in self.all:
             _prepare(each)
 
@@ -105,6 +108,32 @@ class StepOptimizers:
                         f"the step calls {type(other).__name__}, which optimizers= does not name"
                     )
 
+    # The learning rates that Python reads.
+
+    def note_code(self, codes: Iterable[CodeNames], values: Iterable[Any]) -> None:
+        """Find if code that a step runs may read a learning rate.
+
+        Args:
+            codes: the names in that code, of each function.
+            values: what else the step reaches, such as a group.
+        """
+        groups = [group for each in self.all for group in each.param_groups]
+        held = {*map(id, groups), *(id(each.param_groups) for each in self.all)}
+        parts = (part for value in values for part in (value, *(value if type(value) in (list, tuple) else ())))
+        every = frozenset[str]().union(*(names.all for names in codes))
+        leading = [names.all for names in codes if "param_groups" in names.all]
+        leading += [every] if any(id(part) in held for part in parts) else []
+        others = frozenset(key for group in groups for key in group if key != "lr")
+        # Code that names other keys alone, such as that of the parameters to clip, reads no rate.
+        named = bool(leading) and "lr" in every
+        self.rates_read = named or any(not names & others or names & _WHOLE_GROUP for names in leading)
+        self.rates_read = self.rates_read or self._rate_returned
+
+    def note_returned(self, leaves: Iterable[Any]) -> None:
+        """Note if an eager step returned a learning rate: code of a library may have read it."""
+        rates = [group["lr"] for group, _ in self._mirrored]
+        self._rate_returned = self._rate_returned or any(type(leaf) is float and leaf in rates for leaf in leaves)
+
     # The learning rates on the device.
 
     def look(self) -> list[CodePlace]:
@@ -118,7 +147,8 @@ class StepOptimizers:
             for index, group in enumerate(each.param_groups):
                 mirror = self._mirror(each, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
-                unread = {"lr"} if mirror is not None or _named(each) in _FIRST_RATE else set()
+                followed = mirror is not None or _named(each) in _FIRST_RATE
+                unread = {"lr"} if followed and not self.rates_read else set()
                 name = f"optimizers.{number}.param_groups.{index}"
                 for key in [key for key in group if key not in _UNREAD | unread]:
                     places.append(CodePlace(f"{name}.{key}", group, key, group[key]))
@@ -160,28 +190,62 @@ class StepOptimizers:
 
     @contextlib.contextmanager
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
-        """Let the mirrors stand in `param_groups` in here."""
+        """Let the mirrors stand in `param_groups` while optimizers compute in here, and at no other time.
+
+        They enter after the last hook before an optimizer's step, and leave before the first hook after it.
+        """
         if refresh:
             self.refresh()
-        before = [(group, mirror, group["lr"], mirror._version) for group, mirror in self._mirrored]
-        for group, mirror, *_ in before:
-            group["lr"] = mirror
-        try:
+        before = [(group, mirror, group["lr"], _version(group["lr"])) for group, mirror in self._mirrored]
+        swapped: list[tuple[Group, Tensor, Any]] = []
+
+        def enter(owner: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for group, mirror, rate, _ in before:
+                # A number that the step itself has set is not the mirror's.
+                if group["lr"] is rate and any(group is own for own in owner.param_groups):
+                    swapped.append((group, mirror, rate))
+                    group["lr"] = mirror
+            return _with_closure(args, kwargs, enter, leave)
+
+        def leave(*_: Any) -> None:
+            while swapped:
+                group, mirror, rate = swapped.pop()
+                if group["lr"] is mirror:
+                    group["lr"] = rate
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(leave)  # a step may raise
+            for each in self.all if before else ():
+                stack.callback(each.register_step_pre_hook(enter).remove)
+                after = each.register_step_post_hook(leave)
+                stack.callback(after.remove)
+                each._optimizer_step_post_hooks.move_to_end(after.id, last=False)
             yield
-        finally:
-            for group, mirror, rate, version in before:
-                written = mirror._version != version
-                if written:
-                    self.scheduled = _SCHEDULED
-                if group["lr"] is not mirror:
-                    continue
-                group["lr"] = rate
-                if written and refresh and isinstance(rate, Tensor):
-                    rate.fill_(mirror.item())
-                elif written and refresh:
-                    group["lr"] = mirror.item()
-            if self.scheduled:
-                self.look()
+        if any(_version(rate) != version for _, _, rate, version in before):
+            self.scheduled = _SCHEDULED
+            self.look()
+
+
+def _version(rate: Any) -> int:
+    """Return the version of a learning rate that is a tensor."""
+    return rate._version if isinstance(rate, Tensor) and not rate.is_inference() else 0
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], enter: Callable[..., Any], leave: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return an optimizer's arguments with a closure that runs without the mirrors; None if it is passed none."""
+    owner, closure = args[0], args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def outside(*given: Any) -> Any:
+        leave()
+        result = closure(*given)
+        enter(owner, (owner,), {})
+        return result
+
+    return ((owner, outside, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": outside})
 
 
 def unsuitable(owner: optim.Optimizer) -> str:
