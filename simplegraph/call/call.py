@@ -42,7 +42,7 @@ from simplegraph.call.signature import CallReader, Signature, known_arguments
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.survey import Survey
-from simplegraph.guard.torch_state import TorchSettings, function_modes
+from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.step import BreakTrace, trace_between
 from simplegraph.program.host_modes import HostArguments
@@ -79,6 +79,7 @@ class Binding:
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if it draws random numbers.
+        differentiates: True if it computes under grad mode.
         counted: Python state that every run changes, by padded size: a branch on the rows may change some.
         made: places of the outputs that the forward was seen to make.
         numbers: the Python numbers that its runs passed to operators.
@@ -99,6 +100,7 @@ class Binding:
     compared: set[str] = dataclasses.field(default_factory=set)
     counted: dict[int, CountedState] = dataclasses.field(default_factory=lambda: collections.defaultdict(CountedState))
     draws: bool = False
+    differentiates: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
     made: set[int] = dataclasses.field(default_factory=set)
@@ -261,6 +263,8 @@ class Call:
         binding = self.binding
         if binding.unsupported is not None:
             raise binding.unsupported.again()
+        if binding.differentiates and (hindered := autograd_hindrance()) is not None:
+            raise CannotBind(*hindered)
         for counted in binding.counted.values():  # what one size advances, others may, where it cannot be seen
             counted.check()
         if self.padding and binding.unsliceable is not None:

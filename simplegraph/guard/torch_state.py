@@ -19,6 +19,11 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
 transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+# Modes of autograd that look at, or change, what a backward gets. The last two are private to torch; where they are
+# absent, calls under such a mode are replayed.
+anomaly_enabled: Callable[[], bool] = torch.is_anomaly_enabled
+saved_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+saved_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 GLOBAL_HOOKS = _modules._global_forward_hooks
 GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
 GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
@@ -113,4 +118,15 @@ def hindrance() -> tuple[Reason, str] | None:
         return Reason.TRANSFORMED, "inside torch.nn.utils.parametrize.cached()"
     if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS:
         return Reason.HOOKS, "forward hooks on all modules"
+    return None
+
+
+def autograd_hindrance() -> tuple[Reason, str] | None:
+    """Return why no replay can stand for a call that computes gradients now, if so."""
+    if anomaly_enabled():
+        return Reason.TRANSFORMED, "torch.autograd.detect_anomaly is on"
+    if saved_hooks(False) is not None:
+        return Reason.HOOKS, "saved-tensor hooks around the call, as of save_on_cpu or activation checkpoints"
+    if not saved_hooks_allowed():
+        return Reason.HOOKS, "torch.autograd.graph.disable_saved_tensors_hooks around the call"
     return None

@@ -30,6 +30,7 @@ from simplegraph.base.operators import (
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.protocol import GraphDevice
 
+_grad_enabled = torch.is_grad_enabled  # looked up once
 _NUMBERS = frozenset({int, float, complex})
 _LIFTED = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten.scalar_tensor.default
@@ -275,6 +276,7 @@ class MemoryObserver(OperatorMode):
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if the run goes on with that of another.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
+        differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
         reads_anything: the same, if some of that work did not show which tensors it can touch.
@@ -304,7 +306,7 @@ class MemoryObserver(OperatorMode):
         self.launched: set[int] = set()
         self.blank: set[int] = set()
         self.given: set[int] = set()
-        self.may_draw = self.rounds_by_group = False
+        self.may_draw = self.rounds_by_group = self.differentiates = False
         self.refused: HostError | None = None
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
@@ -386,6 +388,7 @@ class MemoryObserver(OperatorMode):
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
             self.operators = hash((self.operators, func))
+            self.differentiates = self.differentiates or _grad_enabled()
         result = self.leave(func, args, kwargs)
         if self._device is not None:
             self._last = self._device.recorded()

@@ -189,6 +189,7 @@ class GraphBuilder:
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+        call.binding.differentiates |= any(observer.differentiates for observer in observers)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
         self.seen.add(call.survey, observers, inputs | unread)
         if self.state is not None:

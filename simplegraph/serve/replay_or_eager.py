@@ -34,10 +34,13 @@ from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
+    anomaly_enabled,
     function_modes,
     hindrance,
     num_function_modes,
     num_operator_modes,
+    saved_hooks,
+    saved_hooks_allowed,
 )
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
@@ -286,6 +289,9 @@ class GraphRunner:
                 if forward_ad._current_level >= 0 or num_operator_modes():
                     continue
                 if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+                    continue
+                watched = anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
+                if watched and layout.binding.differentiates:
                     continue
                 if not layout.settings.hold():
                     continue

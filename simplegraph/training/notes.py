@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS, autograd_hindrance
 
 
 class OutputLook(NamedTuple):
@@ -92,21 +92,10 @@ keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-# Private to torch; where it is absent, such calls are replayed, and keep their memory.
-saved_tensors_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
-)
-
-
-def hooks_around() -> bool:
-    """True if torch runs Python in all backwards now."""
-    return bool(GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS) or saved_tensors_hooks(False) is not None
-
-
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
-    if saved_tensors_hooks(False) is not None:
-        raise CannotBind(Reason.HOOKS, "saved-tensor hooks around the call, as of activation checkpoints")
+    if (hindered := autograd_hindrance()) is not None:
+        raise CannotBind(*hindered)
     if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS:
         raise CannotBind(Reason.HOOKS, "backward hooks on all modules")
     for name, child in module.named_modules():

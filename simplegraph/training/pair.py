@@ -19,8 +19,9 @@ from simplegraph.call.call import Call
 from simplegraph.call.inputs import InputSet, Spans
 from simplegraph.call.plan import NOTHING, Copies, Plan
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
-from simplegraph.training.notes import hooks_around, keeps_graph
+from simplegraph.training.notes import keeps_graph
 from simplegraph.training.recording import Recording
 
 _version = operator.attrgetter("_version")
@@ -152,7 +153,8 @@ class PairPlan(Plan):
         if (
             self.notes.needs != self._needs
             or self.notes.twice
-            or hooks_around()
+            or GLOBAL_BACKWARD_HOOKS
+            or GLOBAL_BACKWARD_PRE_HOOKS
             or torch.is_autocast_cache_enabled() is not self._caches
             or list(map(_requires_grad, self._held)) != self._wanting
         ):
