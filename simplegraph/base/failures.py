@@ -404,7 +404,7 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
         remedy = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
-    return cause, f"Keep the shape: {remedy}; or {BREAK}."
+    return cause, f"Keep the shape: {remedy}; or {BREAK}: one that holds everything up to where shapes are fixed again."
 
 
 def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:

@@ -22,7 +22,7 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
-from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.breaks.step import BreakTrace, ResultChanged
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.program import Program
 
@@ -257,7 +257,13 @@ class ProgramTable:
                 stack.enter_context(torch.profiler.record_function(label))
             if graph.program.breaks:
                 stack.enter_context(bypassed(Reason.NESTED))
-            yield
+            try:
+                yield
+            except ResultChanged as error:
+                error.graph, error.returned = graph, graph.program.take_returned()
+                raise
+            finally:
+                graph.program.take_returned()
 
     def order_streams(self) -> None:
         """Let the current stream wait for the one that used the pool last. Call with the pool's lock held."""

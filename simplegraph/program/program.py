@@ -21,6 +21,8 @@ from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Ma
 from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, rebuilt_call
 
+_KEPT_BYTES = 64 << 20  # of all that a program's breaks return: so much is kept until a replay is over
+
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
@@ -77,6 +79,16 @@ class Program:
         self.segments = tuple(step for step in self.steps if not isinstance(step, Break))
         self.replay = functools.partial(_replay_first, weakref.ref(self))
         self._marks: list[Mark] = []
+        kept = sum(step.bridged_bytes for step in self.breaks) <= _KEPT_BYTES
+        for step in self.breaks:
+            step.keeps = kept
+
+    def take_returned(self) -> list[Any]:
+        """Let go of what breaks returned in a replay that is over; return it, as far as it was kept."""
+        found = [step.returned for step in self.breaks]
+        for step in self.breaks:
+            step.returned = None
+        return found
 
     @property
     def held(self) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode, check_settings
-from simplegraph.base.context import CALLS, CallContext, described_batch
+from simplegraph.base.context import CALLS, CallContext, bypassed, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
 from simplegraph.base.extras import Sleeps, length_servers, runner_kinds, touch_displays
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
@@ -44,6 +44,8 @@ from simplegraph.guard.torch_state import (
 )
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
+from simplegraph.program.breaks.marks import recording_breaks
+from simplegraph.program.breaks.step import ResultChanged
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 
@@ -317,6 +319,8 @@ class GraphRunner:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:
                 self._disabled = error.reason  # for the life of the process
+        except ResultChanged as error:
+            return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why)
 
     def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
@@ -324,6 +328,26 @@ class GraphRunner:
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
         return invoke(module, args, kwargs)
+
+    def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
+        """Finish a call eagerly whose replay an eager break stopped; its size runs eagerly from now on.
+
+        Raises:
+            BreakError: that would repeat what the replay has done already.
+        """
+        from simplegraph.serve.finish import breaks_to_finish  # not loaded before
+
+        with self._lock:
+            try:
+                builder, call = self._read(module, args, kwargs)
+            except CannotBind:
+                raise error from None
+            with builder.manager.pool.lock:
+                breaks = breaks_to_finish(builder, call, error)
+        with bypassed(Reason.NESTED), recording_breaks(breaks):
+            result = self.run_eagerly(module, args, kwargs, Reason.CAPTURE_FAILED, error.cause, call.batch)
+        breaks.check_done()
+        return result
 
     def _call_slowly(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, optim
@@ -217,9 +217,9 @@ class StepOptimizers:
             stack.callback(leave)  # a step may raise
             for each in self.all if before else ():
                 stack.callback(each.register_step_pre_hook(enter).remove)
-                after = each.register_step_post_hook(leave)
+                after, hooks = each.register_step_post_hook(leave), cast(Any, each._optimizer_step_post_hooks)
                 stack.callback(after.remove)
-                each._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+                hooks.move_to_end(after.id, last=False)
             yield
         if any(_version(rate) != version for _, _, rate, version in before):
             self.scheduled = _SCHEDULED

@@ -275,3 +275,40 @@ def test_collectives_run_inside_breaks(*, handed_on: bool) -> None:
     check_equal(model, module)
     assert model.graph_stats.replays > 0
     assert next(iter(model.graph_stats.graphs.values())).breaks == 2
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_break_that_returns_another_shape_is_finished_eagerly_where_nothing_was_written(writes: bool) -> None:
+    total = torch.zeros((), device="cuda")
+    count = [0]
+
+    def choose(x: Tensor) -> Tensor:
+        count[0] += 1
+        return x[x.sum(1) > 0]
+
+    chosen = sg.eager_break(choose)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        hidden = x * 2
+        if writes:
+            total.add_(1)
+        return chosen(hidden).sum() + hidden
+
+    module = Function(forward)
+    model = piecewise(module)
+    for _ in range(4):
+        model(torch.tensor([[1.0] * 8, [1.0] * 8, [-1.0] * 8, [-1.0] * 8], device="cuda"))
+    assert model.graph_stats.replays > 0
+    x = torch.ones(4, 8, device="cuda")
+    before = count[0]
+    if writes:
+        with pytest.raises(sg.BreakError, match=r"cannot be finished eagerly: .* was written by then"):
+            model(x)
+        assert total.item() == 5
+    else:
+        torch.testing.assert_close(model(x), x * 2 + 64)
+    assert count[0] == before + 1
+    assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] == (not writes)
+    torch.testing.assert_close(model(x), x * 2 + 64)
+    torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 
 import pytest
 import torch
@@ -240,3 +241,41 @@ def test_a_replay_waits_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert training.step.graph_stats.replays >= 3
+
+
+@pytest.mark.parametrize("name", ["adamw fused", "sgd fused", "adamw"])
+def test_a_rate_that_the_step_returns_is_a_number_and_right_at_each_call(name):
+    make = making(name)
+
+    def reading():
+        step_fn, trained, chosen = make()
+
+        def with_rate(x, y):
+            return step_fn(x, y), json.dumps(round(chosen.param_groups[0]["lr"], 6))
+
+        return with_rate, trained, chosen
+
+    training, found = Training(reading, graphed=True), []
+    for number in range(16):
+        training.optimizers.param_groups[0]["lr"] = RATE if number < 8 else RATE / 2
+        found.append(training.step(*on_gpu(number))[1])
+        assert type(training.optimizers.param_groups[0]["lr"]) is float
+    assert found == [json.dumps(round(RATE, 6))] * 8 + [json.dumps(round(RATE / 2, 6))] * 8
+    assert training.step.graph_stats.replays >= 8
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
+def test_a_nan_under_anomaly_mode_is_raised_before_it_is_in_a_weight():
+    training = Training(making(), graphed=True)
+    for number in range(6):
+        training.step(*on_gpu(number))
+    replays = training.step.graph_stats.replays
+    x, y = on_gpu(6)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
+        training.step(x * float("nan"), y)
+    assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
+    with torch.autograd.graph.save_on_cpu():
+        training.step(x, y)
+    training.step(x, y)
+    stats = training.step.graph_stats
+    assert (stats.eager[Reason.TRANSFORMED], stats.eager[Reason.HOOKS], stats.replays) == (1, 1, replays + 1)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts, storage_key, wait_collectives
-from simplegraph.program.breaks.marks import recording_breaks
+from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.breaks.step import (
     Break,
     BreakCall,
@@ -147,6 +147,7 @@ class RecordedBreak(NamedTuple):
         passed: the same before the call; None also for memory that nothing had written and the call filled.
         shapes: those of all its arguments that are tensors, None for others.
         outside: puts back what it wrote to memory from before the run.
+        effects: see `Break`.
     """
 
     function: Callable[..., Any]
@@ -156,6 +157,7 @@ class RecordedBreak(NamedTuple):
     passed: Sequence[Tensor | None]
     shapes: Sequence[Any]
     outside: Callable[[], object]
+    effects: str
 
 
 class BreakTape:
@@ -198,6 +200,10 @@ class BreakTape:
             for leaf, copy, empty in zip(passed, before, blank, strict=True)
         ]
         read = [None if full else copy for full, copy in zip(filled, before, strict=True)]
+        pairs = zip(passed, before, strict=True)
+        effects = "it writes to what it is passed" if any(_differ(leaf, copy) for leaf, copy in pairs) else ""
+        if observer.written or observer.launched:
+            effects = "memory from before the call was written by then"
         self.calls.append(
             RecordedBreak(
                 function,
@@ -207,9 +213,14 @@ class BreakTape:
                 read,
                 [getattr(leaf, "shape", None) for leaf in passed],
                 outside,
+                effects,
             )
         )
         return result
+
+
+def _differ(leaf: Any, copy: Tensor | None) -> bool:
+    return copy is not None and not torch.equal(leaf, copy)
 
 
 class PlayedBreak(Break):
@@ -265,6 +276,34 @@ class PlayedBreak(Break):
         return target[tuple(map(slice, copy.shape))]
 
 
+class FinishedBreaks:
+    """Serves the first breaks of an eager forward by what they returned in a replay, and runs the others.
+
+    Args:
+        operators: operators that break by themselves.
+        calls: the functions of the first ones, and what they returned.
+    """
+
+    def __init__(self, operators: frozenset[Any], calls: Iterable[tuple[Any, Any]]) -> None:
+        self.operators = operators
+        self._left = list(calls)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the break returned before, or run it. Raises BreakError if the forward calls another one."""
+        if not self._left:
+            with recording_breaks(None):
+                return function(*args, **kwargs)
+        known, result = self._left.pop(0)
+        if known != function:
+            raise BreakError(f"the forward called eager break {name_of(known)} before, and now {name_of(function)}.")
+        return result
+
+    def check_done(self) -> None:
+        """Refuse a forward that did not come to all of the first ones. Raises BreakError."""
+        if self._left:
+            raise BreakError(f"the forward called eager break {name_of(self._left[0][0])} before, and now does not.")
+
+
 def played(
     program: Program, calls: Sequence[RecordedBreak], differs: Differs, repeats: Callable[[], bool] = bool
 ) -> Program:
@@ -282,6 +321,8 @@ def played(
     if [call.function for call in calls] != [step.function for step in program.breaks]:
         count = len(program.breaks)
         raise BreakError(f"the eager run called {len(calls)} eager breaks, the graph has {count} or others.")
+    for step, call in zip(program.breaks, calls, strict=True):
+        step.effects = step.effects or call.effects
     left = iter(calls)
     steps = tuple(
         PlayedBreak(step, next(left), differs, repeats) if isinstance(step, Break) else step for step in program.steps

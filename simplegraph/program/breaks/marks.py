@@ -164,8 +164,9 @@ def eager_break(function: FunctionType) -> FunctionType:
     arguments are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed
     as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
     where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).
-    The result must have the same structure, shapes and dtypes at every replay. In a padded batch the function sees
-    the padded rows, too. What it leaves behind elsewhere for the forward to read keeps the size eager: return it.
+    The result must have the same structure, shapes and dtypes at every replay: let the function hold everything up to
+    where shapes are fixed again. In a padded batch it sees the padded rows, too. What it leaves behind elsewhere for
+    the forward to read keeps the size eager: return it.
 
     Args:
         function: a function or method; its Python code runs at every replay.

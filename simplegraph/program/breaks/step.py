@@ -23,6 +23,31 @@ from simplegraph.base.tensors import lies_at, storage_key
 
 Accept = Callable[[Any], str | None]
 
+HOLD_MORE = (
+    "Let the break hold everything up to where shapes are fixed again, and what depends on such a number: mark a "
+    "function around all of it, or break at the module (simplegraph.break_at)"
+)
+
+
+class ResultChanged(BreakError):
+    """Ends a replay at a break whose result differs in kind from the captured one.
+
+    Attributes:
+        step: the break.
+        cause: what it returned, in place of what.
+        graph: what was replayed; None until the table tells.
+        returned: what the breaks of this replay returned, in their order; empty if it was not kept.
+    """
+
+    def __init__(self, step: Break, problem: str) -> None:
+        self.step, self.cause = step, f"eager break {step.name} returned {problem}"
+        self.graph: Any = None
+        self.returned: Sequence[Any] = ()
+        super().__init__(
+            f"{self.cause}.\n  The segments after it were captured for results of one structure, shape and dtype, and "
+            f"numbers of one value, and did not run.\n  {HOLD_MORE}; or capture again with reset_graphs()."
+        )
+
 
 @dataclasses.dataclass(eq=False)
 class Cell:
@@ -164,6 +189,10 @@ class Break:
         rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
         modes: re-enters grad mode, inference mode and autocast around the call, where the forward sets any.
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
+        effects: why an eager run that repeats what ran before the call's end would differ from the first; empty if a
+            proof saw nothing, None before one.
+        keeps: what it returns is kept until the replay is over.
+        returned: what it returned in the replay that is under way.
     """
 
     name: str
@@ -174,12 +203,15 @@ class Break:
     modes: Callable[[], AbstractContextManager[None]] | None
     spec: TreeSpec | None = None
     accepts: list[Accept] = dataclasses.field(default_factory=list)
+    effects: str | None = None
+    keeps: bool = False
+    returned: Any = None
 
     def replay(self) -> None:
         """Call the function, and put what it returns where the next segment reads it.
 
         Raises:
-            BreakError: the result is not what the next segment was captured with.
+            ResultChanged: the result is not what the next segment was captured with.
         """
         args, kwargs = self.rebuilt() if self.rebuilt else (self.args, self.kwargs)
         if self.modes is None:
@@ -189,6 +221,7 @@ class Break:
                 self._take(self.function(*args, **kwargs))
 
     def _take(self, result: Any) -> None:
+        self.returned = result
         leaves, spec = flatten(result)
         if spec != self.spec:
             raise self._refused(f"{_nesting(spec)} where it returned {_nesting(self.spec)} before")
@@ -196,14 +229,17 @@ class Break:
             problem = accept(leaf)
             if problem is not None:
                 raise self._refused(problem)
+        if not self.keeps:
+            self.returned = None
 
-    def _refused(self, problem: str) -> BreakError:
-        return BreakError(
-            f"eager break {self.name} returned {problem}.\n"
-            "  The segments after it were captured for results of one structure, shape and dtype, and numbers "
-            "of one value, and did not run. Let the break compute what depends on such a number, too, and return "
-            "tensors of the same shape each time; or capture again with reset_graphs()."
-        )
+    @property
+    def bridged_bytes(self) -> int:
+        """The bytes of the tensors that it returns and that replays copy."""
+        bridges = (getattr(accept, "__self__", None) for accept in self.accepts)
+        return sum(bridge.target.nbytes for bridge in bridges if isinstance(bridge, Bridge))
+
+    def _refused(self, problem: str) -> ResultChanged:
+        return ResultChanged(self, problem)
 
 
 def _nesting(spec: TreeSpec | None) -> str:
@@ -220,10 +256,10 @@ class Bridge:
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
-        self._kind = (target.shape, target.dtype, target.device)
+        self._kind = (target.shape, target.dtype, target.device, target.layout)
 
     def accept(self, leaf: Any) -> str | None:
-        if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device) != self._kind:
+        if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device, leaf.layout) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
         self.target.copy_(leaf.detach() if leaf.requires_grad else leaf)
         return None
@@ -352,5 +388,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def shown(leaf: Any) -> str:
     """Describe a result."""
     if isinstance(leaf, Tensor):
-        return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}, on {leaf.device}"
+        layout = "" if leaf.layout is torch.strided else f", {leaf.layout}"
+        return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}{layout}, on {leaf.device}"
     return repr(leaf) if isinstance(leaf, ATOMS) else f"a {type(leaf).__name__}"

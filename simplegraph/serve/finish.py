@@ -1,0 +1,81 @@
+"""Decides if a call can be finished eagerly whose replay an eager break stopped by another kind of result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from simplegraph.base.errors import BreakError
+from simplegraph.base.nested import ATOMS, flatten
+from simplegraph.base.tensors import storage_key
+from simplegraph.call.call import Call
+from simplegraph.call.inputs import PLAIN_TENSORS
+from simplegraph.guard.functions import computes_gradients
+from simplegraph.program.breaks.eager import FinishedBreaks
+from simplegraph.program.breaks.marks import breaking_operators
+from simplegraph.program.breaks.step import HOLD_MORE, Break, ResultChanged, shown
+
+
+def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> FinishedBreaks:
+    """Let the size of a `GraphBuilder`'s call run eagerly from now on; return what serves the breaks of the replay.
+
+    The forward begins again for this call. Each break runs once all the same: those of the replay return what they
+    returned there.
+
+    Raises:
+        BreakError: an eager run would repeat something else that the replay has done, or errors are to be raised.
+    """
+    table, graph = builder.manager.table, error.graph
+    if table.graphs.get(call.key) is not graph:
+        call = call.at_exact_size()
+    if graph is None or table.graphs.get(call.key) is not graph:  # of a module inside of this one
+        raise error
+    every = graph.program.breaks
+    steps = every[: every.index(error.step) + 1]
+    returned = error.returned[: len(steps)]
+    why = _hindrance(builder, call, steps, returned)
+    error.graph, error.returned = None, ()  # whoever keeps the error keeps no memory
+    if table.ranks.size == 1:  # else the others would wait for this one
+        table.device.synchronize()  # a segment still running must not lose its memory
+        builder.refuse(call, error.cause, f"{HOLD_MORE}.")
+    if table.config.on_capture_failure == "raise":
+        raise error
+    if why:
+        said = f"This call cannot be finished eagerly: {why}.\n  {HOLD_MORE}; or capture again with reset_graphs()."
+        raise BreakError(f"{error.cause}.\n  {said}") from None
+    return FinishedBreaks(breaking_operators(), zip([step.function for step in steps], returned, strict=True))
+
+
+def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
+    """Say why an eager run would not do what the rest of the replay would have done; empty if it would."""
+    table = builder.manager.table
+    if call.padding:
+        return "the batch was padded, and the break was passed the padding rows"
+    if call.binding.draws:
+        return "the forward draws random numbers"
+    if computes_gradients(call.module):
+        return "it is a training step"
+    if table.hooks or table.ranks.size > 1:
+        return "a backend, or another rank, takes part in it"
+    if builder.seen.read.unseen:
+        return "kernels that torch does not dispatch ran before the break, and may have written anywhere"
+    for step in steps:
+        if step.effects is None:
+            return (
+                f"no call was compared with eager (verify=0), which shows what {step.name} and the code before it write"
+            )
+        if step.effects:
+            return f"at the end of {step.name}, {step.effects}"
+    if not steps[0].keeps and len(steps) > 1:
+        return f"{steps[0].name} ran before, whose result is too large to be kept"
+    inputs = builder.inputs_of[call.key].storages
+    for leaf in (leaf for result in returned for leaf in flatten(result)[0] if not isinstance(leaf, ATOMS)):
+        if type(leaf) not in PLAIN_TENSORS or leaf.layout is not torch.strided:
+            return f"a break returned {shown(leaf)}, which may hold what the break was passed"
+        if table.device.in_pool(table.pool, leaf) or storage_key(leaf) in inputs:
+            return "a break returned what it was passed, or a view of it"
+        if leaf.requires_grad:
+            return "a break returned a tensor that requires grad"
+    return ""
