@@ -56,6 +56,11 @@ def rate_of(group: Group) -> Any:
     return group["lr"]
 
 
+# Whose code is not looked into.
+LIBRARY: dict[str, Any] = {"__name__": "library"}
+exec(compile("def get_lr(opt): return opt.param_groups[0]['lr']", "/site-packages/library.py", "exec"), LIBRARY)
+get_lr = LIBRARY["get_lr"]
+
 READS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda opt: opt.param_groups[0]["lr"],
     "its class": lambda opt: type(opt.param_groups[0]["lr"]).__name__,
@@ -71,6 +76,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "a copied group": lambda opt: copy.copy(opt.param_groups[0]).pop("lr"),
     "a function of the user": lambda opt: rate_of(opt.param_groups[0]),
     "the state": lambda opt: opt.state_dict()["param_groups"][0]["lr"],
+    "a function of a library": lambda opt: get_lr(opt),
     "get": lambda opt: opt.param_groups[0].get("lr"),
 }
 
