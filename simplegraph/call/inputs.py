@@ -214,13 +214,14 @@ class StaticInput:
             tail = whole.narrow(dim, rows, padded - rows)
             tail.copy_(tensor.narrow(dim, rows - 1, 1)) if self.pad == "repeat-last" else tail.fill_(self.pad_number)
 
-    def copy_of(self, part: Tensor) -> Tensor:
-        """Copy a part to where the forward is passed it."""
-        return part.clone() if self.host is None else part.cpu()
+    def copied_part(self, padded: int, end: int, *, reference: bool = False) -> Tensor:
+        """Copy the first rows of the input of a captured size to where the forward is passed it.
 
-    def copied_part(self, padded: int, end: int) -> Tensor:
-        """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
-        return self.copy_of(self.part(padded, 0, end)) if self._reference is None else self._reference
+        What is taken by address is returned itself, but for `reference`.
+        """
+        if self._reference is not None and not reference:
+            return self._reference
+        return self.part(padded, 0, end).clone() if self.host is None else self.part(padded, 0, end).cpu()
 
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""

@@ -409,7 +409,7 @@ class GraphBuilder:
         if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
-        leaves = inputs.passed(call.layout.args, lambda static: static.copy_of(static.part(call.padded, 0, other)))
+        leaves = inputs.passed(call.layout.args, lambda static: static.copied_part(call.padded, other, reference=True))
         args, kwargs = call.spec.unflatten(leaves)
         with capture.rehearsing() as before_write:
             try:

@@ -292,8 +292,9 @@ class GraphRunner:
                     continue
                 if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
                     continue
-                watched = anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
-                if watched and layout.binding.differentiates:
+                if layout.binding.differentiates and (
+                    anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
+                ):
                     continue
                 if not layout.settings.hold():
                     continue

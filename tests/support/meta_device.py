@@ -111,8 +111,8 @@ class MetaDevice:
         return tensor
 
 
-def _copy_of(static: StaticInput, part: Tensor) -> Tensor:
-    return torch.zeros_like(part, device="meta" if static.host is None else "cpu")
+def _copied_part(static: StaticInput, padded: int, end: int, *, reference: bool = False) -> Tensor:
+    return torch.zeros_like(static.part(padded, 0, end), device="meta" if static.host is None else "cpu")
 
 
 def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
     # No value can be copied from there to the CPU.
     monkeypatch.setattr(InputSet, "load_hosts", lambda self, padded: None)
-    monkeypatch.setattr(StaticInput, "copy_of", _copy_of)
+    monkeypatch.setattr(StaticInput, "copied_part", _copied_part)
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))
     index = torch.empty(0, device="meta").get_device()

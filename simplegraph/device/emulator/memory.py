@@ -37,9 +37,6 @@ class Memory:
         poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
         saved: its bytes before the first captured write, while they must be put back.
         value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
-
-    Raises:
-        EmulatorError: it is memory of another device, whose addresses mean nothing on the CPU.
     """
 
     storage: torch.UntypedStorage
@@ -48,11 +45,6 @@ class Memory:
     poison: int = 0
     saved: torch.UntypedStorage | None = None
     value: torch.UntypedStorage | None = None
-
-    def __post_init__(self) -> None:
-        if self.storage.device.type != "cpu":
-            self.pool = None  # so that `__del__` leaves it alone
-            raise EmulatorError(f"{self.seen_as}, on {self.storage.device}: the emulator captures work of the CPU.")
 
     @functools.cached_property
     def address(self) -> int:
@@ -67,7 +59,8 @@ class Memory:
     def __del__(self) -> None:
         if self.pool is not None:
             self.pool.sizes.pop(vars(self).get("address", 0), None)
-        if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
+        # Not by an operator, which a capture under way would record; and the address of another device is none here.
+        if self.pool is not None and self.storage.device == _CPU and self.reusable():
             ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
     @functools.cached_property
