@@ -200,7 +200,6 @@ class TestReplace:
         ("name", "instead"),
         [
             ("max_capture_size", "default_sizes"),
-            ("num_warmups", "eager"),
             ("on_stale", "recaptures"),
             ("pad_random", "capture_sizes"),
             ("trusted_args", "__eq__"),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 CORE = ["base", "batch", "device", "program", "distributed", "manager", "guard", "call", "serve"]
 # Extras, which the core would not miss.
 EXTRAS = ["fused", "training", "attention", "spec_decode", "doctor", "sleeping", "integrations"]
-SETTINGS, REASONS = 22, 40
+SETTINGS, REASONS = 23, 40
 ROOMS = ["base", "_lazy", *CORE[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.
 LIBRARIES = re.compile(r"transformers|peft|diffusers|vllm|flashinfer|flash_attn|timm|sglang", re.IGNORECASE)

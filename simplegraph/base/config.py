@@ -109,6 +109,9 @@ class CudaGraphConfig:
             the forward returns are returned as the caller's own tensors.
         capture: ``"lazy"`` captures a size at the second call of that size, the first of which warms it up;
             ``"upfront"`` only in `capture_graphs`, so that a later call never pays for a capture.
+        num_warmups: eager runs before a capture. Calls of a size run eagerly so often, then it is captured.
+            `capture_graphs` runs the largest size once for all sizes, or with a number above 1 each size so often;
+            code that tunes itself over several runs needs that. 0 is for a `CudaGraphManager` whose owner warmed up.
         on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
         verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
             double, which together take at most so many percent of the time of the replays since. Such a call runs
@@ -152,6 +155,7 @@ class CudaGraphConfig:
     exact_shapes: bool = False
     outputs: Literal["clone", "static"] = "clone"
     capture: Literal["lazy", "upfront"] = "lazy"
+    num_warmups: int = 1
     on_capture_failure: Literal["eager", "raise"] = "eager"
     verify: int = 1
     max_signatures: int = 16
@@ -236,7 +240,6 @@ class CudaGraphConfig:
 # What to use in place of settings that there were.
 _REPLACED = {
     "max_capture_size": "capture_sizes=simplegraph.default_sizes(largest)",
-    "num_warmups": "`with simplegraph.eager():` around the first calls",
     "on_stale": "graph_stats.recaptures, which counts captures that were dropped",
     "pad_random": "capture_sizes with the batch sizes of a model that draws random numbers",
     "trusted_args": "an attribute of the module, or a class with __eq__ and __hash__",
@@ -336,7 +339,9 @@ _KINDS: dict[Any, _Kind] = {
         "'zero', 'keep', 'repeat-last' or a number",
     ),
     Callable[[Any], Hashable]: _Kind(callable, "a function of the module"),
-    "verify": _Kind(lambda value: _is_int(value, 0), "a whole number of at least 0", int),
+    **dict.fromkeys(
+        ("verify", "num_warmups"), _Kind(lambda value: _is_int(value, 0), "a whole number of at least 0", int)
+    ),
 }
 
 

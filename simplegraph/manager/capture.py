@@ -127,7 +127,7 @@ class GraphCapture:
         self._followed = {job.key for job in self.jobs[: max(following, default=0)]}
 
     def run(self, num_warmups: int = 0, warmed_up: Callable[[], object] = bool) -> CaptureSummary:
-        """Run the first job eagerly `num_warmups` times, then capture them all.
+        """Run the first job eagerly, or each job so often if `num_warmups` is above 1, then capture them all.
 
         Args:
             num_warmups: real runs.
@@ -172,9 +172,8 @@ class GraphCapture:
     def _run_session(self, num_warmups: int, warmed_up: Callable[[], object]) -> None:
         table, jobs = self.table, self.jobs
         with self._ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
-            for _ in range(num_warmups):
-                if self._warm_up(jobs[0]):
-                    break  # its capture will say why, and smaller sizes may do better
+            for job in jobs if num_warmups > 1 else jobs[:1]:
+                self._warm_up_often(job, num_warmups)
             self.state.remember()
             warmed_up()
             try:
@@ -192,6 +191,17 @@ class GraphCapture:
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
+
+    def rehearse_warmups(self, num_warmups: int, already: int) -> None:
+        """Run each job eagerly so often, less the runs that the first one had already; nothing of it stays."""
+        for job in self.jobs:
+            self._warm_up_often(job, num_warmups - already * (job is self.jobs[0]), self.rehearsing)
+            self.state.put_back_notes()
+
+    def _warm_up_often(self, job: CaptureJob, num_warmups: int, context: Rehearsing = _REAL) -> None:
+        for _ in range(num_warmups):
+            if self._warm_up(job, context):
+                break  # its capture will say why, and other sizes may do better
 
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""

@@ -67,6 +67,7 @@ class CudaGraphSettings(TypedDict, total=False):
     exact_shapes: bool
     outputs: Literal["clone", "static"]
     capture: Literal["lazy", "upfront"]
+    num_warmups: int
     on_capture_failure: Literal["eager", "raise"]
     verify: int
     max_signatures: int
@@ -241,6 +242,8 @@ class CudaGraphManager(Sleeps):
     def capture(self, forward: Forward) -> CaptureSummary:
         """Capture every descriptor that is not captured yet, largest first, after warming up on the largest.
 
+        With `num_warmups` above 1 every descriptor is warmed up so often, and with 0 none: then the owner did.
+
         Args:
             forward: called as ``forward(mode, descriptor)``; runs the model on the engine's own buffers,
                 of ``descriptor.num_tokens`` rows, whose addresses must not change afterwards.
@@ -252,7 +255,7 @@ class CudaGraphManager(Sleeps):
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
         capture = self.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs]))
-        summary = capture.inspect(capture.run(1))
+        summary = capture.inspect(capture.run(self.config.num_warmups))
         self.kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
         return summary
@@ -337,7 +340,7 @@ class CudaGraphManager(Sleeps):
     def memory_estimate(self, forward: Forward) -> MemoryEstimate:
         """Capture every descriptor into a pool of its own, measure, and drop the graphs again.
 
-        The forward runs once for real, as `capture` would run it.
+        The forward runs for real, as `capture` would run it.
 
         Raises:
             CaptureError: one of them cannot be captured.
@@ -347,7 +350,8 @@ class CudaGraphManager(Sleeps):
         trial.hooks.extend(self.hooks)
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
-            summary = trial.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs])).run(1)
+            capture = trial.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs]))
+            summary = capture.run(self.config.num_warmups)
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
             taken = [graph.bytes for graph in trial.stats.graphs.values()]

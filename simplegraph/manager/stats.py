@@ -254,10 +254,10 @@ class GraphStats:
         if detail:
             self.details[reason] = detail
         level = logging.WARNING if warn else logging.DEBUG
-        cause = reason, level, detail.translate(_NO_DIGITS)  # the same of another size is no news
+        text = self.explained(reason)
+        cause = reason, level, text.translate(_NO_DIGITS)  # the same of another size is no news
         if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(cause)
-            text = self.explained(reason)
             logger.log(level, "simplegraph: %s %s: %s.\n  See %s", self.name, what, text, reason.link)
 
     def explained(self, reason: Reason) -> str:
@@ -301,6 +301,7 @@ class GraphReport:
         emulated: True if these are imitated graphs, without speed.
         optimizations: what `optimize` did to the module.
         touched: what the kernels of graphs touch, line by line, where that was asked for.
+        ahead: the eager calls before a replay, by batch size, of sizes that need some: "warmup", "proof".
     """
 
     stats: GraphStats
@@ -308,6 +309,7 @@ class GraphReport:
     emulated: bool = False
     optimizations: tuple[str, ...] = ()
     touched: tuple[str, ...] = ()
+    ahead: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in the report as plain values; seconds, bytes, rows."""
@@ -323,6 +325,7 @@ class GraphReport:
             "details": {reason.value: detail for reason, detail in stats.details.items()},
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
             "lengths": [[*pair, count] for pair, count in sorted(stats.lengths.copy().items())],
+            "ahead": [[size, list(calls)] for size, calls in self.ahead.items()],
             "failures": dict(stats.failures),
             "optimizations": list(self.optimizations),
             "graphs": [_as_dict(graph) for graph in self.graphs()],
@@ -363,6 +366,7 @@ class GraphReport:
             why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
             lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
         lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] * bool(stats.eager or stats.slower)
+        lines += [f"  still to run eagerly before replays: {self._shown_ahead()}"] * bool(self.ahead)
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         lines += [
@@ -386,6 +390,15 @@ class GraphReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _shown_ahead(self) -> str:
+        sizes = list(self.ahead.items())
+        shown = [
+            f"{counted(len(calls), 'call')} of {counted(size, self.stats.unit.removesuffix('s'))} ({', '.join(calls)})"
+            for size, calls in sizes[:_MOST_SHOWN]
+        ]
+        more = [f"and {left} other sizes"] if (left := len(sizes) - _MOST_SHOWN) > 0 else []
+        return "; ".join([*shown, *more])
 
 
 def _row(graph: GraphCounters) -> tuple[str, ...]:

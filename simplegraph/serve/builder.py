@@ -118,7 +118,7 @@ class GraphBuilder:
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
         call.binding.ran.add((call.spec, call.batch))
-        call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
+        call.binding.warm[call.padded] += 1
         return result
 
     def check_may_capture(self, call: Call) -> None:
@@ -136,13 +136,34 @@ class GraphBuilder:
         if len(self.unsettled) >= _UNSETTLED:
             raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
-    def needs_warmup(self, call: Call) -> bool:
-        """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
-        binding, table = call.binding, self.manager.table
-        untraced = call.breaks and call.batch not in binding.traces and binding.trace_at(call.padded) is None
-        unknown = not call.padding and table.constants.needs_warmup(call.key)
-        advanced = bool(binding.counted[call.padded].advanced)  # by its only run, or by every one
-        return untraced or unknown or advanced or not binding.warm[call.padded]
+    def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
+        """Count the eager calls of so many rows before the graph's capture; padded sizes run as they are called."""
+        padded, table = descriptor.num_tokens, self.manager.table
+        breaks = mode is CudaGraphMode.PIECEWISE
+        untraced = breaks and rows not in binding.traces and binding.trace_at(padded) is None
+        unknown = rows == padded and table.constants.needs_warmup((binding.signature, mode, descriptor))
+        advanced = bool(binding.counted[padded].advanced)  # by its only run, or by every one
+        return max(table.config.num_warmups - binding.warm[padded], int(untraced or unknown or advanced))
+
+    def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:
+        """Name the eager calls of so many rows before such calls replay; none if they do, or if no graph is to come."""
+        table, refused = self.manager.table, binding.unsupported is not None
+        if refused or any(rows in layout.plans for layout in list(binding.layouts.values())):
+            return []
+        mode, descriptor, _, padding = self.manager.dispatcher.dispatch(rows)
+        if padding and binding.warm[rows] and not binding.outputs.known:  # while batch dimensions are a guess
+            descriptor, padding = dataclasses.replace(descriptor, num_tokens=rows), 0
+        key = (binding.signature, mode, descriptor)
+        graph = table.graphs.get(key)
+        if mode is CudaGraphMode.NONE or key in table.failures or (padding and (binding.unsliceable or binding.draws)):
+            return []
+        if graph is None:
+            if table.config.capture == "upfront":
+                return []
+            warmups = self.warmups_left(binding, rows, mode, descriptor)
+            return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
+        again = graph.once is not None and rows not in graph.once
+        return ["proof"] * (graph.unproven(rows) + again)
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by the stream that they run on: that of captures."""
@@ -305,7 +326,8 @@ class GraphBuilder:
         )
         observers: list[MemoryObserver] = []
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
-        retry = not lazy or bool(call.padding or manager.table.constants.notes)
+        own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
+        retry = not lazy or not own_size or bool(manager.table.constants.notes)
         capture = manager.new_capture(
             jobs,
             lazy=lazy or following,
@@ -315,6 +337,7 @@ class GraphBuilder:
             observers=observers,
         )
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
+        num_warmups = manager.config.num_warmups
 
         def warmed_up() -> None:
             if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
@@ -325,6 +348,8 @@ class GraphBuilder:
                 if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
                     self._check_devices(call, jobs[0].arguments, capture.observers)
                 self._observe_second_size(call, inputs, capture)
+                if num_warmups > 1:
+                    capture.rehearse_warmups(num_warmups, already=int(not watched))
 
         # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
         # noted. No other thread draws before that.

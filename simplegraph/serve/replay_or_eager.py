@@ -236,7 +236,7 @@ class GraphRunner:
         self._lock = threading.RLock()
         self._strikes = 0
         self._served_before = 0
-        self._use(config, config.from_env(), pool, ranks)
+        self._use(config, _settings_of_wrapper(config), pool, ranks)
         if stats is None:
             register(self)
 
@@ -472,13 +472,15 @@ class GraphRunner:
             builder.check_may_capture(call)
             if not binding.called:
                 unlike = builder.difference_to_captured(call)
+                if call.padding and not call.confirmed(builder.reader):
+                    call = call.at_exact_size()  # as the next of this size is, unless another size comes before
                 return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
         if call.padding and not binding.outputs.can_cut(call.padded):
             return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
         if call.padding and not call.confirmed(builder.reader):
             return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         if not captured:
-            if builder.needs_warmup(call):
+            if builder.warmups_left(binding, call.batch, *call.dispatch[:2]) > 0:
                 return builder.run_as_called(call, Reason.WARMUP)
             return self._capture_and_serve(builder, call)
         return self._replay_or_prove(builder, call)
@@ -518,7 +520,7 @@ class GraphRunner:
         self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: SingleRank | None = None
     ) -> None:
         """Drop the graphs and start over with other settings, in another pool, or with other ranks."""
-        config = settings.from_env()  # refuses before anything is dropped
+        config = _settings_of_wrapper(settings)  # refuses before anything is dropped
         with self._lock:
             self.reset("configuring graphs")
             self.stats.failures.clear()
@@ -571,7 +573,17 @@ class GraphRunner:
 
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
-        return GraphReport(self.stats, "no device yet") if self.manager is None else self.manager.report()
+        if self.builder is None:
+            return GraphReport(self.stats, "no device yet")
+        return dataclasses.replace(self.builder.manager.report(), ahead=self._eager_calls_ahead(self.builder))
+
+    def _eager_calls_ahead(self, builder: GraphBuilder) -> dict[int, list[str]]:
+        """Name the eager calls before a replay, by batch size, where there are some; the most of any signature."""
+        ahead: dict[int, list[str]] = {}
+        for binding in list(self._known.bindings.values()) if not self.config.exact_shapes else ():
+            for rows in {rows for _, rows in list(binding.ran)}:
+                ahead[rows] = max(builder.eager_calls_ahead(binding, rows), ahead.get(rows, []), key=len)
+        return {rows: calls for rows, calls in sorted(ahead.items()) if calls}
 
     def reset(self, what: str = "reset_graphs") -> None:
         """Drop all graphs, static inputs and what was learnt; `what` asks for it, in messages."""
@@ -598,6 +610,17 @@ def _refuse_inside_forward(what: str) -> None:
     """Refuse to replace the graphs of a forward that is running."""
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
+
+
+def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
+    """Return the settings with those of the environment. Raises ConfigError for those that no wrapper can have."""
+    config = settings.from_env()
+    if config.num_warmups < 1:
+        raise ConfigError(
+            "num_warmups is 0, and a wrapper learns from an eager run what the forward reads and writes; expected at "
+            "least 1. 0 is for a CudaGraphManager whose owner warmed up."
+        )
+    return config
 
 
 def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:

@@ -87,7 +87,7 @@ class PairRunner(GraphRunner):
         builder.seen.check(call)
         if notes.twice:
             raise CannotBind(Reason.UNTRAINABLE, "its backward is to be differentiated itself (create_graph=True)")
-        if not binding.called or builder.needs_warmup(call):
+        if not binding.called or builder.warmups_left(binding, rows, *dispatch[:2]) > 0:
             return builder.run_as_called(call, Reason.WARMUP if binding.called else Reason.FIRST_CALL)
         if self.config.capture == "upfront":
             raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, "training graphs are captured by the calls that they serve")
@@ -136,7 +136,7 @@ class TrainingRunner(GraphRunner):
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
         used = next((builder.manager for builder in self.builders), None)
-        return super().report() if used is None else used.report()
+        return super().report() if used in (None, self.manager) else used.report()
 
     def reset(self, what: str = "reset_graphs") -> None:
         """Drop all graphs; see `GraphRunner.reset`."""

@@ -314,3 +314,14 @@ def test_what_takes_the_place_of_a_freed_parameter_never_gets_its_address_while_
     module.linear.register_parameter("weight", parameter(others[0]))
     x = rows(4, device)
     close(model(x), module(x))
+
+
+def test_what_moves_too_often_is_warned_of_once(device, caplog):
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for _ in range(20):
+        model(rows(4, device))
+        if model.graph_stats.graphs:
+            module.weight = parameter(module.weight)
+    assert reasons(model)["stale_too_often"] > 5
+    assert caplog.text.count("keeps moving") == 1
