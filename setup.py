@@ -1,9 +1,10 @@
-"""Packaging; everything but the files of the source distribution is declared in setup.cfg."""
+"""Packaging; everything but files from beside the package is declared in setup.cfg."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 # What a checkout has beside the package. Runs leave folders there whose names begin with a dot or are these.
@@ -21,4 +22,15 @@ class CompleteSdist(sdist):
         super().make_release_tree(base_dir, sorted({*files, *FILES, *map(str, kept)}))
 
 
-setup(cmdclass={"sdist": CompleteSdist})
+class BuildWithTroubleshooting(build_py):
+    """Build the package with the page that `simplegraph explain` prints, which a checkout has in `docs` alone."""
+
+    def run(self) -> None:
+        """Copy the package's files, and the page; an editable install reads that where it is."""
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / "simplegraph" / "doctor"
+            self.copy_file("docs/troubleshooting.md", str(folder / "troubleshooting.md"))
+
+
+setup(cmdclass={"sdist": CompleteSdist, "build_py": BuildWithTroubleshooting})

@@ -1,4 +1,4 @@
-"""The command ``simplegraph``, also ``python -m simplegraph``: try what this machine can do."""
+"""The command ``simplegraph``, also ``python -m simplegraph``: try this machine, explain messages, audit programs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import simplegraph
 from simplegraph import __version__
-from simplegraph.base.errors import ConfigError, install_command
-from simplegraph.base.reasons import DOCUMENTATION
+from simplegraph.base.errors import DISTRIBUTION, ConfigError, install_command
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
     from torch import Tensor, device
@@ -41,6 +41,7 @@ CUDA graphs for any PyTorch module, without a compiler.
 _EXAMPLES = """\
 examples:
   simplegraph doctor                    try capture and replay on this machine
+  simplegraph explain capture-failed    say more about a warning or a reason in a report
   simplegraph audit -- python serve.py  check the graphs that a program captures
   simplegraph COMMAND --help            list a command's options
 
@@ -88,7 +89,7 @@ def doctor() -> list[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     versions = f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    findings = [Finding("versions", "ok", versions), _gpu()]
+    findings = [Finding("versions", "ok", versions), _installed(), _gpu()]
     for name, trial in _TRIALS.items():
         try:
             with _quiet(), torch.inference_mode():
@@ -101,6 +102,19 @@ def doctor() -> list[Finding]:
             findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
     return [*findings, _flash_attention()]
+
+
+def _installed() -> Finding:
+    """Find other distributions that install a package of this name: files of one lie over files of the other."""
+    folder = simplegraph.__name__
+    owners = importlib.metadata.packages_distributions().get(folder, [])
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        owners = [*owners, importlib.metadata.metadata(folder)["Name"]]
+    others = sorted({*owners} - {DISTRIBUTION})
+    if not others:
+        return Finding("import name", "ok", f"{folder} is this package, and no other one")
+    remedy = f"pip uninstall {' '.join(others)}, then install this package again, with --force-reinstall"
+    return Finding("import name", "FAIL", f"{' and '.join(others)} has the import name {folder}, too: {remedy}")
 
 
 def _gpu() -> Finding:
@@ -174,7 +188,6 @@ _TRIALS = {
 }
 # Optional packages, and the extra of this one that brings each.
 _OPTIONAL = {
-    "numpy": "attention",
     "flashinfer": "flashinfer",
     "transformers": "transformers",
     "prometheus_client": "prometheus",
@@ -195,8 +208,6 @@ def _package(name: str) -> Finding:
 def _flash_attention() -> Finding:
     """Find flash-attention, and say if it has the kernels of version 3."""
     name = "flash-attention"
-    if importlib.util.find_spec("numpy") is None:
-        return Finding(name, "skip", f"needs numpy, not installed: {install_command('attention')}")
     from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL, MODULES, problem_of
 
     said = ", ".join(module for module in MODULES if problem_of(module) is None)
@@ -246,6 +257,14 @@ def _audit(options: argparse.Namespace) -> int:
     return status or (3 if set(kinds) & set(options.fail_on) else 0)
 
 
+def _explain(options: argparse.Namespace) -> str:
+    from simplegraph.doctor.explain import all_names, explain
+
+    if (options.name is not None) is options.all:
+        raise ConfigError("expected the name of a reason or of another section, or --all")
+    return all_names() if options.all else explain(options.name)
+
+
 def _kinds(value: str) -> list[str]:
     from simplegraph.doctor.audit import KINDS
 
@@ -268,10 +287,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
+    explained = commands.add_parser("explain", help="print what the troubleshooting page says about a message")
+    explained.add_argument("name", nargs="?", metavar="NAME", help="as a message names it, such as capture-failed")
+    explained.add_argument("--all", action="store_true", help="list the names")
     purpose = "run a program, and check the graphs that it captures"
-    audited = commands.add_parser(
-        "audit", help=purpose, description=f"{purpose.capitalize()}: {DOCUMENTATION}audit.html"
-    )
+    audited = commands.add_parser("audit", help=purpose, description=f"{purpose.capitalize()}.")
     audited.add_argument("--every", type=int, default=100, metavar="N", help="check a graph at every N-th replay (100)")
     audited.add_argument("--nan", action="store_true", help="look for NaN in outputs of checked replays, too")
     audited.add_argument(
@@ -284,6 +304,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
+        return 0
+    if options.command == "explain":
+        try:
+            print(_explain(options))
+        except ConfigError as error:
+            explained.error(str(error))
         return 0
     if options.command == "audit":
         options.program = options.program[options.program[:1] == ["--"] :]

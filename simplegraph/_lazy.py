@@ -9,17 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simplegraph.base.errors import ConfigError, install_command
 
-
-def public_names(package: str, file: str, needs: str = "", extra: str = "") -> tuple[list[str], Callable[[str], Any]]:
+def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
     """The ``__all__`` and the ``__getattr__`` of a package.
 
     Args:
         package: its name.
         file: its ``__init__.py``; the stub beside it has lines such as ``from package.home import Name as Name``.
-        needs: an optional package that its modules import.
-        extra: what to install to have that.
     """
     imports = [
         node for node in ast.parse(Path(file).with_suffix(".pyi").read_text()).body if isinstance(node, ast.ImportFrom)
@@ -30,12 +26,7 @@ def public_names(package: str, file: str, needs: str = "", extra: str = "") -> t
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        try:
-            value = getattr(importlib.import_module(home), name)
-        except ModuleNotFoundError as error:
-            if error.name != needs:
-                raise
-            raise ConfigError(f"{package} needs {needs}; to have it: {install_command(extra)}") from error
+        value = getattr(importlib.import_module(home), name)
         setattr(sys.modules[package], name, value)
         return value
 

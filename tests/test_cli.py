@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import torch
 import simplegraph
 from simplegraph import __main__ as cli
 from simplegraph.base import errors
+from simplegraph.base.reasons import Reason
+from simplegraph.doctor.explain import explain, sections
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,10 +45,9 @@ def test_doctor_skips_what_is_not_here_and_names_the_extra_that_brings_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in cli._OPTIONAL else found(name))
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    extras = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
+    extras = {"flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
     for package, extra in extras.items():
         assert f'skip  {package}: not installed (optional): pip install -e ".[{extra}]"' in printed
-    assert 'skip  flash-attention: needs numpy, not installed: pip install -e ".[attention]"' in printed
     assert torch.cuda.is_available() or any(line.startswith("skip  GPU: none") for line in printed)
 
 
@@ -80,25 +83,144 @@ def test_doctor_says_why_a_call_did_not_replay(
 def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
     done = run()
     assert done.returncode == 0
-    for line in ("model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])", "simplegraph doctor "):
+    commands = "simplegraph doctor ", "simplegraph explain capture-failed "
+    for line in ("model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])", *commands):
         assert line in done.stdout
 
 
 def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert errors.install_command("plot") == 'pip install -e ".[plot]"'
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "simplegraph" / "base" / "errors.py"))
-    assert errors.install_command("plot") == 'pip install "simple-cuda-graph[plot]"'
+    required = [
+        "numpy",
+        'matplotlib; extra == "plot"',
+        'transformers>=5 ; extra == "transformers"',
+        "scipy; extra == 'plot'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", {"simple-cuda-graph": required}.get)
+    assert errors.install_command("plot") == "pip install matplotlib scipy"
+    assert errors.install_command("transformers") == "pip install 'transformers>=5'"
 
 
 def test_every_extra_that_a_message_names_exists() -> None:
     """A hint that installs nothing costs its reader an hour."""
     declared = configparser.ConfigParser()
     declared.read(ROOT / "setup.cfg")
-    calls = re.compile(r"""install_command\(["']([\w-]+)|needs=["'][\w-]+["'], extra=["']([\w-]+)""")
+    calls = re.compile(r"""install_command\(["']([\w-]+)""")
     files = [path for folder in ("simplegraph", "bench", "docs") for path in (ROOT / folder).rglob("*.py")]
-    named = {extra or door for path in files for extra, door in calls.findall(path.read_text(encoding="utf-8"))}
-    assert {"attention", "flashinfer", "bench-models", "plot", "prometheus"} <= named
+    named = {extra for path in files for extra in calls.findall(path.read_text(encoding="utf-8"))}
+    assert {"flashinfer", "bench-models", "plot", "prometheus"} <= named
     assert named | set(cli._OPTIONAL.values()) <= set(declared["options.extras_require"])
+
+
+class TestExplain:
+    @pytest.mark.parametrize("name", [name for reason in Reason for name in (reason.value, reason.command.split()[-1])])
+    def test_prints_the_section_of_each_reason(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["explain", name]) == 0
+        title, _, first, *_ = capsys.readouterr().out.splitlines()
+        assert title == name.replace("_", "-")
+        page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+        body = page.partition(f"\n### {title.replace('-', '_')}\n\n")[2]
+        assert first.split()[:5] == body.split()[:5]
+
+    def test_a_section_ends_where_the_next_begins_and_names_pages_in_place_of_links(self) -> None:
+        said = explain("proof")
+        assert said.endswith("`verify=0` switches proofs off. See how it works (docs/how_it_works.md#proofs).")
+        assert explain("PROOF") == said
+        assert "](" not in "".join(sections().values())
+
+    def test_lists_every_section(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["explain", "--all"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        named = [line.split(maxsplit=1) for line in lines]
+        assert {name for name, _ in named} == {r.value.replace("_", "-") for r in Reason} | {
+            "flash-attention",
+            "foreign-memory",
+        }
+        assert dict(named)["training"] == "The module is in training mode."
+
+    def test_every_section_that_the_package_names_exists(self) -> None:
+        texts = (path.read_text(encoding="utf-8") for path in (ROOT / "simplegraph").rglob("*.py"))
+        named = {name for text in texts for name in re.findall(r"""explain_command\(["']([\w-]+)""", text)}
+        assert {"flash-attention", "foreign-memory"} <= named
+        assert named - {"NAME"} <= sections().keys()
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["stale-to-often"], "nothing is called 'stale-to-often' (did you mean stale-too-often?)"),
+            (["Captures_Failed"], "(did you mean capture-failed?)"),
+            (["temperature"], "expected a name that `simplegraph explain --all` lists"),
+            ([""], "nothing is called ''"),
+            ([], "expected the name of a reason or of another section, or --all"),
+            (["proof", "--all"], "expected the name of a reason or of another section, or --all"),
+            (["proof", "grad"], "unrecognized arguments: grad"),
+        ],
+    )
+    def test_what_it_does_not_know_is_refused_and_near_names_are_suggested(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["explain", *arguments])
+        assert end.value.code == 2
+        assert said in capsys.readouterr().err
+
+    def test_runs_as_a_module_and_loads_no_torch(self) -> None:
+        done = run("explain", "capture-failed")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("capture-failed\n\nThis size could not be captured")
+        assert "torch.where" in done.stdout
+        code = "from simplegraph.__main__ import main; main(['explain', '--all']); sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True).returncode == 0
+
+    def test_a_warnings_last_line_is_a_command_that_says_more(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = simplegraph.wrap(torch.nn.Linear(2, 2).train(), capture_sizes=[2], progress=False)
+        model(torch.ones(2, 2))
+        program, *arguments = caplog.messages[-1].splitlines()[-1].removeprefix("  See: ").split()
+        assert program == "simplegraph"
+        done = run(*arguments)
+        assert done.returncode == 0
+        assert done.stdout.startswith("training\n\nThe module is in training mode. Call `.eval()` first")
+
+    def test_the_page_is_built_into_the_wheel(self, tmp_path: Path) -> None:
+        pytest.importorskip("setuptools")
+        line = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]
+        subprocess.run([*line, "--build-lib", str(tmp_path / "lib")], cwd=ROOT, check=True, capture_output=True)
+        built = tmp_path / "lib" / "simplegraph" / "doctor"
+        page = ROOT / "docs" / "troubleshooting.md"
+        assert (built / "troubleshooting.md").read_bytes() == page.read_bytes()
+        assert not (ROOT / "simplegraph" / "doctor" / "troubleshooting.md").exists(), "`docs` has the only copy"
+        line = [sys.executable, "-m", "simplegraph", "explain", "grad"]
+        environ = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
+        done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.stdout.startswith("grad\n\nGrad mode is on"), done.stderr
+
+
+class TestImportName:
+    def test_is_one_packages(self) -> None:
+        assert cli._installed() == cli.Finding("import name", "ok", "simplegraph is this package, and no other one")
+
+    @pytest.mark.parametrize("version", ["3.1.0", "0.1"])
+    def test_a_clash_is_found_and_can_be_undone(self, version: str, tmp_path: Path) -> None:
+        """Pip installs both without a word, and files of the later one lie over those of the earlier."""
+        other = tmp_path / f"simplegraph-{version}.dist-info"
+        other.mkdir()
+        (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: simplegraph\nVersion: {version}\n")
+        (other / "top_level.txt").write_text("simplegraph\n")
+        line = [sys.executable, "-m", "simplegraph", "doctor"]
+        path = os.pathsep.join([str(ROOT), str(tmp_path)])
+        done = subprocess.run(line, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        assert done.returncode == 1
+        remedy = "pip uninstall simplegraph, then install this package again, with --force-reinstall"
+        assert f"FAIL  import name: simplegraph has the import name simplegraph, too: {remedy}\n" in done.stdout
+
+    def test_another_distribution_with_such_a_folder_is_found_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        owners = {"simplegraph": ["simple-cuda-graph", "graph-tools"], "torch": ["torch"]}
+        monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+        assert cli._installed().status == "FAIL"
+        assert cli._installed().detail.startswith(
+            "graph-tools has the import name simplegraph, too: pip uninstall graph-tools"
+        )
 
 
 def test_version_is_the_packages_own() -> None:
@@ -106,8 +228,6 @@ def test_version_is_the_packages_own() -> None:
 
 
 def test_doctor_says_which_flash_attention_it_found_and_what_that_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numpy")
-
     def kernels(*tensors: object, **settings: object) -> None:
         """Stands in for a build that takes every argument."""
 

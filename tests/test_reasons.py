@@ -43,8 +43,7 @@ class TestReason:
         )
         assert set(needed.split()) <= {reason.value for reason in Reason}
 
-    def test_links_to_its_part_of_the_documentation(self):
-        link = "https://simple-cuda-graph.readthedocs.io/en/latest/troubleshooting.html#padding-shows"
-        assert Reason.PADDING_SHOWS.link == link
+    def test_names_the_command_that_says_more(self):
+        assert Reason.PADDING_SHOWS.command == "simplegraph explain padding-shows"
         call = CannotBind(Reason.PADDING_SHOWS, "3 rows")
-        assert call.explained == f"{Reason.PADDING_SHOWS.text} (3 rows).\n  See {link}"
+        assert call.explained == f"{Reason.PADDING_SHOWS.text} (3 rows).\n  See: simplegraph explain padding-shows"

@@ -1,6 +1,6 @@
 """A pipeline of diffusers whose denoiser is replayed at every step of the schedule.
 
-It needs ``pip install simple-cuda-graph diffusers``.
+It needs ``pip install . diffusers``, in the folder of simplegraph's sources.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An encoder behind FastAPI: captured before the first request, served from threads, with metrics.
 
-pip install "simple-cuda-graph[transformers,prometheus]" fastapi uvicorn
+pip install ".[transformers,prometheus]" fastapi uvicorn  # in the folder of simplegraph's sources
 python encoder_service.py  # or: uvicorn encoder_service:app
 
 curl localhost:8000/embed -H "content-type: application/json" -d '{"tokens": [[5, 6, 7], [8, 9]]}'

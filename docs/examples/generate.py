@@ -1,6 +1,6 @@
 """Text by `generate` of transformers, decoded by graphs: same call, same tokens.
 
-It needs ``pip install "simple-cuda-graph[transformers]"``.
+It needs ``pip install ".[transformers]"``, in the folder of simplegraph's sources.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class CudaGraphConfig:
             ``"upfront"`` only in `capture_graphs`, so that a later call never pays for a capture.
         num_warmups: eager runs before a capture. Calls of a size run eagerly so often, then it is captured.
             `capture_graphs` runs the largest size once for all sizes, or with a number above 1 each size so often;
-            code that tunes itself over several runs needs that. 0 is for a `CudaGraphManager` whose owner warmed up.
+            code that tunes itself over several runs needs that. 0 is for a `CudaGraphManager` whose owner warmed up; a
+            wrapper refuses it, and takes it as 1 from the environment.
         on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
         verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
             double, which together take at most so many percent of the time of the replays since. Such a call runs

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
+import re
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
+
+# What pip calls this package, which is in no registry.
+DISTRIBUTION = "simple-cuda-graph"
 
 
 class SimpleGraphError(Exception):
@@ -94,6 +100,10 @@ def did_you_mean(names: Iterable[str], known: Collection[str], cutoff: float = 0
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package; in a checkout, the editable install."""
-    in_checkout = Path(__file__).parents[2].joinpath("setup.cfg").is_file()
-    return f'pip install -e ".[{extra}]"' if in_checkout else f'pip install "simple-cuda-graph[{extra}]"'
+    """Return the command that installs an extra: the editable install in a checkout, else what the extra names."""
+    if Path(__file__).parents[2].joinpath("setup.cfg").is_file():
+        return f'pip install -e ".[{extra}]"'
+    required = (line.partition(";") for line in importlib.metadata.requires(DISTRIBUTION) or ())
+    named = [name.strip() for name, _, marker in required if re.search(rf"""extra == ["']{extra}["']""", marker)]
+    packages = shlex.join(named)
+    return f"pip install {packages}"

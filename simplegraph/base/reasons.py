@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 
-DOCUMENTATION = "https://simple-cuda-graph.readthedocs.io/en/latest/"
+
+def explain_command(section: str) -> str:
+    """Return the command that prints a section of the troubleshooting page."""
+    return f"simplegraph explain {section}"
 
 
 class Reason(str, enum.Enum):
@@ -12,7 +15,7 @@ class Reason(str, enum.Enum):
 
     Attributes:
         text: one line saying what was found and, where there is a remedy, what to do.
-        link: the part of the documentation about it.
+        command: prints the section of the troubleshooting page about it.
     """
 
     text: str
@@ -119,8 +122,8 @@ class Reason(str, enum.Enum):
         return member
 
     @property
-    def link(self) -> str:
-        return f"{DOCUMENTATION}troubleshooting.html#{self.value.replace('_', '-')}"
+    def command(self) -> str:
+        return explain_command(self.value.replace("_", "-"))
 
     def __str__(self) -> str:
         return str(self.value)
@@ -146,6 +149,6 @@ class CannotBind(Exception):
 
     @property
     def explained(self) -> str:
-        """Return the reason, what it is about, and where the documentation has it, as the end of a message."""
+        """Return the reason, what it is about, and the command that says more, as the end of a message."""
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.reason.text}{detail}.\n  See {self.reason.link}"
+        return f"{self.reason.text}{detail}.\n  See: {self.reason.command}"

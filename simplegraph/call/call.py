@@ -121,7 +121,7 @@ class Binding:
         self.unsliceable = CannotBind(Reason.PADDING_SHOWS, said)
         texts = table.stats.name, text, said, "Padded batches of such calls now run eagerly.", remedy
         if warn:
-            logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See %s", *texts, Reason.PADDING_SHOWS.link)
+            logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
         for layout in self.layouts.values():
             layout.plans.clear()
 

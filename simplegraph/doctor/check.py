@@ -386,7 +386,7 @@ class ModuleTrial:
         """
         if self._unreturnable is not None:
             reason = Reason.UNSUPPORTED_OUTPUT
-            return f"{reason.text} ({self._unreturnable}). See {reason.link}"
+            return f"{reason.text} ({self._unreturnable}). See: {reason.command}"
         wrapped: Any = wrap(self._module, self._config, mode=mode, capture_sizes=[self._rows], padding=False)
         try:
             with inlining(inlined), self._capture(wrapped):
@@ -438,8 +438,8 @@ class ModuleTrial:
         outputs, _ = flatten(wrapped(*args, **kwargs))
         if stats.replays == replays:
             reasons = ", ".join(reason.text for reason in stats.eager)
-            links = " ".join(reason.link for reason in stats.eager)
-            return f"the call did not replay: {reasons}. See {links}"
+            commands = ", ".join(reason.command for reason in stats.eager)
+            return f"the call did not replay: {reasons}. See: {commands}"
         found = first_difference(outputs, expected)
         if found is not None:
             return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."

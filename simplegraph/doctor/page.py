@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from simplegraph.base.reasons import DOCUMENTATION, Reason
+from simplegraph.base.reasons import Reason, explain_command
 from simplegraph.batch.planner import plan_sizes
 from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures, told_apart
 
@@ -176,12 +176,12 @@ def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason])
     most = max(counts.values())
     yield _scrolled(
         "".join(
-            f'<tr><td><a href="{text(why.link)}">{text(why.value)}</a></td>{_cell(count)}{_cell(Bar(count / most))}'
+            f"<tr><td>{text(why.value)}</td>{_cell(count)}{_cell(Bar(count / most))}"
             f"<td>{text(stats.explained(why))}</td></tr>"
             for why, count in counts.most_common()
         )
     )
-    yield f'<p>All reasons are in <a href="{DOCUMENTATION}troubleshooting.html">troubleshooting</a>.</p>'
+    yield f"<p>A reason is explained by <code>{text(explain_command('NAME'))}</code>.</p>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

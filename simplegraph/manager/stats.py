@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from simplegraph.base.errors import CaptureError, ConfigError
 from simplegraph.base.extras import eager_listeners, report_pages
-from simplegraph.base.reasons import DOCUMENTATION, Reason
+from simplegraph.base.reasons import Reason, explain_command
 from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
@@ -258,7 +258,7 @@ class GraphStats:
         cause = reason, level, text.translate(_NO_DIGITS)  # the same of another size is no news
         if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(cause)
-            logger.log(level, "simplegraph: %s %s: %s.\n  See %s", self.name, what, text, reason.link)
+            logger.log(level, "simplegraph: %s %s: %s.\n  See: %s", self.name, what, text, reason.command)
 
     def explained(self, reason: Reason) -> str:
         """Return a reason's text, and what the latest call of it was about."""
@@ -336,7 +336,7 @@ class GraphReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons with links.
+        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons.
 
         Raises:
             ConfigError: the path ends otherwise than an HTML file's.
@@ -365,7 +365,7 @@ class GraphReport:
         for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
             why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
             lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
-        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] * bool(stats.eager or stats.slower)
+        lines += [f"  eager calls explained: {explain_command('NAME')}"] * bool(stats.eager or stats.slower)
         lines += [f"  still to run eagerly before replays: {self._shown_ahead()}"] * bool(self.ahead)
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []

@@ -312,8 +312,8 @@ class ProgramTable:
             release_frames(error)
         for labels, message in merged_failures(new):
             run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
-            said = self.stats.name, message, run, outcome, Reason.CAPTURE_FAILED.link
-            logger.warning("simplegraph: %s: %s\n  %s; %s.\n  See %s", *said)
+            said = self.stats.name, message, run, outcome, Reason.CAPTURE_FAILED.command
+            logger.warning("simplegraph: %s: %s\n  %s; %s.\n  See: %s", *said)
 
     def _forget_failure(self, job: CaptureJob) -> None:
         message = str(self.failures.pop(job.key, ""))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.failures import BREAK
-from simplegraph.base.reasons import DOCUMENTATION
+from simplegraph.base.reasons import explain_command
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager.stats import CaptureSummary
@@ -181,8 +181,8 @@ def _keep(table: ProgramTable, inventory: Inventory) -> None:
     if left and not table.unowned:
         logger.warning(
             "simplegraph: %s: graphs touch device memory that belongs to no tensor, such as the kernel %s at %#x.\n"
-            "  Replays are right while whoever owns it leaves it there.\n  See %slimits.html",
-            *(table.stats.name, readable(left[0].node), left[0].address, DOCUMENTATION),
+            "  Replays are right while whoever owns it leaves it there.\n  See: %s",
+            *(table.stats.name, readable(left[0].node), left[0].address, explain_command("foreign-memory")),
         )
     table.unowned |= {touch.address for touch in left}
 

@@ -20,7 +20,7 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.call.call import Call, is_copied
+from simplegraph.call.call import Binding, Call, is_copied
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched, rehearsal
 from simplegraph.call.plan import Plan, make_plan

@@ -562,9 +562,8 @@ class GraphRunner:
         found = manager.dispatch(size, *described_batch())
         inputs = self.builder.inputs_of.get((signature, found.mode, found.descriptor))
         if inputs is None:
-            raise CaptureSizeError(
-                f"no graph was captured that holds batch size {size}: {found.reason.text}.\n  See {found.reason.link}"
-            )
+            why = f"{found.reason.text}.\n  See: {found.reason.command}"
+            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {why}")
         inputs.handed_out = True
         return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 
@@ -614,13 +613,13 @@ def _refuse_inside_forward(what: str) -> None:
 
 def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
     """Return the settings with those of the environment. Raises ConfigError for those that no wrapper can have."""
-    config = settings.from_env()
-    if config.num_warmups < 1:
+    if settings.num_warmups < 1:
         raise ConfigError(
             "num_warmups is 0, and a wrapper learns from an eager run what the forward reads and writes; expected at "
             "least 1. 0 is for a CudaGraphManager whose owner warmed up."
         )
-    return config
+    config = settings.from_env()
+    return config.replace(num_warmups=max(1, config.num_warmups))  # an engine beside it may ask for 0 there
 
 
 def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:

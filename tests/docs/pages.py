@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from docs.tools.notebook import as_markdown
-from simplegraph.base.reasons import DOCUMENTATION
 
 ROOT = Path(__file__).parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -67,27 +66,26 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    found = _LINK.findall(prose(page))
-    return [*found, *re.findall(rf"{re.escape(DOCUMENTATION)}[^\s)>\"'`]*", prose(page))]
+    return _LINK.findall(prose(page))
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, which every reader of Markdown makes."""
+    headings = _HEADING.findall(prose(page))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def anchors(page: Path) -> set[str]:
-    text = prose(page)
-    slugs = (re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in _HEADING.findall(text))
-    return {*slugs, *_TARGET.findall(text)}
+    """Anchors of a page, those included that only Sphinx knows."""
+    return slugs(page) | {*_TARGET.findall(prose(page))}
 
 
 def leads_nowhere(page: Path, link: str) -> bool:
-    """True if a link to a file of this repository, or to the documentation made of it, has no target."""
-    published = link.startswith(DOCUMENTATION)
-    if not published and re.match(r"[a-z]+:", link):
+    """True if a link to a file of this repository has no target."""
+    if re.match(r"[a-z]+:", link):
         return False  # somebody else's site
-    place, _, anchor = link.removeprefix(DOCUMENTATION).partition("#")
-    if published:
-        target = DOCS / (place or "index.md")
-        target = next((f for s in (".md", ".ipynb") if (f := target.with_suffix(s)).exists()), target)
-    else:
-        target = page.parent / place if place else page
+    place, _, anchor = link.partition("#")
+    target = page.parent / place if place else page
     if not target.exists():
         return True
     return bool(anchor) and anchor not in anchors(target)

@@ -137,11 +137,11 @@ def test_one_bad_line_is_one_warning_for_all_sizes_that_it_stops(
     assert model.capture_graphs(rows(3, device)).captured == 0
     warm(model, device)
     (message,) = warnings_of(caplog)
-    first, *_, last, link = message.splitlines()
+    first, *_, last, more = message.splitlines()
     assert first.startswith("simplegraph: Net: capturing batch sizes 8, 4, 2, 1 failed at ")
     assert first.endswith("`if x.sum() > 0:`")
     assert last == "  Batch sizes 8, 4, 2, 1 now run eagerly; no other size was captured."
-    assert link == f"  See {Reason.CAPTURE_FAILED.link}"
+    assert more == f"  See: {Reason.CAPTURE_FAILED.command}"
     failed, remedy = str(model.graph_report()).splitlines()[-2:]
     assert failed.startswith("  failed: capturing batch sizes 8, 4, 2, 1 failed at ")
     assert remedy.startswith("    Test it on the device (torch.where), ")

@@ -21,13 +21,14 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.metadata.reading import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.reasons import explain_command
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.manager.manager import Unpack
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
 HOW_TO_INSTALL = (
     "take the kernels out of the vLLM wheel that is built for this torch, as "
-    "https://simple-cuda-graph.readthedocs.io/en/latest/engines.html#attention-in-graphs says"
+    f"`{explain_command('flash-attention')}` says"
 )
 MAX_SPLITS = 32
 # Functions that are called, and the arguments that they are passed.

@@ -1,0 +1,57 @@
+"""Prints sections of the troubleshooting page. A wheel has the page beside this file, a checkout in `docs/`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from simplegraph.base.errors import ConfigError, did_you_mean
+
+_PACKAGED = Path(__file__).with_name("troubleshooting.md")
+_IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+_SECTION = re.compile(
+    r"^\((?P<name>[\w-]+)\)=\n### [^\n]*\n(?P<text>.*?)(?=^\([\w-]+\)=$|^## |\Z)", re.DOTALL | re.MULTILINE
+)
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Return the text of each section of the troubleshooting page, by its name."""
+    page = _PACKAGED if _PACKAGED.is_file() else _IN_CHECKOUT
+    found = _SECTION.finditer(page.read_text(encoding="utf-8"))
+    return {section["name"]: _LINK.sub(_named, section["text"]).strip() for section in found}
+
+
+def explain(name: str) -> str:
+    """Return the section of this name, such as "capture-failed" or "capture_failed".
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    known = sections()
+    wanted = name.lower().replace("_", "-")
+    if wanted not in known:
+        near = did_you_mean([wanted], known)
+        raise ConfigError(f"nothing is called {name!r}{near}; expected a name that `simplegraph explain --all` lists.")
+    return f"{wanted}\n\n{known[wanted]}"
+
+
+def all_names() -> str:
+    """List the names of all sections, each with the beginning of its text."""
+    known = sections()
+    width = max(map(len, known))
+    return "\n".join(f"{name:<{width}}  {_first_sentence(text)}" for name, text in known.items())
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
+
+
+def _named(link: re.Match[str]) -> str:
+    """Name the section or the page that a link leads to: a terminal follows no link."""
+    text, target = link.groups()
+    if target.startswith("#"):
+        return text
+    return f"{text} ({target if ':' in target else 'docs/' + target})"
