@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import simplegraph
-from simplegraph import __version__
 from simplegraph.base.errors import DISTRIBUTION, ConfigError, install_command
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
@@ -88,7 +87,7 @@ def doctor() -> list[Finding]:
     from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    versions = f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    versions = f"simplegraph {simplegraph.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     findings = [Finding("versions", "ok", versions), _installed(), _gpu()]
     for name, trial in _TRIALS.items():
         try:
@@ -276,6 +275,9 @@ def _kinds(value: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; without a command, print what there is."""
+    if not hasattr(simplegraph, "__version__"):  # files of another package lie over ours
+        print(f"FAIL  import name: {_installed().detail}")
+        return 1
     as_module = Path(sys.argv[0]).name == "__main__.py"
     parser = argparse.ArgumentParser(
         prog="python -m simplegraph" if as_module else "simplegraph",
@@ -283,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=__version__, help="print the version")
+    parser.add_argument("--version", action="version", version=simplegraph.__version__, help="print the version")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")

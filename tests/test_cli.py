@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -213,6 +214,21 @@ class TestImportName:
         assert done.returncode == 1
         remedy = "pip uninstall simplegraph, then install this package again, with --force-reinstall"
         assert f"FAIL  import name: simplegraph has the import name simplegraph, too: {remedy}\n" in done.stdout
+
+    def test_files_of_another_package_over_ours_are_told_and_no_traceback(self, tmp_path: Path) -> None:
+        """As they lie where the other package was installed last."""
+        shutil.copytree(ROOT / "simplegraph", tmp_path / "simplegraph", ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / "simplegraph" / "__init__.py").write_text("from .graph import Graph\n")
+        (tmp_path / "simplegraph" / "graph.py").write_text("class Graph:\n    pass\n")
+        (tmp_path / "simplegraph-1.0.1.dist-info").mkdir()
+        metadata = "Metadata-Version: 2.1\nName: simplegraph\nVersion: 1.0.1\n"
+        (tmp_path / "simplegraph-1.0.1.dist-info" / "METADATA").write_text(metadata)
+        line = [sys.executable, "-m", "simplegraph", "doctor"]
+        environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (1, "")
+        said = "FAIL  import name: simplegraph has the import name simplegraph, too: pip uninstall simplegraph, then"
+        assert done.stdout.startswith(said)
 
     def test_another_distribution_with_such_a_folder_is_found_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         owners = {"simplegraph": ["simple-cuda-graph", "graph-tools"], "torch": ["torch"]}
