@@ -142,7 +142,8 @@ class GraphBuilder:
         breaks = mode is CudaGraphMode.PIECEWISE
         untraced = breaks and rows not in binding.traces and binding.trace_at(padded) is None
         unknown = rows == padded and table.constants.needs_warmup((binding.signature, mode, descriptor))
-        advanced = bool(binding.counted[padded].advanced)  # by its only run, or by every one
+        counted = binding.counted.get(padded)  # none is made: a report may ask while another thread calls
+        advanced = counted is not None and bool(counted.advanced)  # by its only run, or by every one
         return max(table.config.num_warmups - binding.warm[padded], int(untraced or unknown or advanced))
 
     def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:

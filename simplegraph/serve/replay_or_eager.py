@@ -129,9 +129,9 @@ class CudaGraphWrapper(Sleeps, Graphed):
         """Capture all sizes now, largest first, from example inputs of any batch size.
 
         The forward runs once for real on the largest size, filled with the examples'
-        rows over and over; a module that keeps state sees this run. Others, on half as many rows so
-        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
-        1 GiB, Python state and random numbers are put back.
+        rows over and over; a module that keeps state sees this run. Others have no effect: on half as many
+        rows so that no batch dimension is a guess, of sizes that failed, and of each size if `num_warmups` is above 1.
+        Memory up to 1 GiB, Python state and random numbers are put back.
 
         Returns:
             What was captured, how long it took, and what failed.

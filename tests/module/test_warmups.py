@@ -156,6 +156,25 @@ class TestUpfront:
         model.capture_next(x)
         assert [rows for rows in ran if rows == 4][-3:] == [4] * 3
 
+    def test_pieces_are_warmed_up_with_their_breaks(self, device):
+        met: list[int] = []
+
+        @sg.eager_break
+        def between(x: Tensor) -> Tensor:
+            met.append(x.shape[0])
+            return x + 1
+
+        class Broken(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return between(x * 2) * 2
+
+        model = sg.wrap(Broken().eval(), mode="PIECEWISE", capture_sizes=[4, 8], num_warmups=3, progress=False)
+        assert model.capture_graphs(torch.randn(8, WIDTH, device=device)).captured == 2
+        assert (met.count(8), met.count(4)) == (3, 4)  # half of the rows once more; breaks do not run in captures
+        x = torch.randn(3, WIDTH, device=device)
+        close(model(x), (x * 2 + 1) * 2)
+        assert model.graph_stats.replays == 1
+
     @pytest.mark.parametrize("warmups", [0, 1, 3])
     def test_a_manager_runs_what_its_owner_asks_for(self, warmups, ran, device):
         manager = sg.CudaGraphManager(device=device, capture_sizes=[4, 8], num_warmups=warmups, progress=False)
@@ -220,6 +239,21 @@ class TestCallsUntilReplays:
         ahead = {2: ["proof"]} if served[-1] == "warmup" else {}
         assert model.graph_report().ahead == ahead
         assert [call(model, rows, device) for rows in (2, 2, 3, 5, 8)][-4:] == ["replay"] * 4
+
+    @pytest.mark.parametrize("settings", [{}, {"batch_dims": {"input": 0}}], ids=["guessed", "declared"])
+    def test_one_batch_size_alone_replays_from_its_third_call_on(self, settings, device):
+        model = wrapped(device, **settings)
+        assert model.graph_report().ahead == {}
+        assert call(model, 3, device) == "first_call"
+        assert model.graph_report().ahead == {3: ["proof"]}
+        assert [call(model, 3, device) for _ in range(2)] == ["proof", "replay"]
+        assert model.graph_report().ahead == {}
+
+    def test_without_proofs_the_call_that_captures_replays(self, device):
+        model = wrapped(device, verify=0, num_warmups=2)
+        call(model, 4, device)
+        assert model.graph_report().ahead == {4: ["warmup"]}
+        assert [call(model, 4, device) for _ in range(2)] == ["warmup", "replay"]
 
     def test_the_report_says_how_many_more_and_it_is_so(self, device):
         model = wrapped(device, batch_dims={"input": 0}, num_warmups=2)

@@ -25,7 +25,7 @@ class MixedTypo(sg.CudaGraphWrapper, nn.Module, capturesizes=[1]):  # E: Unexpec
     ...
 
 
-@sg.cuda_graph(capture_sizes=[1, 2], on_capture_failure="raise")
+@sg.cuda_graph(capture_sizes=[1, 2], on_capture_failure="raise", num_warmups=3)
 class Decorated(nn.Module): ...
 
 
