@@ -205,13 +205,19 @@ def _package(name: str) -> Finding:
 
 
 def _flash_attention() -> Finding:
-    """Find flash-attention, and say if it has the kernels of version 3."""
+    """Find builds of flash-attention, and the versions whose kernels they have."""
     name = "flash-attention"
-    from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL, MODULES, problem_of
+    from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL
+    from simplegraph.attention.backends.flash_kernels import GPUS, MODULES, kernels_of
 
-    said = ", ".join(module for module in MODULES if problem_of(module) is None)
+    serves = {3: "any batch", 2: "uniform batches"}
+    said = []
+    for version, gpus in GPUS.items():
+        builds = ", ".join(module for module in MODULES if not isinstance(kernels_of(module, version), str))
+        if builds:
+            said.append(f"{builds}: version {version}, {serves[version]} in full graphs, on {gpus.words}")
     if said:
-        return Finding(name, "ok", f"{said}: version 3, any batch in full graphs (Hopper)")
+        return Finding(name, "ok", "; ".join(said))
     return Finding(name, "skip", f"not installed (optional): {HOW_TO_INSTALL}")
 
 

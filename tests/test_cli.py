@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from simplegraph import __main__ as cli
 from simplegraph.base import errors
 from simplegraph.base.reasons import Reason
 from simplegraph.doctor.explain import explain, sections
+from tests.support.attention_libraries import PlainFlash, VllmFlash, stand_in_flash
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,15 +244,16 @@ def test_version_is_the_packages_own() -> None:
 
 
 def test_doctor_says_which_flash_attention_it_found_and_what_that_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernels(*tensors: object, **settings: object) -> None:
-        """Stands in for a build that takes every argument."""
-
-    found = types.ModuleType("vllm_flash_attn")
-    vars(found).update(FA3_AVAILABLE=True, flash_attn_varlen_func=kernels, get_scheduler_metadata=kernels)
-    monkeypatch.setitem(sys.modules, "vllm_flash_attn", found)
-    assert cli._flash_attention().status == "ok"
-    assert cli._flash_attention().detail.startswith("vllm_flash_attn")  # beside it another may be installed
-    assert cli._flash_attention().detail.endswith("version 3, any batch in full graphs (Hopper)")
+    stand_in_flash(monkeypatch, VllmFlash("vllm_flash_attn", [3]), VllmFlash("vllm.vllm_flash_attn"), PlainFlash())
+    found = cli._flash_attention()
+    version_3 = "version 3, any batch in full graphs, on a Hopper GPU (compute capability 9)"
+    version_2 = "version 2, uniform batches in full graphs, on an Ampere GPU or newer (compute capability 8)"
+    both = f"vllm_flash_attn, vllm.vllm_flash_attn: {version_3}; vllm.vllm_flash_attn, flash_attn: {version_2}"
+    assert (found.status, found.detail) == ("ok", both)
+    stand_in_flash(monkeypatch, PlainFlash())
+    assert cli._flash_attention().detail == f"flash_attn: {version_2}"
+    stand_in_flash(monkeypatch)
+    assert cli._flash_attention().status == "skip"
 
 
 def test_doctor_leaves_the_level_of_the_log_as_it_was() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -26,9 +27,10 @@ from simplegraph.attention import (
     TritonDecodeBackend,
 )
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
+BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "triton": TritonDecodeBackend,
-    "fa3": FlashAttentionBackend,
+    "fa3": functools.partial(FlashAttentionBackend, version=3),
+    "fa2": functools.partial(FlashAttentionBackend, version=2),
     "flashinfer": FlashInferBackend,
     "sdpa": SDPABackend,
 }

@@ -486,7 +486,7 @@ def _modes() -> str:
     """Show the mode that each one becomes with attention of each support level, as the dispatcher resolves it."""
     backends = {
         AttentionCGSupport.ALWAYS: "FlashAttention-3, SDPA",
-        AttentionCGSupport.UNIFORM_BATCH: "FlashInfer, Triton decode",
+        AttentionCGSupport.UNIFORM_BATCH: "FlashAttention-2, FlashInfer, Triton decode",
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE: "context parallel",
         AttentionCGSupport.NEVER: "none of these; one of yours",
     }

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -27,7 +27,7 @@ class LayerBackend(GraphHooks):
     """
 
     support: AttentionCGSupport
-    name: ClassVar[str]
+    name: str
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -213,7 +213,7 @@ def minimum_support(backends: Iterable[LayerBackend]) -> AttentionCGSupport:
     Raises:
         ConfigError: `backends` is empty.
     """
-    found = [type(backend).support for backend in backends]
+    found = [backend.support for backend in backends]
     if not found:
         raise ConfigError("no attention backend was given.")
     return min(found)

@@ -1,26 +1,34 @@
-"""FlashInfer and FlashAttention-3 inside graphs: captured once, right at any lengths, the cache exactly eager's."""
+"""FlashInfer and FlashAttention inside graphs: captured once, right at any lengths, the cache exactly eager's.
+
+FlashAttention-2 has tests of its own, and shares those that take no long time; `-k FA2` runs them all.
+"""
 
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode
+from simplegraph import AttentionCGSupport, BatchDescriptor, ConfigError, CudaGraphMode
 from simplegraph.attention import (
     FlashAttentionBackend,
     FlashInferBackend,
     SDPABackend,
     TritonDecodeBackend,
+    attend,
+    attending,
 )
 from tests.attention.backends.test_lse import check_lse
 from tests.gpu import attention_backends as backends
-from tests.gpu.attention_backends import ERROR, FA3, OTHERS, needs_fa3, needs_flashinfer
-from tests.support.attention_engine import AttentionEngine
+from tests.gpu.attention_backends import ERROR, FA2, FA3, OTHERS, needs_fa2, needs_fa3, needs_flashinfer
+from tests.support.attention_engine import LAYERS, AttentionEngine, Requests
+from tests.support.reference_attention import reference_attention
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 BACKENDS = [*FA3, *OTHERS, pytest.param(TritonDecodeBackend, id="Triton")]
@@ -35,7 +43,7 @@ def engine(make: Any, *, max_reqs: int, max_len: int = 4096, num_pages: int = 30
     )
 
 
-@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("make", [*FA2, *BACKENDS])
 def test_the_log_sum_exp_is_that_of_the_scores_to_the_base_e(make: Any) -> None:
     shape = {name: SHAPE[name] for name in ("num_heads", "num_kv_heads", "head_dim", "page_size")}
     check_lse(make, torch.device("cuda", 0), torch.bfloat16, 2e-2, **shape)
@@ -77,7 +85,7 @@ def test_mixed_batches_in_full_graphs() -> None:
     assert max(errors) <= ERROR, sorted(errors)[-5:]
 
 
-@pytest.mark.parametrize("make", [*BACKENDS, pytest.param(SDPABackend, id="SDPA")])
+@pytest.mark.parametrize("make", [*FA2, *BACKENDS, pytest.param(SDPABackend, id="SDPA")])
 def test_mixed_batches_between_segments_and_decode_in_full_graphs(make: Any) -> None:
     sizes = [16, 64, 256]
     small = {"max_len": 512, "num_pages": 2000, "capture_sizes": sizes}
@@ -104,7 +112,7 @@ def test_any_limit_of_requests_is_captured_and_served_without_a_hang(make: Any, 
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
-@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("make", [*FA2, *BACKENDS])
 def test_a_rank_without_requests_replays_a_dummy_step(make: Any, query_len: int) -> None:
     """At sizes that FlashInfer splits, and that it does not."""
     settings = {"uniform_query_len": query_len, "decode_capture_sizes": [8 * query_len, 64 * query_len]}
@@ -168,6 +176,135 @@ def test_preparing_a_step_waits_for_nothing(make: Any, record_property: Callable
         record_property(name, value)
 
 
+class PoisonedEngine(AttentionEngine):
+    """An engine whose outputs lie in one buffer, which is filled with NaN before each step."""
+
+    def __init__(self, make: Any, **settings: Any) -> None:
+        super().__init__(make, torch.device("cuda"), **SHAPE, **settings)
+        self.out = torch.stack([self.q] * LAYERS)
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
+        rows = descriptor.num_tokens
+        with attending(self.backend, mode, descriptor):
+            for layer in range(LAYERS):
+                q = self.q[:rows] * (layer + 1)
+                attend(q, self.k[:rows], self.v[:rows], layer, out=self.out[layer, :rows])
+        return list(self.out[:, :rows])
+
+    def poisoned_step(self, requests: Requests, seed: int) -> tuple[CudaGraphMode, float]:
+        """Run a step, and return its mode and the largest error of its rows against float64, relative to the whole."""
+        self.fill(seed)
+        self.out.fill_(torch.nan)
+        tokens, lens = sum(requests.query_lens), set(requests.query_lens)
+        batch = self.manager.dispatch(tokens, len(requests.query_lens), lens.pop() if len(lens) == 1 else None)
+        self.describe(requests, batch)
+        outputs = self.manager.run(batch, self.forward)
+        errors = []
+        for layer, output in enumerate(outputs):
+            q, masks = self.q[:tokens] * (layer + 1), {"window": self.backend.window, "softcap": self.backend.softcap}
+            exact = reference_attention(q, self.cache, layer, *requests, self.backend.scale, **masks)
+            errors.append(float((output[:tokens].double() - exact).norm() / exact.norm()))
+        return batch.mode, max(errors)
+
+
+def spread(query_lens: list[int], seq_lens: list[int]) -> Requests:
+    """Requests of these lengths, on pages that lie in no order."""
+    pages = list(range(1, 400))
+    random.Random(1).shuffle(pages)
+    return Requests(query_lens, seq_lens, [[pages.pop() for _ in range(-(-length // 16))] for length in seq_lens])
+
+
+@pytest.mark.parametrize("masks", [{}, {"window": 100, "softcap": 2.0}], ids=["plain", "masks"])
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("make", [*FA2, *FA3])
+def test_flash_attention_decodes_in_a_full_graph_at_lengths_of_1_to_511(
+    make: Any, query_len: int, masks: dict[str, Any]
+) -> None:
+    """A capture is of a step with few tokens in the cache."""
+    window, scores = masks.get("window"), {key: value for key, value in masks.items() if key == "softcap"}
+    settings = {"max_reqs": 8, "max_tokens": 8 * query_len, "max_len": 512, "num_pages": 400, "window": window}
+    settings |= {"decode_capture_sizes": [query_len, 8 * query_len], "uniform_query_len": query_len}
+    served = PoisonedEngine(functools.partial(make, **scores), mode="FULL_DECODE_ONLY", **settings)
+    served.manager.capture(served.forward)
+    lengths = [*range(query_len, 131), *range(131, 512, 19), 255, 256, 257, 383, 384, 385, 510, 511]
+    random.Random(3).shuffle(lengths)
+    for seed in range(0, len(lengths), 8):
+        seq_lens = lengths[seed : seed + 8]
+        ran, error = served.poisoned_step(spread([query_len] * len(seq_lens), seq_lens), seed)
+        assert ran is FULL
+        assert error <= ERROR, seq_lens
+
+
+@pytest.mark.parametrize("make", [*FA2, *FA3])
+def test_flash_attention_prefills_beside_decodes(make: Any) -> None:
+    """In full graphs by version 3. Version 2 runs them in the breaks of a piecewise graph."""
+    settings = {"max_reqs": 8, "max_tokens": 512, "max_len": 512, "num_pages": 400, "capture_sizes": [16, 128, 512]}
+    served = PoisonedEngine(make, mode="FULL", **settings)
+    served.manager.capture(served.forward)
+    expected = {AttentionCGSupport.ALWAYS: FULL, AttentionCGSupport.UNIFORM_BATCH: PIECEWISE}[served.backend.support]
+    for seed, (query_lens, seq_lens) in enumerate(
+        [
+            ([300], [300]),
+            ([1, 129, 7, 64], [511, 129, 200, 64]),
+            ([16, 1, 1, 3], [16, 1, 400, 511]),
+            ([65, 2], [65, 66]),
+            ([511, 1], [511, 511]),
+            ([2, 3], [2, 3]),
+        ]
+    ):
+        ran, error = served.poisoned_step(spread(query_lens, seq_lens), seed)
+        assert ran is expected
+        assert error <= ERROR, query_lens
+
+
+@needs_fa2
+@pytest.mark.parametrize(("most", "is_right"), [(1, False), (4, True)])
+def test_what_a_graph_of_FA2_reads_of_query_lengths(most: int, is_right: bool) -> None:
+    """Captured for one token a request, its kernel reads none; for more, it reads them.
+
+    So uniform batches are what every graph of it can hold. A graph for mixed batches would be right, but decodes in it
+    would have neither split keys nor heads that are taken for tokens.
+    """
+    served = AttentionEngine(
+        functools.partial(FlashAttentionBackend, version=2),
+        torch.device("cuda"),
+        **SHAPE,
+        **{"max_reqs": 4, "max_tokens": 4, "max_len": 256, "num_pages": 100, "mode": "NONE"},
+    )
+    served.fill(1)
+    flash: Any = served.backend._flash
+    starts = torch.arange(5, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([40, 100, 7, 90], dtype=torch.int32, device="cuda")
+    table = torch.arange(1, 65, dtype=torch.int32, device="cuda").view(4, 16)
+    out = torch.zeros_like(served.q)
+
+    def call() -> None:
+        flash.flash_attn_varlen_func(
+            served.q,
+            served.cache.keys(0),
+            served.cache.values(0),
+            **{"cu_seqlens_q": starts, "seqused_k": lengths, "max_seqlen_q": most, "max_seqlen_k": 256},
+            **{"block_table": table, "softmax_scale": served.backend.scale, "causal": True, "out": out},
+            fa_version=2,
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    tables = table.tolist()
+    for query_lens in ([1, 1, 1, 1], [2, 0, 1, 1]):
+        ends = torch.tensor(query_lens, device="cuda").cumsum(0)
+        starts[1:].copy_(ends)
+        out.fill_(torch.nan)
+        graph.replay()
+        real = [row for row, count in enumerate(query_lens) if count]
+        step = [query_lens[row] for row in real], [int(lengths[row]) for row in real], [tables[row] for row in real]
+        exact = reference_attention(served.q, served.cache, 0, *step, served.backend.scale)
+        error = float((out.double() - exact).norm() / exact.norm())
+        assert (error <= ERROR) == (is_right or query_lens == [1, 1, 1, 1]), (query_lens, error)
+
+
 def test_support_is_what_each_backend_can_do() -> None:
     assert FlashAttentionBackend.support is AttentionCGSupport.ALWAYS
     assert FlashInferBackend.support is AttentionCGSupport.UNIFORM_BATCH
@@ -181,12 +318,12 @@ def test_a_cache_on_the_cpu_is_refused_where_there_is_a_gpu(make: Any) -> None:
         AttentionEngine(make, torch.device("cpu"), **SHAPE, **settings)
 
 
-@needs_fa3
+@pytest.mark.parametrize("make", [*FA2, *FA3])
 @pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"layout": "HND"}])
-def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, Any]) -> None:
+def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, Any], make: Any) -> None:
     settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
     with pytest.raises(ConfigError, match="FlashAttention"):
-        AttentionEngine(FlashAttentionBackend, torch.device("cuda"), **(SHAPE | changes | settings))
+        AttentionEngine(make, torch.device("cuda"), **(SHAPE | changes | settings))
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 6, 16])

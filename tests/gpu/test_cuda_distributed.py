@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import simplegraph as sg
-from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend, TritonDecodeBackend
-from simplegraph.attention.backends.flash_attention import MODULES, problem_of
+from simplegraph.attention import SDPABackend, TritonDecodeBackend
 from tests.distributed import sharing
 from tests.distributed.launch import Failed, run_ranks, values
+from tests.gpu.attention_backends import FA3, OTHERS
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH, INNER, LAYERS = 256, 1024, 4
@@ -328,13 +327,9 @@ def test_a_group_that_is_destroyed_under_live_graphs_is_named_on_every_rank() ->
         assert "process group that the graphs' collectives belong to was destroyed" in text
 
 
-HAS_FA3 = any(problem_of(name) is None for name in MODULES)
 BACKENDS = [
-    pytest.param(FlashAttentionBackend, marks=pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")),
-    pytest.param(
-        FlashInferBackend,
-        marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer"),
-    ),
+    *FA3,
+    *OTHERS,
     TritonDecodeBackend,
     SDPABackend,
 ]

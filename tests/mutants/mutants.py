@@ -18,6 +18,8 @@ PROMPTS = ("tests/integrations/transformers/generate/test_prompts.py",)
 SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
+FLASH = ("tests/attention/backends/test_flash_attention.py",)
+FLASHINFER = ("tests/attention/backends/test_flashinfer.py", "tests/attention/backends/test_builds.py")
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -823,5 +825,131 @@ MUTANTS = [
         "            undo.callback(lambda: after.put_back(after.changes()))\n",
         "",
         PROMPTS,
+    ),
+    Mutant(
+        "FlashAttention: a graph takes the longest query of its capture for that of every replay",
+        "attention/backends/flash_attention.py",
+        "self._max_query_len = most if is_full else metadata.batch.max_query_len",
+        "self._max_query_len = metadata.batch.max_query_len",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: the kernel is told other splits than its schedule",
+        "attention/backends/flash_attention.py",
+        '"num_splits": splits,',
+        '"num_splits": self.max_splits,',
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: the splits of a capture are not those of a step with fewer requests",
+        "attention/backends/flash_attention.py",
+        "tiles = metadata.num_tokens * self.cache.num_kv_heads",
+        "tiles = metadata.batch.num_tokens * self.cache.num_kv_heads",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: scheduling is left out",
+        "attention/backends/flash_attention.py",
+        ', "scheduler_metadata": self._compute_schedule(metadata, splits)}',
+        "}",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: a second step in one graph runs by the schedule of the first",
+        "attention/backends/flash_attention.py",
+        "if self._of_step is None or layer <= self._last_layer:",
+        "if self._of_step is None:",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: a step runs by the schedule that a capture made",
+        "attention/backends/flash_attention.py",
+        "        self._of_step = self._real_rows = None\n",
+        "",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: version 2 is given rows of padding behind single tokens",
+        "attention/backends/flash_attention.py",
+        "self._rows = metadata.num_tokens if is_full else metadata.batch.num_tokens",
+        "self._rows = metadata.num_tokens",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: undefined rows of a kernel's own tensor are taken over",
+        "attention/backends/flash_attention.py",
+        "torch.where(self._real_rows, result[0] if isinstance(result, tuple) else result, out)",
+        "result[0] if isinstance(result, tuple) else result",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: version 2 declares the support of version 3",
+        "attention/backends/flash_attention.py",
+        "        self.support = min(self.support, self._kernels.support)\n",
+        "",
+        FLASH,
+    ),
+    Mutant(
+        "FlashAttention: a GPU that does not run a version is not refused",
+        "attention/backends/flash_attention.py",
+        "runs = [number for number, gpus in wanted.items() if capability[0] in gpus.majors]",
+        "runs = list(wanted)",
+        ("tests/attention/backends/test_builds.py",),
+    ),
+    Mutant(
+        "FlashInfer: a replay is not planned",
+        "attention/backends/flashinfer.py",
+        "        planned.plan(*shape)\n",
+        "        if metadata.batch.capturing or mode is not CudaGraphMode.FULL:\n            planned.plan(*shape)\n",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: rows of padding keep the pages of the step before",
+        "attention/backends/flashinfer.py",
+        "        indptr[real + 1 : padded_reqs + 1] = indptr[real]\n",
+        "",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: rows of padding have a last page of 0 tokens",
+        "attention/backends/flashinfer.py",
+        "        last_page_len[real:padded_reqs] = 1  # kernels have read 0 as a full page\n",
+        "",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: rows of padding keep the lengths of the step before",
+        "attention/backends/flashinfer.py",
+        "        seq_lens[real:padded_reqs] = 0\n",
+        "",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: a plan that differs from the capture's is run",
+        "attention/backends/flashinfer.py",
+        "        if plan != self._plan_of_capture:\n",
+        "        if self._plan_of_capture is None:\n",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: the release is not checked",
+        "attention/backends/flashinfer.py",
+        "        check_build(flashinfer)\n",
+        "",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: the buffers that captures share are not looked for",
+        "attention/backends/flashinfer.py",
+        "        check_wrapper(self._proto)\n",
+        "",
+        FLASHINFER,
+    ),
+    Mutant(
+        "FlashInfer: a planner is called without what its release takes",
+        "attention/backends/flashinfer.py",
+        "            *(backend._planner or ()),\n",
+        "",
+        FLASHINFER,
     ),
 ]

@@ -6,8 +6,10 @@ workspace, since no other size runs between a plan and its run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -31,6 +33,9 @@ _MOST_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler takes the device as full with so many
 
 _OLDEST = (0, 5, 3)
+# What compiled planners take behind the arguments that all have: nothing up to 0.6.13; later the query length of every
+# request, if they have one; since 0.7.4 also if it never changes. Their signature cannot be read, so it is tried out.
+_PLANNERS: tuple[tuple[Any, ...], ...] = ((), (0,), (0, False))
 _WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 _METHODS = {
     "__init__": ("backend",),
@@ -43,6 +48,7 @@ _STATES = (
 )
 
 _event: Callable[[], Any] = torch.cuda.Event
+logger = logging.getLogger("simplegraph")
 
 
 class FlashInferBackend(AttentionBackend):
@@ -62,6 +68,7 @@ class FlashInferBackend(AttentionBackend):
     name = "FlashInfer"
     features = ("window", "softcap")
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __init__(
         self,
@@ -78,7 +85,7 @@ class FlashInferBackend(AttentionBackend):
         except ImportError as error:
             needed = install_command("flashinfer")
             raise ConfigError(f"FlashInfer cannot be imported ({error}); to have it: {needed}") from None
-        if cache.dtype not in self.dtypes or cache.device.type != "cuda":
+        if cache.dtype not in self.dtypes or cache.device.type not in self.devices:
             raise ConfigError(
                 f"the cache is {cache.dtype} on {cache.device}; FlashInfer needs float16 or bfloat16 on CUDA."
             )
@@ -95,6 +102,9 @@ class FlashInferBackend(AttentionBackend):
         self._most_split_reqs = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors // cache.num_kv_heads
         self._eager = _Planned(copy.copy(self._proto), self)
         self._current: _Planned | None = None
+        # What this release's planner takes at the end; None if it is none of those that are known.
+        self._planner: tuple[Any, ...] | None = None
+        self._tried_planners = False
 
     @property
     def window_left(self) -> int:
@@ -211,7 +221,7 @@ class _Tables:
         self._list_pages = list_pages
         self._page_size = metadata.page_size
         max_reqs = metadata.max_num_reqs
-        self._staging = torch.zeros(2 * max_reqs + 1, dtype=torch.int32, pin_memory=True)
+        self._staging = torch.zeros(2 * max_reqs + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(2 * max_reqs + 1, dtype=torch.int32, device=device)
         split = max_reqs + 1
         self.indptr, self.last_page_len = self._staging[:split], self._staging[split:]
@@ -269,7 +279,8 @@ class _Planned:
         if query is None:
             query = torch.as_tensor(self._backend.metadata.batch.query_start_loc, dtype=torch.int32)[: num_reqs + 1]
         self.num_tokens = num_tokens
-        schedule = self._plan_fully if self.wrapper._cached_module is None else self._plan_again
+        is_first = self.wrapper._cached_module is None
+        schedule = self._plan_fully if is_first or self._backend._planner is None else self._plan_again
         while True:
             try:
                 schedule(num_reqs, query)
@@ -278,6 +289,8 @@ class _Planned:
                 if "overflow" not in str(error).lower():
                     raise
                 self._backend._grow_workspace(self.wrapper)
+        if not self._backend._tried_planners:
+            self._try_planners(num_reqs, query)
         if not self.wrapper._use_cuda_graph:
             self._point(num_reqs, query)  # `plan` has made the wrapper read FlashInfer's own copies
         if self._query is not None:
@@ -297,8 +310,26 @@ class _Planned:
             -1,  # no fixed split size
             self._whole,  # disables splits; False in graph mode: there FlashInfer masks idle blocks only if it splits
             0,  # colocated CTAs
+            *(backend._planner or ()),
         )
         wrapper._qo_indptr_last = self.num_tokens
+
+    def _try_planners(self, num_reqs: int, query: Tensor) -> None:
+        """Find what this release's planner takes, by the plan that FlashInfer's own `plan` has just made."""
+        backend, plan = self._backend, tuple(self.wrapper._plan_info)
+        backend._tried_planners = True
+        for arguments in _PLANNERS:
+            backend._planner = arguments
+            with contextlib.suppress(TypeError):  # another number of arguments
+                self._plan_again(num_reqs, query)
+                if tuple(self.wrapper._plan_info) == plan:
+                    return
+        backend._planner = None
+        self._plan_fully(num_reqs, query)
+        logger.warning(
+            "the installed FlashInfer plans with other arguments than the releases that are known, 0.5.3 to 0.7.4; its "
+            "own slower `plan` prepares every step."
+        )
 
     def _plan_fully(self, num_reqs: int, query: Tensor) -> None:
         """Call FlashInfer's own `plan`, which loads the kernels, and compiles them the first time."""

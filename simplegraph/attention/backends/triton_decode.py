@@ -44,7 +44,7 @@ class TritonDecodeBackend(AttentionBackend):
         cache, metadata, num_heads, scale, softcap, sinks: as for every backend; float16, bfloat16 or float32, either
             layout.
         mixed: called with the same arguments to make the backend of all other batches; by default the first of
-            FlashAttention-3, FlashInfer and SDPA that works here.
+            FlashAttention, FlashInfer and SDPA that works here.
 
     Attributes:
         mixed: the backend of all other batches, and of decode with more than 64 queries per key head (tokens of a

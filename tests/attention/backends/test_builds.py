@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -10,130 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from simplegraph import ConfigError
-from simplegraph.attention import (
-    FlashAttentionBackend,
-    PagedKVCache,
-)
-from simplegraph.attention.backends import flash_attention
-from simplegraph.attention.backends.flash_attention import problem_of
+from simplegraph import AttentionCGSupport, ConfigError
+from simplegraph.attention import FlashAttentionBackend
+from simplegraph.attention.backends.flash_kernels import kernels_of
 from simplegraph.attention.backends.flashinfer import FlashInferBackend, check_build, check_wrapper
 from tests.support.attention_engine import AttentionEngine
-from tests.support.reference_attention import reference_attention
+from tests.support.attention_libraries import (
+    FlashInferWrapper,
+    PlainFlash,
+    VllmFlash,
+    stand_in_flash,
+    stand_in_flashinfer,
+)
 
 CPU = torch.device("cpu")
 
 
-class Flash(types.ModuleType):
-    """FlashAttention as vLLM builds it: attends by the reference, and notes the masks that it was called with."""
-
-    FA3_AVAILABLE = True
-
-    def __init__(self, cache: PagedKVCache | None = None) -> None:
-        super().__init__("vllm_flash_attn")
-        self.scheduled: list[tuple[Any, ...]] = []
-        self.computed: list[tuple[Any, ...]] = []
-
-    def get_scheduler_metadata(
-        self,
-        batch_size: int,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        headdim: int,
-        cache_seqlens: Tensor,
-        qkv_dtype: Any = None,
-        cu_seqlens_q: Any = None,
-        page_size: Any = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        has_softcap: bool = False,
-        num_splits: int = 0,
-    ) -> Tensor:
-        self.scheduled.append((window_size, has_softcap, max_seqlen_k))
-        return torch.zeros(batch_size, dtype=torch.int32)
-
-    def flash_attn_varlen_func(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        max_seqlen_q: int,
-        cu_seqlens_q: Tensor,
-        max_seqlen_k: int,
-        seqused_k: Any = None,
-        softmax_scale: float = 1.0,
-        causal: bool = False,
-        window_size: Any = None,
-        softcap: float = 0.0,
-        block_table: Any = None,
-        return_softmax_lse: bool = False,
-        out: Any = None,
-        scheduler_metadata: Any = None,
-        num_splits: int = 0,
-        fa_version: int = 2,
-        s_aux: Any = None,
-    ) -> Any:
-        self.computed.append((window_size, softcap, max_seqlen_k, None if s_aux is None else s_aux.dtype))
-        cache = types.SimpleNamespace(
-            keys=lambda layer: k, values=lambda layer: v, layout="NHD", page_size=k.shape[1], num_kv_heads=k.shape[2]
-        )
-        masks = {"window": window_size and window_size[0] + 1, "softcap": softcap or None, "sinks": s_aux}
-        queries, lengths = cu_seqlens_q.diff(), seqused_k
-        real = int((lengths > 0).sum())
-        rows = int(cu_seqlens_q[real])
-        assert lengths.max() <= max_seqlen_k
-        found: Any = cache
-        step = (queries[:real].tolist(), lengths[:real].tolist(), block_table.tolist()[:real])
-        out[:rows] = reference_attention(q[:rows], found, 0, *step, softmax_scale, **masks)
-
-
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash]:
-    found = Flash()
-    monkeypatch.setattr(flash_attention, "flash_module", lambda device: found)
-    card = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmFlash]:
+    found = VllmFlash()
+    stand_in_flash(monkeypatch, found)
     with torch.inference_mode():
         yield found
 
 
-def test_a_window_of_w_is_w_minus_1_in_the_schedule_and_in_the_kernel(flash: Flash) -> None:
-    """Else the schedule is for other work than the kernel's. Only keys of the window are in its longest length."""
-    capped = functools.partial(FlashAttentionBackend, softcap=2.0)
-    served = AttentionEngine(capped, CPU, window=6, mode="NONE", dtype=torch.bfloat16, max_tokens=8)
-    for seed in range(6):
-        served.step(served.requests("mixed" if seed % 2 else "decode", 3, seed), seed)
-    longest = 6 - 1 + 8 + 4 - 1
-    assert set(flash.computed) == {((5, 0), 2.0, longest, None)}
-    assert set(flash.scheduled) == {((5, 0), True, longest)}
-
-
-def test_without_a_window_nothing_is_said_of_one(flash: Flash) -> None:
-    served = AttentionEngine(FlashAttentionBackend, CPU, mode="NONE", dtype=torch.bfloat16)
-    served.step(served.requests("decode", 3, 1), 1)
-    assert set(flash.computed) == {(None, 0.0, 48, None)}
-    assert set(flash.scheduled) == {((-1, -1), False, 48)}
-
-
-def test_sinks_go_to_the_kernel_in_bfloat16(flash: Flash) -> None:
-    sinks = {layer: torch.full((4,), float(layer), dtype=torch.bfloat16) for layer in range(2)}
-    settings: dict[str, Any] = {"mode": "NONE", "dtype": torch.bfloat16}
-    served = AttentionEngine(functools.partial(FlashAttentionBackend, sinks=sinks), CPU, **settings)
-    served.step(served.requests("decode", 3, 1), 1)
-    assert {call[3] for call in flash.computed} == {torch.bfloat16}
-    whole = {layer: one.float() for layer, one in sinks.items()}
-    with pytest.raises(ConfigError, match=r"sinks are not torch.bfloat16"):
-        AttentionEngine(functools.partial(FlashAttentionBackend, sinks=whole), CPU, **settings)
-
-
 def without(function: Any, *names: str) -> Any:
     """The function of an older build, which takes all but these arguments."""
-    import inspect
-
     signature = inspect.signature(function)
     kept = [one for name, one in signature.parameters.items() if name not in names]
 
@@ -155,7 +59,7 @@ def without(function: Any, *names: str) -> Any:
     ],
 )
 def test_a_flash_attention_without_an_argument_is_refused_only_if_that_is_needed(
-    flash: Flash, function: str, argument: str, options: dict[str, Any], window: int | None
+    flash: VllmFlash, function: str, argument: str, options: dict[str, Any], window: int | None
 ) -> None:
     setattr(flash, function, without(getattr(flash, function), argument))
     settings: dict[str, Any] = {"mode": "NONE", "dtype": torch.bfloat16}
@@ -165,68 +69,146 @@ def test_a_flash_attention_without_an_argument_is_refused_only_if_that_is_needed
 
 
 @pytest.mark.parametrize(
-    ("function", "argument"),
+    ("version", "function", "argument"),
     [
-        ("flash_attn_varlen_func", "scheduler_metadata"),
-        ("flash_attn_varlen_func", "num_splits"),
-        ("get_scheduler_metadata", "page_size"),
-        ("flash_attn_varlen_func", "block_table"),
-        ("flash_attn_varlen_func", "fa_version"),
+        (3, "flash_attn_varlen_func", "scheduler_metadata"),
+        (3, "flash_attn_varlen_func", "num_splits"),
+        (3, "get_scheduler_metadata", "page_size"),
+        (3, "flash_attn_varlen_func", "block_table"),
+        (2, "flash_attn_varlen_func", "fa_version"),
+        (2, "flash_attn_varlen_func", "seqused_k"),
     ],
 )
 def test_a_flash_attention_that_is_too_old_says_the_argument(
-    monkeypatch: pytest.MonkeyPatch, function: str, argument: str
+    flash: VllmFlash, version: int, function: str, argument: str
 ) -> None:
-    module = Flash()
-    monkeypatch.setitem(sys.modules, "older_flash", module)
-    assert problem_of("older_flash") is None
-    setattr(module, function, without(getattr(module, function), argument))
-    assert problem_of("older_flash") == f"has a {function} without the argument {argument}"
-    setattr(module, function, None)
-    assert problem_of("older_flash") == f"has no {function}"
+    assert not isinstance(kernels_of("vllm_flash_attn", version), str)
+    setattr(flash, function, without(getattr(flash, function), argument))
+    assert kernels_of("vllm_flash_attn", version) == f"has a {function} without the argument {argument}"
+    setattr(flash, function, None)
+    assert kernels_of("vllm_flash_attn", version) == f"has no {function}"
 
 
-def test_functions_that_take_anything_or_do_not_tell_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = Flash()
-    monkeypatch.setitem(sys.modules, "older_flash", module)
+def test_functions_that_take_anything_or_do_not_tell_are_taken(flash: VllmFlash) -> None:
+    module: Any = flash
     module.flash_attn_varlen_func = lambda *args, **options: None
     module.get_scheduler_metadata = min  # compiled, without a signature
-    assert problem_of("older_flash") is None
+    assert not isinstance(kernels_of("vllm_flash_attn", 3), str)
 
 
-class Wrapper:
-    """FlashInfer's wrapper, as far as it is asked before the first plan."""
+def make(version: int | None = None, **options: Any) -> FlashAttentionBackend:
+    settings: dict[str, Any] = {"mode": "NONE", "dtype": torch.bfloat16, "page_size": 16, "num_pages": 16}
+    of_cache = {name: options.pop(name) for name in ("page_size", "layout") if name in options}
+    made = functools.partial(FlashAttentionBackend, version=version, **options)
+    found: Any = AttentionEngine(made, CPU, **settings | of_cache).backend
+    return found
 
-    def __init__(self, workspace: Tensor, layout: str, backend: str = "auto") -> None:
-        self._float_workspace_buffer = self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = workspace
-        self._cached_module, self._use_cuda_graph = None, False
 
-    def plan(
-        self,
-        indptr: Tensor,
-        causal: bool = False,
-        sm_scale: Any = None,
-        window_left: int = -1,
-        logits_soft_cap: Any = None,
-        q_data_type: Any = None,
-        seq_lens: Any = None,
-        disable_split_kv: bool = False,
-    ) -> None: ...
+@pytest.mark.parametrize(("capability", "version"), [((9, 0), 3), ((8, 0), 2), ((8, 9), 2), ((10, 0), 2)])
+def test_the_newest_version_that_the_gpu_runs_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int
+) -> None:
+    stand_in_flash(monkeypatch, VllmFlash(), capability=capability)
+    backend = make()
+    assert (backend.version, backend.name) == (version, f"FlashAttention-{version}")
+    assert backend.support is {3: AttentionCGSupport.ALWAYS, 2: AttentionCGSupport.UNIFORM_BATCH}[version]
 
-    def run(self, q: Tensor, pages: Any, out: Any = None, lse: Any = None, return_lse: bool = False) -> None: ...
+
+def test_version_2_runs_where_version_3_would_if_it_is_asked_for(flash: VllmFlash) -> None:
+    assert make(2).version == 2
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_version_3_on_a_gpu_that_does_not_run_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """The message names another version, and that works."""
+    stand_in_flash(monkeypatch, VllmFlash(), capability=capability)
+    found = ".".join(map(str, capability))
+    said = rf"FlashAttention-3 needs a Hopper GPU \(compute capability 9\); cpu has {found}. Use another version"
+    with pytest.raises(ConfigError, match=said):
+        make(3)
+    assert make(2).version == 2
+
+
+def test_a_device_that_runs_no_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_flash(monkeypatch, VllmFlash(), capability=(7, 5))
+    said = "FlashAttention-3 needs a Hopper GPU .* or FlashAttention-2 needs an Ampere GPU or newer .*; cpu has 7.5"
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, "3", 2.5])
+def test_an_unknown_version_is_refused(flash: VllmFlash, version: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"version is {version!r}; expected 2, 3, or None"):
+        make(version)
+
+
+class ForAnotherTorch:
+    """Finds the modules of builds for another torch, whose libraries do not load."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, *rest: Any) -> None:
+        if name in self.names:
+            raise ImportError(f"{name}_C.abi3.so: undefined symbol: _ZNK3c105Error4whatEv\nmore")
+
+
+def test_a_build_for_another_torch_is_passed_over_for_one_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two builds are installed, and what is wrong with the first is said only if no other serves."""
+    good = VllmFlash("vllm.vllm_flash_attn", versions=[2])
+    stand_in_flash(monkeypatch, good)
+    monkeypatch.delitem(sys.modules, "vllm_flash_attn")
+    monkeypatch.setattr(sys, "meta_path", [ForAnotherTorch("vllm_flash_attn"), *sys.meta_path])
+    assert make()._flash is good
+    said = (
+        r"no FlashAttention-3 is installed; tried "
+        r"vllm_flash_attn \(vllm_flash_attn_C.abi3.so: undefined symbol: \w+\), vllm.vllm_flash_attn \(has no version 3\), "
+    )
+    with pytest.raises(ConfigError, match=said):
+        make(3)
+
+
+def test_one_of_two_libraries_of_a_build_is_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's module loads without it, and keeps the error."""
+    module: Any = VllmFlash(versions=[2])
+    module.flash_attn_interface = types.SimpleNamespace(FA3_UNAVAILABLE_REASON="undefined symbol: _ZNK3c10")
+    stand_in_flash(monkeypatch, module)
+    assert make().version == 2
+    with pytest.raises(ConfigError, match=r"vllm_flash_attn \(has no version 3: undefined symbol: _ZNK3c10\)"):
+        make(3)
+
+
+def test_no_build_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_flash(monkeypatch)
+    with pytest.raises(ConfigError, match=r"no FlashAttention-3 is installed; .*no FlashAttention-2 .* vLLM wheel"):
+        make()
+
+
+def test_what_version_2_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_flash(monkeypatch, VllmFlash(), PlainFlash(), capability=(8, 0))
+    sinks = {layer: torch.zeros(4, dtype=torch.bfloat16) for layer in range(2)}
+    with pytest.raises(ConfigError, match="FlashAttention-2 has no sinks; use version 3, or another backend"):
+        make(sinks=sinks)
+    with pytest.raises(ConfigError, match=r"pages have 8 tokens; .* vllm_flash_attn reads pages of a multiple of 16"):
+        make(page_size=8)
+    stand_in_flash(monkeypatch, PlainFlash(), capability=(8, 0))
+    with pytest.raises(ConfigError, match=r"pages have 16 tokens; .* of flash_attn reads pages of a multiple of 256"):
+        make()
 
 
 def flashinfer(version: str = "0.6.1", **changes: Any) -> Any:
-    wrapper = type("BatchPrefillWithPagedKVCacheWrapper", (Wrapper,), changes)
+    wrapper = type("BatchPrefillWithPagedKVCacheWrapper", (FlashInferWrapper,), changes)
     built: Any = types.ModuleType("flashinfer")
     built.BatchPrefillWithPagedKVCacheWrapper, built.__version__ = wrapper, version
     return built
 
 
 def test_a_flashinfer_with_all_arguments_is_taken() -> None:
-    for version in ("0.5.3", "0.6.1.post1", "0.0.0+unknown"):
+    for version in ("0.5.3", "0.6.1.post1", "0.7.4", "0.0.0+unknown"):
         check_build(flashinfer(version))
-    check_wrapper(Wrapper(torch.zeros(1), "NHD"))
+    check_wrapper(FlashInferWrapper(torch.zeros(1), "NHD", backend="fa2"))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +222,7 @@ def test_a_flashinfer_with_all_arguments_is_taken() -> None:
     ],
 )
 def test_a_flashinfer_without_an_argument_is_refused(method: str, argument: str) -> None:
-    older = flashinfer(**{method: without(getattr(Wrapper, method), argument)})
+    older = flashinfer(**{method: without(getattr(FlashInferWrapper, method), argument)})
     with pytest.raises(ConfigError, match=f"Wrapper has a {method} without the argument {argument}"):
         check_build(older)
 
@@ -253,7 +235,7 @@ def test_a_flashinfer_without_the_wrapper_or_of_an_old_version_is_refused() -> N
 
 
 def test_a_flashinfer_that_names_its_buffers_otherwise_is_refused() -> None:
-    wrapper = Wrapper(torch.zeros(1), "NHD")
+    wrapper = FlashInferWrapper(torch.zeros(1), "NHD", backend="fa2")
     del wrapper._int_workspace_buffer
     with pytest.raises(ConfigError, match="Wrapper has no _int_workspace_buffer"):
         check_wrapper(wrapper)
@@ -265,3 +247,30 @@ def test_a_window_of_w_is_w_minus_1_on_flashinfers_left() -> None:
         backend.window = window
         assert backend.window_left == left
     assert "sinks" not in FlashInferBackend.features
+
+
+def flashinfer_backend() -> FlashInferBackend:
+    settings: dict[str, Any] = {"mode": "NONE", "dtype": torch.bfloat16}
+    found: Any = AttentionEngine(FlashInferBackend, CPU, **settings).backend
+    return found
+
+
+def test_a_backend_is_not_made_with_an_old_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_flashinfer(monkeypatch, version="0.5.2")
+    with pytest.raises(ConfigError, match=r"FlashInfer is 0.5.2; expected 0.5.3 or newer"):
+        flashinfer_backend()
+    stand_in_flashinfer(monkeypatch, version="0.5.3")
+    assert flashinfer_backend().int_workspace_bytes == 2 * 4096
+
+
+def test_a_backend_is_not_made_with_a_flashinfer_that_names_its_buffers_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def renamed(self: Any, *args: Any, **options: Any) -> None:
+        FlashInferWrapper.__init__(self, *args, **options)
+        del self._pin_memory_int_workspace_buffer
+
+    renamed.__signature__ = inspect.signature(FlashInferWrapper.__init__)  # type: ignore[attr-defined]
+    stand_in_flashinfer(monkeypatch, __init__=renamed)
+    with pytest.raises(ConfigError, match="Wrapper has no _pin_memory_int_workspace_buffer"):
+        flashinfer_backend()

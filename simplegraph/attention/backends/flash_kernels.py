@@ -1,0 +1,124 @@
+"""FlashAttention's kernels of versions 2 and 3: which builds have them, and how the builds differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from simplegraph.attention.backend import missing_argument
+from simplegraph.base.config import AttentionCGSupport
+
+MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface", "flash_attn")
+
+
+class Gpus(NamedTuple):
+    """The GPUs that run a version: their major compute capabilities, and the same in words."""
+
+    majors: range
+    words: str
+
+
+GPUS = {  # by version, in the order in which they are tried
+    3: Gpus(range(9, 10), "a Hopper GPU (compute capability 9)"),
+    2: Gpus(range(8, 100), "an Ampere GPU or newer (compute capability 8)"),
+}
+_CALLED = ("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "block_table", "softmax_scale", "causal")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashKernels:
+    """The kernels of one version, and how a build calls them.
+
+    Attributes:
+        version: of FlashAttention.
+        support: what they can do in a full graph.
+        flag: the attribute by which a module says that it has them; None for modules that have no others.
+        needed: functions that are called, and the arguments that they are passed.
+        constants: arguments of every call.
+        lse: the argument that asks for the log-sum-exp.
+        has_out: True if they write into a tensor that is passed as `out`; others return a new one.
+        has_schedule: True if the work is scheduled ahead, by `get_scheduler_metadata`.
+        has_sinks: True if they add sinks to the scores.
+        cumulative: True if they read where each request's keys would begin in a row, in place of their numbers.
+        page_multiple: tokens of which a page holds a multiple.
+    """
+
+    version: int
+    support: AttentionCGSupport
+    flag: str | None
+    needed: Mapping[str, Sequence[str]]
+    constants: Mapping[str, Any]
+    lse: str
+    has_out: bool = True
+    has_schedule: bool = False
+    has_sinks: bool = False
+    cumulative: bool = False
+    page_multiple: int = 1
+
+
+VERSION_3 = FlashKernels(
+    version=3,
+    support=AttentionCGSupport.ALWAYS,
+    flag="FA3_AVAILABLE",
+    needed={
+        "flash_attn_varlen_func": (
+            *_CALLED,
+            *("seqused_k", "out", "fa_version", "return_softmax_lse", "scheduler_metadata", "num_splits"),
+        ),
+        "get_scheduler_metadata": (
+            *("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "cache_seqlens"),
+            *("qkv_dtype", "cu_seqlens_q", "page_size", "causal", "num_splits"),
+        ),
+    },
+    constants={"fa_version": 3},
+    lse="return_softmax_lse",
+    has_schedule=True,
+    has_sinks=True,
+)
+# With one query token for each request the kernels of version 2 take query heads for tokens, split the keys, and do not
+# read query lengths. Any other call has none of this, so decodes would be slow in a graph for mixed batches.
+VERSION_2 = FlashKernels(
+    version=2,
+    support=AttentionCGSupport.UNIFORM_BATCH,
+    flag="FA2_AVAILABLE",
+    needed={"flash_attn_varlen_func": (*_CALLED, "seqused_k", "out", "fa_version", "return_softmax_lse")},
+    constants={"fa_version": 2},
+    lse="return_softmax_lse",
+    page_multiple=16,
+)
+# As the project itself publishes them.
+VERSION_2_PLAIN = dataclasses.replace(
+    VERSION_2,
+    flag=None,
+    needed={"flash_attn_varlen_func": (*_CALLED, "cu_seqlens_k", "return_attn_probs")},
+    constants={},
+    lse="return_attn_probs",
+    has_out=False,
+    cumulative=True,
+    page_multiple=256,
+)
+
+
+def kernels_of(name: str, version: int) -> tuple[ModuleType, FlashKernels] | str:
+    """Import a module and find its kernels of a version, or return the reason why it cannot serve.
+
+    Args:
+        name: of the module, such as one of `MODULES`.
+        version: 2 or 3.
+    """
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    kernels = VERSION_3 if version == 3 else VERSION_2
+    if version == 2 and not hasattr(module, "FA2_AVAILABLE"):
+        kernels = VERSION_2_PLAIN
+    if kernels.flag is not None and not getattr(module, kernels.flag, False):
+        # One of the two libraries of a build may be for another torch; the module that loads them keeps the error.
+        loader = getattr(module, "flash_attn_interface", module)
+        reason = getattr(loader, f"FA{version}_UNAVAILABLE_REASON", None)
+        return f"has no version {version}" + (f": {reason}" if reason else "")
+    return missing_argument(module, kernels.needed) or (module, kernels)
