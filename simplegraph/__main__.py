@@ -207,8 +207,8 @@ def _package(name: str) -> Finding:
 def _flash_attention() -> Finding:
     """Find builds of flash-attention, and the versions whose kernels they have."""
     name = "flash-attention"
-    from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL
-    from simplegraph.attention.backends.flash_kernels import GPUS, MODULES, kernels_of
+    from simplegraph.attention.backends.flash_attention import HOW_TO_INSTALL, kernels_of
+    from simplegraph.attention.backends.flash_kernels import GPUS, MODULES
 
     serves = {3: "any batch", 2: "uniform batches"}
     said = []

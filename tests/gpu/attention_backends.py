@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from simplegraph.attention import FlashAttentionBackend, FlashInferBackend
-from simplegraph.attention.backends.flash_kernels import MODULES, kernels_of
+from simplegraph.attention.backends.flash_attention import kernels_of
+from simplegraph.attention.backends.flash_kernels import MODULES
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 ERROR = 4e-3  # bfloat16 rounding, relative to the largest output

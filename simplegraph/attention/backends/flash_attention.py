@@ -6,14 +6,22 @@ together with the kernels, so every replay computes its own: a step needs no wor
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores, check_arguments
-from simplegraph.attention.backends.flash_kernels import GPUS, MODULES, FlashKernels, kernels_of
+from simplegraph.attention.backend import AttentionBackend, Scores, check_arguments, missing_argument
+from simplegraph.attention.backends.flash_kernels import (
+    GPUS,
+    MODULES,
+    VERSION_2,
+    VERSION_2_PLAIN,
+    VERSION_3,
+    FlashKernels,
+)
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -150,7 +158,7 @@ class FlashAttentionBackend(AttentionBackend):
         self._last_layer = layer
         if self.sinks is not None:
             options["s_aux"] = self.sinks[layer]
-        if self._kernels.has_out:
+        if not self._kernels.is_plain:
             options["out"] = out
         result = self._flash.flash_attn_varlen_func(
             q,
@@ -173,11 +181,10 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _arguments_of_step(self, metadata: CommonMetadata) -> dict[str, Any]:
         """Compute what all layers of a forward read beside queries and pages."""
-        if not self._kernels.has_out:
+        if self._kernels.is_plain:
             # The kernels' own tensor is undefined behind the last request, and padding rows must stay finite.
             row = torch.arange(self._rows, device=metadata.seq_lens.device)
             self._real_rows = (row < metadata.query_start_loc[-1])[:, None, None]
-        if self._kernels.cumulative:
             ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
             return {"cu_seqlens_k": torch.nn.functional.pad(ends, (1, 0))}
         found = {"seqused_k": metadata.seq_lens}
@@ -237,6 +244,28 @@ def find_kernels(device: torch.device, version: int | None = None) -> tuple[Modu
     raise ConfigError(
         f"{'; '.join(problems)}. The registry's vllm-flash-attn is built for torch 2.4; {HOW_TO_INSTALL}."
     )
+
+
+def kernels_of(name: str, version: int) -> tuple[ModuleType, FlashKernels] | str:
+    """Import a module and find its kernels of a version, or return the reason why it cannot serve.
+
+    Args:
+        name: of the module, such as one of `MODULES`.
+        version: 2 or 3.
+    """
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    kernels = VERSION_3 if version == 3 else VERSION_2
+    if version == 2 and not hasattr(module, "FA2_AVAILABLE"):
+        kernels = VERSION_2_PLAIN
+    if kernels.flag is not None and not getattr(module, kernels.flag, False):
+        # One of the two libraries of a build may be for another torch; the module that loads them keeps the error.
+        loader = getattr(module, "flash_attn_interface", module)
+        reason = getattr(loader, f"FA{version}_UNAVAILABLE_REASON", None)
+        return f"has no version {version}" + (f": {reason}" if reason else "")
+    return missing_argument(module, kernels.needed) or (module, kernels)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -1,14 +1,11 @@
-"""FlashAttention's kernels of versions 2 and 3: which builds have them, and how the builds differ."""
+"""FlashAttention's kernels of versions 2 and 3: where they are looked for, and how their builds differ."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from simplegraph.attention.backend import missing_argument
 from simplegraph.base.config import AttentionCGSupport
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface", "flash_attn")
@@ -39,10 +36,10 @@ class FlashKernels:
         needed: functions that are called, and the arguments that they are passed.
         constants: arguments of every call.
         lse: the argument that asks for the log-sum-exp.
-        has_out: True if they write into a tensor that is passed as `out`; others return a new one.
         has_schedule: True if the work is scheduled ahead, by `get_scheduler_metadata`.
         has_sinks: True if they add sinks to the scores.
-        cumulative: True if they read where each request's keys would begin in a row, in place of their numbers.
+        is_plain: True for the project's own build, which returns a new tensor in place of writing to `out`, and reads
+            where each request's keys would begin in a row in place of their numbers.
         page_multiple: tokens of which a page holds a multiple.
     """
 
@@ -52,10 +49,9 @@ class FlashKernels:
     needed: Mapping[str, Sequence[str]]
     constants: Mapping[str, Any]
     lse: str
-    has_out: bool = True
     has_schedule: bool = False
     has_sinks: bool = False
-    cumulative: bool = False
+    is_plain: bool = False
     page_multiple: int = 1
 
 
@@ -96,29 +92,6 @@ VERSION_2_PLAIN = dataclasses.replace(
     needed={"flash_attn_varlen_func": (*_CALLED, "cu_seqlens_k", "return_attn_probs")},
     constants={},
     lse="return_attn_probs",
-    has_out=False,
-    cumulative=True,
+    is_plain=True,
     page_multiple=256,
 )
-
-
-def kernels_of(name: str, version: int) -> tuple[ModuleType, FlashKernels] | str:
-    """Import a module and find its kernels of a version, or return the reason why it cannot serve.
-
-    Args:
-        name: of the module, such as one of `MODULES`.
-        version: 2 or 3.
-    """
-    try:
-        module = importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    kernels = VERSION_3 if version == 3 else VERSION_2
-    if version == 2 and not hasattr(module, "FA2_AVAILABLE"):
-        kernels = VERSION_2_PLAIN
-    if kernels.flag is not None and not getattr(module, kernels.flag, False):
-        # One of the two libraries of a build may be for another torch; the module that loads them keeps the error.
-        loader = getattr(module, "flash_attn_interface", module)
-        reason = getattr(loader, f"FA{version}_UNAVAILABLE_REASON", None)
-        return f"has no version {version}" + (f": {reason}" if reason else "")
-    return missing_argument(module, kernels.needed) or (module, kernels)

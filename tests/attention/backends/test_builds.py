@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from simplegraph import AttentionCGSupport, ConfigError
-from simplegraph.attention import FlashAttentionBackend
-from simplegraph.attention.backends.flash_kernels import kernels_of
+from simplegraph.attention import FlashAttentionBackend, minimum_support
+from simplegraph.attention.backends.flash_attention import kernels_of
 from simplegraph.attention.backends.flashinfer import FlashInferBackend, check_build, check_wrapper
 from tests.support.attention_engine import AttentionEngine
 from tests.support.attention_libraries import (
@@ -111,7 +111,9 @@ def test_the_newest_version_that_the_gpu_runs_is_taken(
     stand_in_flash(monkeypatch, VllmFlash(), capability=capability)
     backend = make()
     assert (backend.version, backend.name) == (version, f"FlashAttention-{version}")
-    assert backend.support is {3: AttentionCGSupport.ALWAYS, 2: AttentionCGSupport.UNIFORM_BATCH}[version]
+    support = {3: AttentionCGSupport.ALWAYS, 2: AttentionCGSupport.UNIFORM_BATCH}[version]
+    assert backend.support is support
+    assert minimum_support([backend]) is support
 
 
 def test_version_2_runs_where_version_3_would_if_it_is_asked_for(flash: VllmFlash) -> None:
@@ -164,7 +166,8 @@ def test_a_build_for_another_torch_is_passed_over_for_one_that_loads(monkeypatch
     assert make()._flash is good
     said = (
         r"no FlashAttention-3 is installed; tried "
-        r"vllm_flash_attn \(vllm_flash_attn_C.abi3.so: undefined symbol: \w+\), vllm.vllm_flash_attn \(has no version 3\), "
+        r"vllm_flash_attn \(vllm_flash_attn_C.abi3.so: undefined symbol: \w+\), "
+        r"vllm.vllm_flash_attn \(has no version 3\), "
     )
     with pytest.raises(ConfigError, match=said):
         make(3)
