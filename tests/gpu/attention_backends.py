@@ -28,7 +28,7 @@ needs_fa2 = pytest.mark.skipif(not (HAS_FA2 and torch.cuda.is_available()), reas
 needs_fa3 = pytest.mark.skipif(not (HAS_FA3 and torch.cuda.is_available()), reason="needs FlashAttention-3")
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
 
-# On a GPU newer than Ampere the driver compiles version 2 for minutes at its first call, by head size and dtype: few
+# On Hopper the driver compiles version 2 for minutes at its first call, by head size and dtype: few
 # tests have it, and all in the shape below.
 FA2 = [pytest.param(functools.partial(FlashAttentionBackend, version=2), marks=needs_fa2, id="FA2")]
 FA3 = [pytest.param(functools.partial(FlashAttentionBackend, version=3), marks=needs_fa3, id="FA3")]

@@ -7,6 +7,7 @@ together with the kernels, so every replay computes its own: a step needs no wor
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -79,7 +80,7 @@ class FlashAttentionBackend(AttentionBackend):
         super().__init__(cache, metadata, num_heads=num_heads, **scores)
         self._flash, self._kernels = find_kernels(cache.device, version)
         self.version = self._kernels.version
-        self.name = f"FlashAttention-{self.version}"
+        self.name = f"{self.name}-{self.version}"
         self.support = min(self.support, self._kernels.support)
         # A window of W keys, the token's own included, is W - 1 on its left; one on the schedule alone, or on the
         # kernel alone, is a schedule for other work.
@@ -112,7 +113,7 @@ class FlashAttentionBackend(AttentionBackend):
                 f"of {multiple}."
             )
 
-    def _check_sinks(self, sinks: Any) -> None:
+    def _check_sinks(self, sinks: Mapping[int, Tensor]) -> None:
         if not self._kernels.has_sinks:
             raise ConfigError(f"{self.name} has no sinks; use version 3, or another backend for these layers.")
         check_arguments(self._flash, {"flash_attn_varlen_func": ("s_aux",)})

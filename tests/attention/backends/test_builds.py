@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
 import inspect
+import pathlib
 import sys
 import types
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 from simplegraph import AttentionCGSupport, ConfigError
 from simplegraph.attention import FlashAttentionBackend, minimum_support
 from simplegraph.attention.backends.flash_attention import kernels_of
-from simplegraph.attention.backends.flashinfer import FlashInferBackend, check_build, check_wrapper
+from simplegraph.attention.backends.flashinfer import _OLDEST, FlashInferBackend, check_build, check_wrapper
 from tests.support.attention_engine import AttentionEngine
 from tests.support.attention_libraries import (
     FlashInferWrapper,
@@ -250,6 +252,15 @@ def test_a_window_of_w_is_w_minus_1_on_flashinfers_left() -> None:
         backend.window = window
         assert backend.window_left == left
     assert "sinks" not in FlashInferBackend.features
+
+
+def test_the_extras_ask_for_the_oldest_flashinfer_that_is_taken() -> None:
+    declared = configparser.ConfigParser()
+    declared.read(pathlib.Path(__file__).parents[3] / "setup.cfg")
+    oldest = ".".join(map(str, _OLDEST))
+    for extra in ("flashinfer", "bench-gpu"):
+        assert f"flashinfer-python>={oldest}" in declared["options.extras_require"][extra].split()
+    check_build(flashinfer(oldest))
 
 
 def flashinfer_backend() -> FlashInferBackend:

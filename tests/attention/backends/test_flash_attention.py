@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphMode
 from simplegraph.attention import BatchMetadata, FlashAttentionBackend, PagedKVCache, TritonDecodeBackend, attending
@@ -199,31 +200,28 @@ def test_a_step_after_captures_and_replays_has_a_schedule_of_its_own(flash: Vllm
         assert error <= ERROR
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_two_steps_in_one_graph_have_a_schedule_each(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+def test_two_steps_in_one_graph_have_a_schedule_each(build: Any) -> None:
     """Lengths change on the device between them."""
-    module = VllmFlash()
-    stand_in_flash(monkeypatch, module)
-    served = engine(version, mode="FULL_DECODE_ONLY", decode_capture_sizes=[2])
-    once, outputs = served.forward, torch.zeros(2, 2, 4, 16, dtype=torch.bfloat16)
+    _, version, page_size = build
+    served = engine(version, page_size, mode="FULL_DECODE_ONLY", decode_capture_sizes=[2])
+    backend: Any = served.backend
+    lengths, out = served.metadata.view(2, 2).seq_lens, torch.zeros_like(served.q[:2])
 
-    def twice(mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[torch.Tensor]:
-        lengths = served.metadata.view(descriptor.num_tokens, descriptor.num_tokens).seq_lens
-        first = once(mode, descriptor)[0]
+    def twice(mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
+        first = served.forward(mode, descriptor)
         lengths.add_(1)
-        outputs[0].copy_(first)
-        second = [served.backend.run(1, served.q[:2], outputs[1], served.backend.live)]  # type: ignore[union-attr]
-        served.backend.run(0, served.q[:2], outputs[1], served.backend.live)  # type: ignore[union-attr]
+        backend.run(0, served.q[:2], out, backend.live)
         lengths.sub_(1)
-        return [first, *[out for out in second if out is not None]]
+        return first
 
     served.manager.capture(twice)
     served.fill(3)
     batch = served.manager.dispatch(2, 2, 1)
     served.metadata.set([1, 1], [7, 20], [[1], [2, 3]], num_tokens=2, num_reqs=2, ahead=1)
     served.manager.run(batch, twice)
-    exact = reference_attention(served.q[:2], served.cache, 0, [1, 1], [8, 21], [[1], [2, 3]], 0.25)
-    torch.testing.assert_close(outputs[1].double(), exact, rtol=2e-2, atol=2e-2)
+    assert batch.mode is FULL
+    exact = reference_attention(served.q[:2], served.cache, 0, [1, 1], [8, 21], [[1], [2, 3]], backend.scale)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_the_most_splits_follow_from_the_padded_shape_alone(flash: VllmFlash) -> None:
