@@ -22,6 +22,7 @@ from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
+_MAX_HOSTS = 4096  # names of CPU tensors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,10 +215,10 @@ class CallReader:
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
+        self._check_tensors(leaves, names, tensors, hosted)  # before anything is asked that only some tensors know
         beside = len(hosted) < len(tensors)
         by_value = {index for index in hosted if self._is_told_by_value(names[index], leaves[index], beside=beside)}
         tensors = [index for index in tensors if index not in by_value]
-        self._check_tensors(leaves, names, tensors, hosted)
         exact = self._exact
         anchor, anchor_dim = (-1, 0) if exact else self.anchor(leaves, names, tensors)
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
@@ -267,9 +268,11 @@ class CallReader:
         """
         known = dict.fromkeys(seen.moved, "") | seen.read
         new = {name: where for name, where in known.items() if not self._hosts.get(name)}
-        changed = any(self._hosts.get(name) != where for name, where in new.items())
+        by_value = {name for key, names in seen.names.items() if key not in seen.static for name in names}
         self._hosts |= new
-        return changed
+        while len(self._hosts) > _MAX_HOSTS:
+            del self._hosts[next(iter(self._hosts))]
+        return any((name in by_value) is not bool(where) for name, where in new.items())
 
     def _check_tensors(
         self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int], hosted: Container[int]

@@ -337,7 +337,7 @@ class LengthBuckets:
 
     def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
-        device, at = device_of(call.leaves), call.at(call.padded)
+        device, at = server.device_for(module, call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(Reason.FIRST_CALL, size=call.rows)
         try:

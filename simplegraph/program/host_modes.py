@@ -41,6 +41,7 @@ from simplegraph.base.constants import (
 )
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import BREAK, current_user_location
+from simplegraph.base.nested import flatten
 from simplegraph.base.operators import (
     OperatorMode,
     argument,
@@ -148,6 +149,7 @@ class _PythonReads(TorchFunctionMode):
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__dlpack__)
     SPLITS = (torch.tensor_split, Tensor.tensor_split)  # which read where to split
+    LISTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read numbers in lists
 
     def __init__(self, mode: HostMode) -> None:
         super().__init__()
@@ -155,7 +157,13 @@ class _PythonReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = args[:1] if func in self.READS else (*args[1:], *kwargs.values()) if func in self.SPLITS else ()
+        read: Iterable[Any] = ()
+        if func in self.READS:
+            read = args[:1]
+        elif func in self.SPLITS:
+            read = (*args[1:], *kwargs.values())
+        elif func in self.LISTS:
+            read = flatten([each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)])[0]
         for tensor in read:
             if isinstance(tensor, Tensor):
                 self._mode.read_by_python(tensor, func)
@@ -173,8 +181,11 @@ class HostMode(OperatorMode, abc.ABC):
         arguments: the CPU tensors that it is passed.
 
     Attributes:
+        shows_python: reads of arguments that need no operator are noted, too.
         met_host: True once the run used a CPU tensor.
     """
+
+    shows_python = True
 
     def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,7 +206,8 @@ class HostMode(OperatorMode, abc.ABC):
         """
         self._recorder, lifts = ACTIVE.recorder, _get_lifting()
         _set_lifting(True)  # modes see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved
-        reads = contextlib.nullcontext() if self.arguments is None else _PythonReads(self)
+        shown = self.shows_python and self.arguments is not None
+        reads = _PythonReads(self) if shown else contextlib.nullcontext()
         try:
             with self if observer is None else observer.before(self), reads:
                 yield
@@ -318,7 +330,7 @@ class HostMode(OperatorMode, abc.ABC):
         """Note a read of a CPU tensor that needs no operator, outside of breaks."""
         arguments = self.arguments
         if ACTIVE.recorder is self._recorder and arguments is not None and arguments.among((tensor,)):
-            arguments.note_read(tensor, f"Tensor.{func.__name__}")
+            arguments.note_read(tensor, f"{'Tensor' if hasattr(Tensor, func.__name__) else 'torch'}.{func.__name__}")
             self._check_argument(tensor)
 
     # What a warmup and a capture do differently.
@@ -396,6 +408,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
             they held.
     """
+
+    # Under a mode of functions torch takes other ways: attention has no fast path there. The graph must be eager's.
+    shows_python = False
 
     def __init__(
         self,

@@ -62,7 +62,8 @@ class GraphBuilder:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
-        ran_on: the GPU that the latest eager run moved its inputs to, where no weight is on one; None if it did not.
+        ran_on: the GPU that the latest eager run without a tensor there moved its inputs to, where no weight is on one;
+            None if it did not.
         unsettled: settings that each of the latest eager runs changed.
     """
 
@@ -100,8 +101,8 @@ class GraphBuilder:
         result, observer, trace = self._run_on_capture_stream(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        alone = observer.gpu is not None and not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in call.leaves)
-        self.ran_on = observer.gpu if alone and device_of_state(call.module).type == "cpu" else None
+        if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in call.leaves):  # of others, arguments tell
+            self.ran_on = observer.gpu if device_of_state(call.module).type == "cpu" else None
         if arguments is not None:
             self._learn_hosts(call, arguments)
         changed = call.layout.settings.difference()

@@ -59,7 +59,8 @@ _grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
-_RUNS_TO_SETTLE = 3  # of a capture whose first runs change settings of torch
+# Of a capture whose first runs change settings of torch, show the GPU, and show which CPU tensors are moved there.
+_RUNS_TO_SETTLE = 4
 
 
 class CudaGraphWrapper(Sleeps, Graphed):
@@ -421,9 +422,7 @@ class GraphRunner:
         self._forget()
 
     def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
-        device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
-        if device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            device = self._device_of_kernels(module)
+        device = self.device_for(module, leaves)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
         known = self.builder
@@ -450,8 +449,15 @@ class GraphRunner:
             known.ran_on = ran_on
         return known
 
-    def _device_of_kernels(self, module: Any) -> torch.device:
-        """Return the device of a call whose arguments are on the CPU: its weights', or else its latest kernels'."""
+    def device_for(self, module: Any, leaves: Sequence[Any]) -> torch.device:
+        """Return the device of a call: its arguments', or, if all are on the CPU, its weights' or its latest kernels'.
+
+        Raises:
+            CannotBind: no argument is a tensor, and batch dimensions count.
+        """
+        device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
+        if device.type != "cpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return device
         device = device_of_state(module)
         ran_on = None if self.builder is None else self.builder.ran_on
         return ran_on if device.type == "cpu" and ran_on is not None else device

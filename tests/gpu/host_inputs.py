@@ -102,6 +102,14 @@ class Indexes(nn.Module):
         return self.table[ids] * 2
 
 
+class Attends(Moves):
+    """A layer of torch's own that has a fast path, which no mode may hide from a capture."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(move)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True).to(GPU)
+
+
 class Reads(Moves):
     """Uses what it is passed on the CPU before it moves it."""
 
@@ -282,6 +290,61 @@ def lengths() -> Outcome:
     return wrapped, ((wrapped(x), plain(x)) for x in given)
 
 
+def lengths_and_draws() -> Outcome:
+    """A module of any length that draws random numbers on the GPU, each call after the same seed as eager's."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).to(GPU)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = F.dropout(self.layer(x.to(GPU)), training=True)
+            return out
+
+    model = Drops().eval()
+    plain = copy.deepcopy(model)
+    settings: Any = {"length_dims": {"x": 1}, "lengths": [8, 16], "capture_sizes": SIZES, "progress": False}
+    wrapped: Any = sg.wrap(model, **settings)
+
+    def calls() -> Iterator[tuple[Tensor, Tensor]]:
+        for call in range(CALLS):
+            x = torch.randn(rows_of(call), 3 + call % 11, WIDTH)
+            torch.manual_seed(call)
+            found = wrapped(x)
+            torch.manual_seed(call)
+            yield found, plain(x)
+
+    return wrapped, calls()
+
+
+def alternating() -> Callable[[int], Tensor]:
+    """Make inputs on the CPU and on the GPU, in turn."""
+    count = iter(range(CALLS))
+    return lambda rows: batch(rows) if next(count) % 2 else batch(rows).to(GPU)
+
+
+class ReadsAList(Moves):
+    """Makes a tensor of a list of numbers that lie in what it is passed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.move(x)) * torch.tensor([row[0] for row in x], device=GPU)[:, None]
+        return out
+
+
+def ones_first() -> Callable[[int], Tensor]:
+    """Make rows that begin with one number for as long as graphs are captured and proven, and with others later."""
+    count = iter(range(CALLS))
+
+    def given(rows: int) -> Tensor:
+        x = batch(rows)
+        if next(count) < 24:
+            x[:, 0] = 1
+        return x
+
+    return given
+
+
 def image_break() -> Outcome:
     """A piecewise graph whose eager break is passed the CPU tensor."""
 
@@ -334,6 +397,10 @@ class AnyDtype(Moves):
 CASES: dict[str, tuple[Callable[[], Outcome], int]] = {
     "function": (function, 80),
     "lengths": (lengths, 60),
+    "lengths-draws": (lengths_and_draws, 0),
+    "alternating": (lambda: module(Alone(to), alternating()), 60),
+    "attention": (lambda: module(Attends(to), lambda rows: torch.randn(rows, 5, WIDTH)), 80),
+    "list": (lambda: module(ReadsAList(to), ones_first()), 0),
     "issue": (lambda: module(Moves(later)), 80),
     "to": (lambda: module(Moves(to)), 80),
     "cuda": (lambda: module(Moves(lambda x: x.cuda())), 80),
@@ -375,6 +442,8 @@ MORE_REASONS = {
     "copy-later": {"padding_shows"},
     "other-kinds": {"empty_batch"},
     "used-on-the-cpu": {"wrong_device"},
+    "list": {"wrong_device"},
+    "lengths-draws": {"length_padding", "padding_shows"},
     "generation": {"wrong_device", "switched_off", "prefill", "too_short"},
 }
 

@@ -65,10 +65,10 @@ def test_elements_count_and_not_how_they_lie() -> None:
     assert not scale.holds(torch.tensor([[1, 0], [2, 0]])[:, 1])
 
 
-def seen(scale: Tensor, operator: Callable[[Tensor], object]) -> HostArguments:
+def seen(scale: Tensor, operator: Callable[[Tensor], object], *, by_value: bool = False) -> HostArguments:
     """What a run that does this with `scale` shows."""
     arguments = HostArguments()
-    arguments.add("scale", scale)
+    arguments.add("scale", scale, by_value=by_value)
     with HostWarmup(torch.device("meta"), arguments).following():
         operator(scale)
     return arguments
@@ -98,13 +98,44 @@ def test_a_small_one_has_a_static_input_once_a_run_moved_it(move: Callable[[Tens
     reader, scale = CallReader(forward, CudaGraphConfig()), torch.ones(2)
     call = torch.empty(3, 4, device="meta"), scale
     assert kinds(reader, *call) == [TensorArg, HostArg]
-    assert reader.learn_hosts(seen(scale, move))
+    assert reader.learn_hosts(seen(scale, move, by_value=True))
     assert kinds(reader, *call) == [TensorArg, HostInput]
     assert not reader.learn_hosts(seen(scale, move))
     assert reader.learn_hosts(seen(scale, lambda t: (move(t), t.tolist())))
     assert kinds(reader, *call) == [TensorArg, HostArg]
     assert not reader.learn_hosts(seen(scale, move))  # some call reads it
     assert kinds(reader, *call) == [TensorArg, HostArg]
+
+
+def test_what_a_run_shows_is_news_only_if_the_call_is_now_read_otherwise() -> None:
+    scale = torch.ones(2)
+    for move, by_value, news in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        reader = CallReader(forward, CudaGraphConfig())
+        found = seen(scale, lambda t, move=move: t.to("meta") if move else t * 2, by_value=by_value)
+        assert reader.learn_hosts(found) is news
+
+
+def test_names_of_cpu_tensors_are_not_kept_for_ever() -> None:
+    reader = CallReader(forward, CudaGraphConfig())
+    for request in range(5000):
+        arguments = HostArguments()
+        arguments.moved.add(f"requests.{request}")
+        reader.learn_hosts(arguments)
+    assert len(reader._hosts) < 5000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    ],
+)
+def test_a_cpu_tensor_that_does_not_know_its_size_is_opaque(given: Callable[[], Tensor]) -> None:
+    with pytest.raises(CannotBind, match="scale") as caught:
+        read(given())
+    assert caught.value.reason is Reason.OPAQUE_ARGUMENT
 
 
 def test_without_a_tensor_on_the_device_one_on_the_cpu_tells_the_batch_size() -> None:
@@ -121,6 +152,10 @@ def test_without_a_tensor_on_the_device_one_on_the_cpu_tells_the_batch_size() ->
     ("use", "said"),
     [
         (lambda t: t.tolist(), "Tensor.tolist"),
+        (lambda t: torch.tensor([t[0], 1.0]), "torch.tensor"),
+        (lambda t: torch.as_tensor(data=[[t[0]], [1.0]]), "torch.as_tensor"),
+        (lambda t: torch.asarray((t[0], t[1])), "torch.asarray"),
+        (lambda t: torch.empty(2, device="meta").new_tensor([t[0]]), "Tensor.new_tensor"),
         (lambda t: t.numpy(), "Tensor.numpy"),
         (lambda t: numpy.asarray(t), "Tensor.__array__"),
         (lambda t: f"{t[0]}", "Tensor.__format__"),

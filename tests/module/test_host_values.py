@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from simplegraph.serve.builder import GraphBuilder
 from tests.support.meta_device import use_meta_device
 
 pytestmark = pytest.mark.usefixtures("on_meta")
@@ -292,6 +293,14 @@ def test_a_large_cpu_argument_that_is_used_there_runs_eagerly_and_names_the_line
     assert model.graph_stats.eager[Reason.WRONG_DEVICE] == 4
     (detail,) = [text for text in str(model.graph_report()).splitlines() if "wrong_device" in text]
     assert "x is on the CPU" in detail
+
+
+def test_capture_graphs_tries_once_where_what_it_learns_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, build = [], GraphBuilder.build
+    monkeypatch.setattr(GraphBuilder, "build", lambda *args, **how: (tries.append(1), build(*args, **how))[1])
+    model = sg.wrap(Moves(MOVES["to"]).eval(), **SETTINGS)
+    model.capture_graphs(torch.randn(2, 4))
+    assert (model.graph_stats.captures, len(tries)) == (1, 1)  # each try runs the forward for real
 
 
 def test_capture_graphs_learns_from_its_warmup_how_cpu_arguments_are_used() -> None:
