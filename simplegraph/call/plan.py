@@ -53,6 +53,7 @@ class Plan:
         addresses: of the static inputs, by name.
         guarded: some calls with such arguments must run eagerly; `refusal` says which.
         debug: replays check addresses before.
+        waits: a call returns when its inputs are copied, and the caller may overwrite them.
         differentiable: calls under grad mode have a history.
     """
 
@@ -93,7 +94,7 @@ class Plan:
         self._same = compared_pairs(args)
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
         # Where eager's copy from the CPU is over when the call returns, so is the replay's.
-        self._waits = not hosted.isdisjoint(call.binding.waited)
+        self.waits = not hosted.isdisjoint(call.binding.waited)
         # Eager breaks run with what is on the CPU.
         self._hosts = [(index, inputs.inputs[arg.name]) for index, arg in enumerate(args) if arg.name in hosted]
         self._hosts = self._hosts if self.program.breaks else []
@@ -254,7 +255,7 @@ class Plan:
         try:
             if copies is not NOTHING or self.padding:
                 self.load(copies)
-            copied = self.device.mark() if self._waits else None
+            copied = self.device.mark() if self.waits else None
             for index, static in self._hosts:
                 static.fill_host(leaves[index], self.padded)
             self.table.replay(self.graph, self.padding)

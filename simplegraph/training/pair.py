@@ -239,7 +239,10 @@ class PairReplay:
         plan.table.order_streams()
         if copies is not NOTHING:
             plan.load(copies)
+        copied = plan.device.mark() if plan.waits else None
         plan.table.replay(plan.graph)
+        if copied is not None:  # while the graph runs
+            copied.wait()
         self._versions = list(map(_version, plan.read))
         return [output.clone() for output in plan.program.outputs]
 

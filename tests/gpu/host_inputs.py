@@ -231,6 +231,33 @@ def pair() -> Outcome:
     return wrapped, calls()
 
 
+def overwritten_pair() -> Outcome:
+    """A module that trains, whose forward waits for the copy of a pinned tensor that is overwritten at once."""
+    torch.manual_seed(0)
+    plain = Moves(to).train()
+    model = copy.deepcopy(plain)
+    wrapped: Any = sg.wrap(model, training=True)
+    memory, busy = torch.empty(4, WIDTH).pin_memory(), torch.randn(4096, 4096, device=GPU)
+
+    def calls() -> Iterator[tuple[Tensor, Tensor]]:
+        with torch.enable_grad():
+            for call in range(CALLS):
+                x = batch(4)
+                expected = plain(x)
+                memory.copy_(x)
+                busy @ busy  # the copy waits behind it
+                found = wrapped(memory)
+                if call > 10:  # a proof looks at the arguments again in the backward
+                    memory.fill_(float("nan"))
+                found.square().mean().backward()
+                expected.square().mean().backward()
+                yield wrapped.layer.weight.grad.clone(), plain.layer.weight.grad.clone()
+                for each in (wrapped, plain):
+                    each.zero_grad()
+
+    return wrapped, calls()
+
+
 def generation() -> Outcome:
     """Ids on the CPU beside a model on the GPU: `generate` says what plain `generate` says."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -432,6 +459,7 @@ CASES: dict[str, tuple[Callable[[], Outcome], int]] = {
     "used-on-the-cpu": (lambda: module(Reads(to)), 0),
     "train-step": (data_loader_step, 90),
     "pair": (pair, 60),
+    "pair-overwritten": (overwritten_pair, 60),
     "generation": (generation, 1),
 }
 NEEDS_TRANSFORMERS = {"generation"}
@@ -468,7 +496,7 @@ def check(name: str) -> None:
 def main(name: str) -> None:
     """Run a case and print how it went."""
     torch.manual_seed(0)
-    grad = name in ("train-step", "pair")
+    grad = name in ("train-step", "pair", "pair-overwritten")
     with contextlib.nullcontext() if grad else torch.inference_mode() if name == "issue" else torch.no_grad():
         by, calls = CASES[name][0]()
         apart = max(_apart(found, expected) for found, expected in calls)

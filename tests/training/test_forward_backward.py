@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.call.plan import Plan
 from simplegraph.device.select import graph_device
+from simplegraph.training.pair import PairPlan
 from tests.module.answers import reasons
 from tests.training.models import MODELS, ROWS, WIDTH, assert_same, batches, made, mlp, state, train, twins
 
@@ -67,6 +68,20 @@ def test_training_is_eagers_to_the_bit(device, name, optimizer):
         "FORWARD": (48, "exact"),
         "BACKWARD": (48, "exact"),
     }
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_replay_waits_for_copies_from_the_cpu_as_eager_does(device, waits, monkeypatch):
+    waited = []
+    mark = type("Mark", (), {"wait": lambda self: waited.append(1)})()
+    _, model = captured(linear, device)
+    # As for a pinned tensor that is moved by a copy which waits: the caller may overwrite it.
+    monkeypatch.setattr(PairPlan, "waits", property(lambda plan: waits, lambda plan, value: None), raising=False)
+    monkeypatch.setattr(type(graph_device(device)), "mark", lambda of: mark)
+    before = model.graph_stats.replays
+    step(model, batches(1, device)[0][0])
+    assert model.graph_stats.replays > before
+    assert waited == [1] * waits
 
 
 class Flattening(nn.LSTM):
