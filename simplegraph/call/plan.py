@@ -193,8 +193,8 @@ class Plan:
                 sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
-        # From ordinary memory of the CPU such a copy returns when it has read all; from pinned memory it is as eager's
-        # is, or `replay` waits for it.
+        # From ordinary memory of the CPU such a copy returns when it has read all. From pinned memory it goes on, as
+        # eager's does, unless `replay` waits for it.
         if len(sources) == 1:
             targets[0].copy_(sources[0], True)
         elif sources:

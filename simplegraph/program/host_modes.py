@@ -7,12 +7,12 @@ watches them, and refused where writes to them would not show, as are random num
 CPU.
 
 Not seen, because torch shows it to no mode: `.tolist()` and `.numpy()` of a CPU tensor from before (`.item()` is seen),
-one that tells `torch.tensor_split` where to split, what NumPy computes, and writes to a CPU tensor through NumPy; of a
-tensor above 64 bytes, also a later write through `.data` that leaves all sampled bytes as they were. A NumPy array that
-becomes a tensor in the forward counts as a tensor from before. On the emulator, whose device is the CPU, all CPU
-tensors are taken for the device's: there a list of numbers is a constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and
-everything else is captured like work of the device, so that it shows neither stale CPU values nor CPU random numbers,
-writes and outputs.
+one that tells `torch.tensor_split` where to split, one in a list that `torch.tensor` takes, what NumPy computes, and
+writes to a CPU tensor through NumPy; of a tensor above 64 bytes, also a later write through `.data` that leaves all
+sampled bytes as they were. A NumPy array that becomes a tensor in the forward counts as a tensor from before. On the
+emulator, whose device is the CPU, all CPU tensors are taken for the device's: there a list of numbers is a constant
+(`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and everything else is captured like work of the device, so that it shows
+neither stale CPU values nor CPU random numbers, writes and outputs.
 
 CPU tensors that the forward is passed are followed by name (`HostArguments`). One that it moves to the device as it is
 has a static input there, which a capture reads in its place.
