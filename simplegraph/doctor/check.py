@@ -20,12 +20,12 @@ from simplegraph.base.failures import BREAK, user_location
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
-from simplegraph.call.inputs import batch_dim_of
+from simplegraph.call.inputs import HostInput, batch_dim_of
 from simplegraph.call.outputs import unreturnable
-from simplegraph.call.signature import CallReader, known_arguments
+from simplegraph.call.signature import CallReader, device_of, known_arguments
 from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
-from simplegraph.guard.survey import HeldTensor, held_tensors
+from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
@@ -259,11 +259,20 @@ class ModuleTrial:
         reader = CallReader(module.forward, config, known_arguments(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
-            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, ())
+            device = device_of(self._leaves)
+            device = device_of_state(module) if device.type == "cpu" else device
+            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, (), device)
         except CannotBind as error:
             raise InputError(f"check cannot use these inputs: {error.explained}") from None
-        first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
-        self._device = graph_device(first.device)
+        pairs = zip(self._leaves, self._args, strict=True)
+        hosted = [(leaf.nbytes, arg.name) for leaf, arg in pairs if isinstance(arg, HostInput)]
+        if hosted:
+            _, moved = max(hosted)  # beside it on the device, a number may stay on the CPU
+            raise InputError(
+                f"check compares runs on {device}, and {moved} is on the CPU: pass {moved}.to({str(device)!r}). "
+                "A wrapped module may be called with either, if its forward moves what it is passed."
+            )
+        self._device = graph_device(device)
         self._before_all = Snapshot(module)
         held = (entry for entry in held_tensors(module) if has_address(entry.tensor))
         self._state = {name: part for entry in held for name, part in _named_parts(entry)}

@@ -317,6 +317,13 @@ def test_a_module_in_training_mode_is_refused(device):
         sg.check(nn.Linear(WIDTH, WIDTH).to(device), rows(device))
 
 
+def test_an_input_on_the_cpu_of_a_module_on_another_device_is_refused_with_what_to_pass(monkeypatch):
+    monkeypatch.setattr("simplegraph.doctor.check.device_of_state", lambda module: torch.device("meta"))
+    model = module_of("cpu", lambda m, x: x.to("meta") @ m.weight.to("meta"))
+    with pytest.raises(sg.InputError, match=r"args.0 is on the CPU: pass args.0.to\('meta'\)"):
+        sg.check(model, rows("cpu"))
+
+
 def test_inputs_without_a_tensor_are_refused(device):
     with pytest.raises(sg.InputError, match="tensor"):
         sg.check(module_of(device, lambda m, n: n), 3)

@@ -372,3 +372,20 @@ def test_graph_memory_grows_little_with_the_number_of_sizes() -> None:
     many = captured(module, example, capture_sizes=[256 * n for n in range(1, 17)]).graph_stats.graph_bytes
     assert one >= 4096 * 1024 * 4
     assert many <= 2 * one
+
+
+class MovesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.to("cuda"))
+        return out
+
+
+def test_check_takes_what_its_message_says_of_an_input_on_the_cpu() -> None:
+    model, x = MovesItself().eval(), torch.randn(5, 64)
+    with pytest.raises(sg.InputError, match=r"x is on the CPU: pass x.to\('cuda:0'\)"):
+        sg.check(model, x)
+    assert sg.check(model, x.to("cuda:0")).capturable
