@@ -455,8 +455,10 @@ class KnownCalls:
             binding.counted.clear()  # it may be another object by now, or other code
 
     def clear(self) -> None:
-        """Forget all layouts and signatures."""
+        """Forget all layouts and signatures, and how CPU tensors are used."""
         self.drop_plans()
+        if self._reader is not None:
+            self._reader.hosts.clear()
         for binding in self.bindings.values():
             binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
         self.bindings.clear()

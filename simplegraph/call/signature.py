@@ -153,6 +153,8 @@ class CallReader:
 
     Attributes:
         lessons: how often there was something to learn: an eager run that was observed, or a capture.
+        hosts: by the name of a CPU tensor that is passed to a forward on another device, where it is used on the CPU;
+            an empty text if it is only moved.
     """
 
     def __init__(
@@ -164,8 +166,7 @@ class CallReader:
         self._config, self._known = config, known
         self._exact = config.exact_shapes
         self.lessons = 0
-        # By the name of a CPU tensor passed beside a GPU: where the forward uses it on the CPU; "" if it only moves it.
-        self._hosts: dict[str, str] = {}
+        self.hosts: dict[str, str] = {}
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         check_names(forward, config)
@@ -254,7 +255,7 @@ class CallReader:
         Raises:
             CannotBind: the forward uses it on the CPU, and it is too large to be compared at every call.
         """
-        where = self._hosts.get(name)
+        where = self.hosts.get(name)
         if where is None:
             return beside and tensor.nbytes <= WATCHED_BYTES
         if where and tensor.nbytes > WATCHED_BYTES:
@@ -267,11 +268,11 @@ class CallReader:
         One that some run used on the CPU is never taken for one that the forward only moves.
         """
         known = dict.fromkeys(seen.moved, "") | seen.read
-        new = {name: where for name, where in known.items() if not self._hosts.get(name)}
+        new = {name: where for name, where in known.items() if not self.hosts.get(name)}
         by_value = {name for key, names in seen.names.items() if key not in seen.static for name in names}
-        self._hosts |= new
-        while len(self._hosts) > _MAX_HOSTS:
-            del self._hosts[next(iter(self._hosts))]
+        self.hosts |= new
+        while len(self.hosts) > _MAX_HOSTS:
+            del self.hosts[next(iter(self.hosts))]
         return any((name in by_value) is not bool(where) for name, where in new.items())
 
     def _check_tensors(

@@ -121,7 +121,7 @@ def test_names_of_cpu_tensors_are_not_kept_for_ever() -> None:
         arguments = HostArguments()
         arguments.moved.add(f"requests.{request}")
         reader.learn_hosts(arguments)
-    assert len(reader._hosts) < 5000
+    assert len(reader.hosts) < 5000
 
 
 @pytest.mark.parametrize(

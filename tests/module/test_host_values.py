@@ -295,6 +295,18 @@ def test_a_large_cpu_argument_that_is_used_there_runs_eagerly_and_names_the_line
     assert "x is on the CPU" in detail
 
 
+def test_reset_graphs_forgets_that_a_cpu_argument_was_used_on_the_cpu() -> None:
+    model = sg.wrap(Moves(USES["computes"]).eval(), **SETTINGS)
+    model(torch.randn(2, 16))
+    model.move = lambda m, t: t.to("meta") * 2
+    model(torch.randn(2, 16))
+    assert model.graph_stats.eager[Reason.WRONG_DEVICE] == 1
+    model.reset_graphs()
+    for _ in range(4):
+        model(torch.randn(2, 16))
+    assert (model.graph_stats.captures, model.graph_stats.eager[Reason.WRONG_DEVICE]) == (1, 1)
+
+
 def test_capture_graphs_tries_once_where_what_it_learns_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tries, build = [], GraphBuilder.build
     monkeypatch.setattr(GraphBuilder, "build", lambda *args, **how: (tries.append(1), build(*args, **how))[1])
