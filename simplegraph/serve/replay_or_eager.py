@@ -274,7 +274,7 @@ class GraphRunner:
                 try:
                     anchor = layout.anchor
                     size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
-                except (TypeError, AttributeError, IndexError):
+                except Exception:  # no tensor by now, or one without a shape, such as a nested one
                     continue
                 plan = layout.plans.get(size if context is None else (size, context.batch))
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
