@@ -14,9 +14,10 @@ import dis
 import functools
 import inspect
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import PROXIES, attribute_of, behind, by_class, class_member, own_dict
+from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, is_library, restore
@@ -255,6 +257,7 @@ def _is_module(value: Any) -> bool:
 
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
@@ -421,6 +424,7 @@ class GraphedFunction(Generic[P, R]):
     Args:
         function: what it stands for.
         wrapped: the module made of it, wrapped.
+        again: makes one of another function, with settings; None if there can be no other.
     """
 
     # What it offers beside being called; `__getattr__` gets them from the wrapped module.
@@ -435,9 +439,12 @@ class GraphedFunction(Generic[P, R]):
     sleep: Callable[..., Any]  # returns a SleepReport
     wake: Callable[..., None]
 
-    def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
+    def __init__(
+        self, function: Callable[P, R], wrapped: Any, again: Callable[..., GraphedFunction[Any, Any]] | None = None
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._wrapped = wrapped
+        self._again = again
         self._grad_mode = _decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -455,6 +462,55 @@ class GraphedFunction(Generic[P, R]):
             else runner.lengths.call(runner, wrapped, args, kwargs)
         )
         return result
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> GraphedFunction[P, R]: ...
+    @overload
+    def __get__(
+        self: GraphedFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> GraphedFunction[Q, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> GraphedFunction[Any, R]:
+        """Bind a method of a class body: each instance has graphs of its own, kept in its ``__dict__``.
+
+        Raises:
+            ConfigError: the instance has no such dict.
+        """
+        function: Any = vars(self)["__wrapped__"]
+        if instance is None or self._again is None or class_member(type(function), "__get__") is None:
+            return self
+        instance = plain(instance)
+        bound = function.__get__(instance, owner)
+        if type(bound) is not types.MethodType or bound.__self__ is not instance:  # of a static method
+            return self
+        held = own_dict(instance)
+        if type(held) is not dict:
+            what = "a class" if issubclass(type(instance), type) else f"a {type(instance).__name__} without a __dict__"
+            raise ConfigError(
+                f"@simplegraph.wrap on {function.__qualname__} got {what}, which has no place for graphs of its own. "
+                'Name "__dict__" in its __slots__; for a class method, leave @simplegraph.wrap away and wrap the bound '
+                "method: run = simplegraph.wrap(Class.method)."
+            )
+        name = function.__qualname__
+        found = held.get(name)
+        if found is None or vars(found)["__wrapped__"] != bound:  # of what this is a shallow copy of
+            runner = self._wrapped._graph_runner
+            found = held[name] = self._again(bound, runner.settings, pool=runner._pool)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the function with these settings; by its name if that leads here, as of a decorator."""
+        if self._again is None:
+            return super().__reduce_ex__(protocol)
+        own = vars(self)
+        found, name = sys.modules.get(str(own.get("__module__"))), str(own.get("__qualname__"))
+        for part in name.split("."):
+            found = (own_dict(found) or {}).get(part)
+        return name if found is self else (self._again, (own["__wrapped__"], self._wrapped._graph_runner.settings))
+
+    def __prepare_scriptable__(self) -> Callable[P, R]:
+        """Return the function itself: torch.jit.script compiles that, without graphs."""
+        function: Callable[P, R] = vars(self)["__wrapped__"]
+        return function
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, from example arguments; see `CudaGraphWrapper.capture_graphs`."""

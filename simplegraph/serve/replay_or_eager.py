@@ -66,6 +66,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
     """
 
     cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+    # torch.jit.script compiles all properties of a class but these.
+    __jit_unused_properties__: ClassVar[list[str]] = ["_graph_runner", "graph_manager", "graph_stats"]
 
     def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
         others: dict[str, Any] = {**settings}  # of another base

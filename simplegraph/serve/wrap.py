@@ -141,7 +141,7 @@ def wrap(
         if settings.get("training"):
             raise ConfigError("wrap got a function and training=True, which is for modules; a step is for train_step.")
         made = wrap(FunctionModule(module), config or CudaGraphConfig(), pool=pool, ranks=ranks, **settings)
-        return GraphedFunction(module, made)
+        return GraphedFunction(module, made, wrap)
     if config is None:
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
     module = unwrap(module)
@@ -201,12 +201,14 @@ def _graphed(original: Any) -> type[nn.Module]:
     def shallow_copy(self: Any) -> Any:
         return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
 
+    unscripted = getattr(original, "__jit_unused_properties__", ())
     members: dict[str, Any] = {
         "__slots__": ("_graph_original", "_graph_runner"),
         "__new__": new,
         "__copy__": shallow_copy,
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
+        "__jit_unused_properties__": [*CudaGraphWrapper.__jit_unused_properties__, *unscripted],
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
     return subclass(original, members, *mixins)  # type: ignore[no-any-return]
