@@ -263,6 +263,7 @@ R = TypeVar("R")
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
 _MOST_CHANGES = 3  # new values in a row, each within a few looks after the last, from which on calls run eagerly
 _OFTEN = 8  # looks: so few after the last, and until a value holds for more
+_PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
     "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
@@ -289,9 +290,11 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.training = False
-        self.values = ReachedValues(attribute_of(function, "__qualname__") or type(function).__qualname__)
+        named = function.__func__ if type(function) is types.MethodType else function
+        self.values = ReachedValues(attribute_of(named, "__qualname__") or type(function).__qualname__)
         self._function = function
         self._reach = Reach()
+        self._proxied: list[str] = []
         self.reached: dict[str, Any] = {}
 
         @functools.wraps(function)
@@ -310,7 +313,10 @@ class FunctionModule(nn.Module):
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
         places = self._find_places()
         self.values.use(places)
-        restore(self._modules, {place.name: place.value for place in places if _is_module(place.value)})
+        self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
+        restore(
+            self._modules, {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
+        )
         restore(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
@@ -319,7 +325,7 @@ class FunctionModule(nn.Module):
     def _may_hold(self, place: CodePlace) -> bool:
         """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
         value, home = place.value, type(place.value).__module__
-        listed = issubclass(type(value), ATOMS) or _is_module(value) or id(value) in self._reach.opened
+        listed = issubclass(type(value), (*ATOMS, nn.Module)) or id(value) in self._reach.opened
         return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
     def held(self) -> list[dict[str, Any]]:
@@ -327,9 +333,15 @@ class FunctionModule(nn.Module):
         return [self.reached]
 
     def state(self) -> Hashable:
-        """Return the plain values that the function may read, as a key. Raises CannotBind if it changes them itself."""
+        """Return the plain values that the function may read, as a key.
+
+        Raises:
+            CannotBind: it changes them itself, or reaches a module by a weak proxy.
+        """
         if self.values.moved():
             self.resolve()
+        if self._proxied:
+            raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
         return self.values.state()
 
     # What a function that does more than return a result lets graphs know.
@@ -556,9 +568,9 @@ def check_function(function: Any, what: str) -> None:
         raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
     try:
         inspect.signature(function)
-    except (TypeError, ValueError):
+    except Exception:  # a callable object may refuse to be asked
         raise ConfigError(
-            f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
+            f"{what} got a {type(function).__name__}, whose arguments Python does not know; put it into a function of your own."
         ) from None
 
 

@@ -471,7 +471,9 @@ def _is_closed(value: Any, breaks: bool) -> bool:
     if not issubclass(kind, _CODE):
         return False
     is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
-    return is_break or is_library(attribute_of(value, "__name__") if issubclass(kind, types.ModuleType) else value.__module__)
+    return is_break or is_library(
+        attribute_of(value, "__name__") if issubclass(kind, types.ModuleType) else value.__module__
+    )
 
 
 def _is_globals(value: Any) -> bool:

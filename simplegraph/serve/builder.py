@@ -330,7 +330,9 @@ class GraphBuilder:
         """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
         table = self.manager.table
         programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
-        outputs = ((at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if issubclass(type(leaf), Tensor))
+        outputs = (
+            (at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if issubclass(type(leaf), Tensor)
+        )
         call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
 
     def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
