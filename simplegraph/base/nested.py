@@ -251,7 +251,7 @@ def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:
     for key, item in zip(keys, children[: len(keys)], strict=True):
         base.__setitem__(mapping, key, item)
     if attributes or repeated:
-        held = own_dict(mapping)
+        held = vars(mapping)
         held.update((name, base.__getitem__(mapping, name)) for name in repeated)
         held.update(zip(attributes, children[len(keys) :], strict=True))
     return mapping

@@ -21,7 +21,7 @@ from simplegraph.base.tensors import memory_order
 from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
 from simplegraph.guard.torch_state import TorchSettings
 
-_ROUTINES = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
+_ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
 _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
 
@@ -369,7 +369,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     Raises:
         CannotBind: no leaf is a tensor, and there is no default.
     """
-    devices = [leaf.device for leaf in leaves if issubclass(type(leaf), Tensor)]
+    devices: list[torch.device] = [leaf.device for leaf in leaves if issubclass(type(leaf), Tensor)]
     if default is not None:
         devices.insert(0, default)
     if not devices:

@@ -314,9 +314,8 @@ class FunctionModule(nn.Module):
         places = self._find_places()
         self.values.use(places)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
-        restore(
-            self._modules, {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
-        )
+        modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
+        restore(self._modules, modules)
         restore(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
@@ -514,7 +513,8 @@ class GraphedFunction(Generic[P, R]):
         if self._again is None:
             return super().__reduce_ex__(protocol)
         own = vars(self)
-        found, name = sys.modules.get(str(own.get("__module__"))), str(own.get("__qualname__"))
+        found: Any = sys.modules.get(str(own.get("__module__")))
+        name = str(own.get("__qualname__"))
         for part in name.split("."):
             found = (own_dict(found) or {}).get(part)
         return name if found is self else (self._again, (own["__wrapped__"], self._wrapped._graph_runner.settings))
@@ -555,7 +555,7 @@ def computes_gradients(module: nn.Module) -> bool:
 
 def check_function(function: Any, what: str) -> None:
     """Refuse what is no function that a graph can stand for. Raises ConfigError."""
-    if isinstance(function, nn.Module):
+    if issubclass(type(function), nn.Module):
         expected = "expected a function that calls it, its backward and the optimizer"
         instead = "For graphs of its forward and backward alone: wrap(module, training=True)"
         raise ConfigError(f"{what} got a {type(function).__name__}, a module; {expected}. {instead}.")
@@ -564,14 +564,15 @@ def check_function(function: Any, what: str) -> None:
     if isinstance(function, torch.jit.ScriptFunction):
         raise ConfigError(f"{what} got a TorchScript function; wrap the Python function it was made from.")
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    if any(kind(function) for kind in kinds):
-        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
     try:
+        is_deferred = any(kind(function) for kind in kinds)
         inspect.signature(function)
     except Exception:  # a callable object may refuse to be asked
         raise ConfigError(
-            f"{what} got a {type(function).__name__}, whose arguments Python does not know; put it into a function of your own."
+            f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
+    if is_deferred:
+        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
 
 
 def _decorated_mode(function: Any) -> Callable[[], Any] | None:

@@ -134,7 +134,7 @@ def wrap(
             f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
             "wrap(module, capture_sizes=[1, 2, 4])."
         )
-    if not isinstance(module, nn.Module):
+    if not issubclass(type(module), nn.Module):  # a mock of one is a function
         if isinstance(module, GraphedFunction):
             config, module = config or module._wrapped._graph_runner.settings, vars(module)["__wrapped__"]
         check_function(module, "wrap")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import gc
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph import Reason
+from simplegraph import ConfigError, Reason
 from simplegraph.base.nested import constant_key
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -166,10 +167,8 @@ def by_name(thing: Any, weight: Tensor) -> Any:
     """Read an attribute of it, which eager lets fail."""
 
     def forward(x: Tensor) -> Tensor:
-        try:
+        with contextlib.suppress(RuntimeError, AttributeError, ReferenceError):
             thing.scale  # noqa: B018
-        except (RuntimeError, AttributeError, ReferenceError):
-            pass
         return x * weight
 
     return forward
@@ -265,12 +264,11 @@ def test_a_module_behind_a_weak_proxy_runs_eagerly(device: torch.device) -> None
         assert torch.equal(wrapped(x), held["layer"](x))
     assert wrapped.graph_stats.eager[Reason.PYTHON_STATE] == 4
     assert "layer is a weak proxy of a module" in str(wrapped.graph_report())
-    direct = held["layer"]
-    remedy = sg.wrap(lambda x: direct(x), capture_sizes=[2], progress=False)
+    remedy = sg.wrap(lambda x: held["layer"](x), capture_sizes=[2], progress=False)
     for _ in range(4):
-        assert torch.equal(remedy(x), direct(x))
+        assert torch.equal(remedy(x), held["layer"](x))
     assert remedy.graph_stats.replays
-    del held["layer"], direct, remedy
+    del held["layer"], remedy
     gc.collect()
     with pytest.raises(ReferenceError):
         wrapped(x)
@@ -324,3 +322,21 @@ def test_equal_values_of_a_class_that_compares_otherwise_are_told_apart() -> Non
     assert constant_key(Fraction(0.0)) != constant_key(Fraction(-0.0))
     assert constant_key(Level.low) == constant_key(Level.low)
     assert constant_key(True) is True
+
+
+def test_a_mock_or_an_object_that_refuses_is_wrapped_or_refused_in_words(device: torch.device) -> None:
+    x = torch.ones(2, 4, device=device)
+    model = sg.wrap(mock.Mock(spec=nn.Module, return_value=None))
+    assert model(x) is None
+
+    class Calls(Unread):
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    calls = Calls()
+    with pytest.raises(ConfigError, match="put it into a function of your own"):
+        sg.wrap(calls)
+    remedy = sg.wrap(lambda x: calls(x))
+    for _ in range(4):
+        assert torch.equal(remedy(x), x * 2)
+    assert remedy.graph_stats.replays

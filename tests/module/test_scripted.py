@@ -1,4 +1,4 @@
-"""Modules and functions with graphs are compiled, traced and exported as the plain ones: what comes out has no graphs."""
+"""Modules and functions with graphs are compiled, traced and exported as the plain ones, without graphs."""
 
 from __future__ import annotations
 
