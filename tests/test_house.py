@@ -20,15 +20,15 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_086,
+    "base": 1_156,
     "batch": 293,
     "device": 1_703,
     "program": 1_690,
     "distributed": 210,
     "manager": 1_246,
-    "guard": 891,
-    "call": 1_248,
-    "serve": 917,
+    "guard": 961,
+    "call": 1_260,
+    "serve": 921,
 }
 # Extras, which the core would not miss.
 EXTRAS = {

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
-from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
+from simplegraph.base.objects import attribute_of, class_member, own_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ _ABSENT = object()
 _SLOT = types.MemberDescriptorType
 
 
-@by_class
+@functools.lru_cache(maxsize=1024)
 def _fields(kind: type) -> tuple[str, ...] | None:
     """Name the fields of a named tuple or a dataclass; None if an instance may hold more, as a list's subclass does."""
     in_c = [base for base in kind.__mro__ if type(vars(base).get("__new__")) is types.BuiltinFunctionType]

@@ -555,7 +555,7 @@ def computes_gradients(module: nn.Module) -> bool:
 
 def check_function(function: Any, what: str) -> None:
     """Refuse what is no function that a graph can stand for. Raises ConfigError."""
-    if issubclass(type(function), nn.Module):
+    if isinstance(function, nn.Module):
         expected = "expected a function that calls it, its backward and the optimizer"
         instead = "For graphs of its forward and backward alone: wrap(module, training=True)"
         raise ConfigError(f"{what} got a {type(function).__name__}, a module; {expected}. {instead}.")

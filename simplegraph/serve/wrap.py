@@ -127,6 +127,10 @@ def wrap(
     if isinstance(module, type) or not callable(module):
         expected = "expected a torch.nn.Module instance (use @cuda_graph for a class) or a function"
         raise ConfigError(f"wrap got {module!r}; {expected}.")
+    if isinstance(module, nn.Module) and not issubclass(type(module), nn.Module):
+        raise ConfigError(
+            f"wrap got a {type(module).__name__} that passes for a module; wrap a function that calls it."
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
     if config is not None and not isinstance(config, CudaGraphConfig):
@@ -134,7 +138,7 @@ def wrap(
             f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
             "wrap(module, capture_sizes=[1, 2, 4])."
         )
-    if not issubclass(type(module), nn.Module):  # a mock of one is a function
+    if not isinstance(module, nn.Module):
         if isinstance(module, GraphedFunction):
             config, module = config or module._wrapped._graph_runner.settings, vars(module)["__wrapped__"]
         check_function(module, "wrap")

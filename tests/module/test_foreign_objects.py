@@ -326,8 +326,12 @@ def test_equal_values_of_a_class_that_compares_otherwise_are_told_apart() -> Non
 
 def test_a_mock_or_an_object_that_refuses_is_wrapped_or_refused_in_words(device: torch.device) -> None:
     x = torch.ones(2, 4, device=device)
-    model = sg.wrap(mock.Mock(spec=nn.Module, return_value=None))
-    assert model(x) is None
+    mocked = mock.Mock(spec=nn.Module, side_effect=lambda x: x * 2)
+    with pytest.raises(ConfigError, match="a Mock that passes for a module; wrap a function that calls it"):
+        sg.wrap(mocked)
+    model = sg.wrap(lambda x: mocked(x))
+    for _ in range(4):
+        assert torch.equal(model(x), x * 2)
 
     class Calls(Unread):
         def __call__(self, x: Tensor) -> Tensor:
