@@ -23,7 +23,7 @@ CORE = {
     "base": 1_156,
     "batch": 293,
     "device": 1_703,
-    "program": 1_690,
+    "program": 1_677,
     "distributed": 210,
     "manager": 1_246,
     "guard": 961,

@@ -112,6 +112,7 @@ def wrap(
     A function, bound method or other callable is served the same way. The modules and tensors that it reaches through
     globals, its closure, defaults and the object that it belongs to are watched as a module's own are, and the plain
     values there (numbers, strings, flags) are part of the key, as arguments are. The result is a `GraphedFunction`.
+    On a method in a class body, ``@wrap`` gives each instance graphs of its own.
 
     Args:
         module: any `nn.Module` instance, or a function.
