@@ -152,7 +152,7 @@ class Plan:
                     or leaf.dtype is not dtype
                     or leaf.shape != shape
                     or leaf.get_device() != index
-                    or (index < 0 and leaf.is_meta)  # which has the index of a CPU tensor, and no data
+                    or (index < 0 and leaf.is_meta is not view.is_meta)  # the index of a CPU tensor, but no data
                 ):
                     return None
                 if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
