@@ -344,3 +344,29 @@ def test_a_mock_or_an_object_that_refuses_is_wrapped_or_refused_in_words(device:
     for _ in range(4):
         assert torch.equal(remedy(x), x * 2)
     assert remedy.graph_stats.replays
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_such_an_object_in_a_training_step_or_a_checked_module_is_not_asked(device: torch.device, thing: str) -> None:
+    held = THINGS[thing]()
+    layer = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    before = layer.weight.clone()
+
+    def train(x: Tensor) -> Any:
+        if x is held:
+            return None
+        loss = layer(x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = sg.train_step(train, optimizers=optimizer, progress=False)
+    x = torch.ones(2, 4, device=device)
+    with torch.enable_grad():
+        for _ in range(5):
+            step(x)
+    assert step.graph_stats.replays
+    assert torch.allclose(layer.weight, before - 0.5)
+    assert str(sg.check(in_module(held, torch.ones(4, device=device)), x))
