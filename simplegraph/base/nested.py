@@ -117,7 +117,7 @@ def opened_once(value: Any) -> Opened | None:
 
 def _opened_plain(value: Any) -> Opened | None:
     """Open a container of a known class, a registered one, or a dataclass."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
     if kind is dict or kind is OrderedDict:
