@@ -8,6 +8,7 @@ context         if this thread's calls run eagerly, and what `describe` says of 
 extras          lists in which extras register what the core asks for
 tensors         a tensor's memory, behind wrappers, too
 operators       operators as torch dispatches them
+objects         what the user's objects hold, read without running their code
 nested          nested values taken apart and rebuilt
 modes           modes of torch that a replay must set again
 constants       device copies of what a forward makes from Python data

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
+from simplegraph.base.objects import attribute_of, class_member, own_dict
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
@@ -44,7 +46,7 @@ class TreeSpec:
             rebuild: Callable[[list[Any], Any], Any] = self.context[0]
             return rebuild(children, self.context[1])
         if issubclass(self.type, tuple):
-            return self.type._make(children)  # type: ignore[attr-defined]
+            return tuple.__new__(self.type, children)
         # Not through __init__: it may validate, convert or copy what must stay the very same tensors.
         value = object.__new__(self.type)
         for name, item in zip(self.keys, children, strict=True):
@@ -100,7 +102,7 @@ def containers(value: Any) -> list[Any]:
     opened = None if type(value) in _PLAIN_LEAVES else opened_once(value)
     if opened is None:
         return []
-    own = [] if isinstance(value, tuple) else [value]
+    own = [] if issubclass(type(value), tuple) else [value]
     return own + [found for item in opened[1] for found in containers(item)]
 
 
@@ -110,12 +112,12 @@ Opened = tuple[Iterable[Any], Iterable[Any], Any]
 def opened_once(value: Any) -> Opened | None:
     """Open a container: its keys, its values, and what other than builtin ones are rebuilt with; None for a leaf."""
     opened = _opened_plain(value)
-    return _opened_mapping(value) if opened is None and isinstance(value, Mapping) else opened
+    return _opened_mapping(value) if opened is None and issubclass(type(value), Mapping) else opened
 
 
 def _opened_plain(value: Any) -> Opened | None:
     """Open a container of a known class, a registered one, or a dataclass."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
     if kind is dict or kind is OrderedDict:
@@ -125,14 +127,32 @@ def _opened_plain(value: Any) -> Opened | None:
         node = pytree.SUPPORTED_NODES[kind]
         values, context = node.flatten_fn(value)
         return range(len(values)), values, (node.unflatten_fn, context)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind._fields, value, None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        # Only one that holds its fields and nothing else can be rebuilt from them.
-        if set(names).issuperset(getattr(value, "__dict__", ())) and all(hasattr(value, name) for name in names):
-            return names, [getattr(value, name) for name in names], None
-    return None
+    # Only what holds its fields and nothing else can be rebuilt from them.
+    names = _fields(kind)
+    if names is None or not set(names).issuperset(own_dict(value) or ()):
+        return None
+    if issubclass(kind, tuple):
+        items = tuple(tuple.__iter__(value))
+        return (names, items, None) if len(items) == len(names) and not own_dict(value) else None
+    held = [attribute_of(value, name, _ABSENT) for name in names]
+    return None if any(item is _ABSENT for item in held) else (names, held, None)
+
+
+_ABSENT = object()
+_SLOT = types.MemberDescriptorType
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """Name the fields of a named tuple or a dataclass; None if an instance may hold more, as a list's subclass does."""
+    in_c = [base for base in kind.__mro__ if type(vars(base).get("__new__")) is types.BuiltinFunctionType]
+    if in_c == [tuple, object]:
+        return class_member(kind, "_fields")  # type: ignore[no-any-return]
+    if in_c != [object] or class_member(kind, "__dataclass_fields__") is None:
+        return None
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    slots = (name for base in kind.__mro__ for name, member in vars(base).items() if type(member) is _SLOT)
+    return names if set(names).issuperset(slots) else None
 
 
 # Mappings of other classes: UserDict and what is derived from it or from dict, read-only views, classes of the user's.
@@ -184,13 +204,25 @@ def _opened_mapping(value: Any) -> Opened | None:
     if base is None:
         return None
     items = dict(base.items(value)) if base is not object else {}
-    attributes = vars(value) if hasattr(value, "__dict__") else {}
-    names, held = list(items), list(items.values())
+    attributes = own_dict(value) or {}
+    names, held, repeated = list(items), list(items.values()), []
     for name, item in attributes.items():
-        holds_items = type(item) is dict and len(item) == len(value) and item.keys() == value.keys()
+        if name in items and items[name] is item:  # an attribute for each item, as transformers' outputs have
+            repeated.append(name)
+            continue
+        holds_items = type(item) is dict and item.keys() == (_keys_of(value) if base is object else items.keys())
         names.append(_ITEMS if holds_items else name)
         held.append(item if holds_items or _is_plain(item) else _withheld(type(item)))
-    return names, held, (_rebuilt_mapping, (base, kind, tuple(items), tuple(attributes)))
+    others = tuple(name for name in attributes if name not in repeated)
+    return names, held, (_rebuilt_mapping, (base, kind, tuple(items), others, tuple(repeated)))
+
+
+def _keys_of(value: Mapping[Any, Any]) -> Any:
+    """Return the keys of a mapping that only its own code tells; None if that fails."""
+    try:
+        return set(value)
+    except Exception:
+        return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -209,17 +241,19 @@ def _is_plain(value: Any) -> bool:
     opened = None if type(value) in _PLAIN_LEAVES else _opened_plain(value)
     if opened is not None:
         return all(map(_is_plain, opened[1]))
-    return isinstance(value, (torch.Tensor, *ATOMS, types.FunctionType, types.BuiltinFunctionType))
+    return issubclass(type(value), (torch.Tensor, *ATOMS, types.FunctionType, types.BuiltinFunctionType))
 
 
 def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:
     """Rebuild a mapping without its ``__init__`` and ``__setitem__``, which may convert or copy what they get."""
-    base, kind, keys, attributes = context
+    base, kind, keys, attributes, repeated = context
     mapping = base.__new__(kind)
     for key, item in zip(keys, children[: len(keys)], strict=True):
         base.__setitem__(mapping, key, item)
-    if attributes:
-        vars(mapping).update(zip(attributes, children[len(keys) :], strict=True))
+    if attributes or repeated:
+        held = vars(mapping)
+        held.update((name, base.__getitem__(mapping, name)) for name in repeated)
+        held.update(zip(attributes, children[len(keys) :], strict=True))
     return mapping
 
 
@@ -227,9 +261,23 @@ ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, ty
 ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
+# Read the value of what is derived from these, past methods of that class.
+_VALUE_OF: dict[type, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+}
+
+
 def constant_key(value: Any) -> Hashable:
     """Return a key that tells a value from others of its type: 0.0 from -0.0, but not one NaN from another."""
-    if isinstance(value, frozenset):
-        return frozenset((type(item), constant_key(item)) for item in value)
-    by_text = not isinstance(value, int) and isinstance(value, (slice, numbers.Number))
+    kind = type(value)
+    if issubclass(kind, frozenset):
+        return frozenset((type(item), constant_key(item)) for item in frozenset.__iter__(value))
+    if kind not in _VALUE_OF and issubclass(kind, tuple(_VALUE_OF)):
+        value = next(read for base, read in _VALUE_OF.items() if issubclass(kind, base))(value)
+    by_text = not issubclass(kind, int) and issubclass(kind, (slice, numbers.Number))
     return repr(value) if by_text else value

@@ -226,10 +226,10 @@ def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
     """List the strided tensors among arguments, lists of them included; this runs for every operator observed."""
     found: list[Tensor] = []
     for value in values:
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             if value.layout is torch.strided:
                 found.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif issubclass(type(value), (list, tuple)):
             found += strided_tensors(value)
     return found
 

@@ -49,7 +49,7 @@ def wait_collectives(value: Any) -> Any:
     kind: Any = getattr(collectives, "AsyncCollectiveTensor", None)
     if kind is None:  # not imported, or by another thread right now: then there is none
         return value
-    return map_leaves(value, lambda leaf: isinstance(leaf, kind), operator.methodcaller("wait"))
+    return map_leaves(value, lambda leaf: issubclass(type(leaf), kind), operator.methodcaller("wait"))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -309,7 +309,7 @@ class Call:
     def memory(self) -> dict[str, int]:
         """The storage keys of the tensor leaves, by name."""
         found = zip(self.names, self.leaves, strict=True)
-        return {name: storage_key(leaf) for name, leaf in found if isinstance(leaf, Tensor)}
+        return {name: storage_key(leaf) for name, leaf in found if issubclass(type(leaf), Tensor)}
 
 
 def is_copied(arg: Arg) -> bool:
@@ -488,7 +488,7 @@ class Refusal:
         if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
             return
         if self._grad:  # then eager may build an autograd graph, as far as arguments and the first parameter tell
-            wanting = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
             if wanting or (self._parameter and _wants_grad(*self._parameter)):
                 return
         for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
@@ -518,7 +518,8 @@ def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
 
 def _form_of(leaf: Any) -> Any:
     """Describe an argument; containers are told apart by what they are, since anything may be inside."""
-    if leaf.__class__ in PLAIN_TENSORS:
+    kind = type(leaf)
+    if kind in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested
-        return (leaf.dtype, leaf.shape, leaf.stride(), leaf.get_device()) if sized else (leaf.layout, leaf.is_nested)
-    return (leaf.__class__, id(leaf)) if isinstance(leaf, (tuple, list, dict)) else leaf.__class__
+        return (leaf.dtype, leaf.shape, leaf.stride(), leaf.device) if sized else (leaf.layout, leaf.is_nested)
+    return (kind, id(leaf)) if issubclass(kind, (tuple, list, dict)) else kind

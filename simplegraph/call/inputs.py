@@ -79,7 +79,12 @@ class ConstantArg:
 
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
-        return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
+        if leaf is self.leaf or type(leaf) is not self.kind:
+            return leaf is self.leaf
+        try:
+            return bool(self.key == constant_key(leaf))
+        except Exception:  # a class of the user's may refuse to be compared
+            return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
-    drawn = [*call.survey.generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
+    drawn = [*call.survey.generators.values(), *(leaf for leaf in passed if issubclass(type(leaf), torch.Generator))]
     return tuple(dict.fromkeys(drawn))
 
 
@@ -298,6 +298,6 @@ class _Arguments:
 
 def _look(leaf: Any) -> Any:
     """Describe everything about a tensor that Python can change, but for its values."""
-    if not isinstance(leaf, Tensor) or not has_address(leaf):
+    if not issubclass(type(leaf), Tensor) or not has_address(leaf):
         return None
     return lies_at(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}

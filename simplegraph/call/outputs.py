@@ -77,7 +77,7 @@ class OutputShapes:
 
 def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Describe leaves as (shape, None) of a tensor or (None, value) of a constant."""
-    return tuple((tuple(leaf.shape), None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves)
+    return tuple((tuple(leaf.shape), None) if issubclass(type(leaf), Tensor) else (None, leaf) for leaf in leaves)
 
 
 def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
@@ -113,14 +113,14 @@ def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int
 def unreturnable(leaves: Sequence[Any]) -> str | None:
     """Name the first leaf of an output that a replay cannot return, or None."""
     for leaf in leaves:
-        if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
+        if issubclass(type(leaf), (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
         if type(leaf) is Withheld:
             return repr(leaf)
-        if isinstance(leaf, Tensor) and leaf.is_nested:
+        if issubclass(type(leaf), Tensor) and leaf.is_nested:
             return "a nested tensor"
-        opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
-        if opaque or not isinstance(leaf, _RETURNABLE):
+        opaque = issubclass(type(leaf), Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
+        if opaque or not issubclass(type(leaf), _RETURNABLE):
             cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
             return f"a {type(leaf).__name__}{cache}"
     return None
@@ -163,13 +163,13 @@ class SharedOutputs:
         cloned: Collection[int],
     ) -> None:
         self._outputs = list(outputs)
-        tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
+        tensors = {index: leaf for index, leaf in enumerate(whole) if issubclass(type(leaf), Tensor)}
         first = {id(leaf): index for index, leaf in reversed(tensors.items())}
         self._repeated = [(index, first[id(leaf)]) for index, leaf in tensors.items() if first[id(leaf)] != index]
-        places = {id(leaf): index for index, leaf in enumerate(passed) if isinstance(leaf, Tensor)}
+        places = {id(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
         self._given = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
         left = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
-        memory = {storage_key(leaf): index for index, leaf in enumerate(passed) if isinstance(leaf, Tensor)}
+        memory = {storage_key(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
         inside = {index: memory[key] for index in sorted(left) if (key := storage_key(tensors[index])) in memory}
         self._views = [_view_of_input(outputs[index], index, source, slots[source]) for index, source in inside.items()]
         groups = _groups([index for index in sorted(left) if index in cloned], outputs)

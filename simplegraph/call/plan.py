@@ -104,7 +104,7 @@ class Plan:
     def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""
         table, self._spec = self.table, spec
-        tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
+        tensors = {index: leaf for index, leaf in enumerate(whole) if issubclass(type(leaf), Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
@@ -156,10 +156,11 @@ class Plan:
                         return None
                     continue
                 if (
-                    leaf.__class__ not in PLAIN_TENSORS
+                    type(leaf) not in PLAIN_TENSORS
                     or leaf.dtype is not dtype
                     or leaf.shape != shape
                     or leaf.get_device() != index
+                    or (index < 0 and leaf.is_meta is not view.is_meta)  # the index of a CPU tensor, but no data
                 ):
                     return None
                 if image and leaf.stride() != stride and memory_order(leaf) != arg.order:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,15 @@ from simplegraph.base.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.base.constants import WATCHED_BYTES
 from simplegraph.base.errors import ConfigError, InputError, did_you_mean
 from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
+from simplegraph.base.objects import class_member
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, HostInput, SameArg, TensorArg, host_arg
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
+_ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
+_ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
 _MAX_HOSTS = 4096  # names of CPU tensors
 
@@ -213,7 +217,7 @@ class CallReader:
         if len(set(names)) < len(names):  # of {1: x, "1": y}, and each static input is found by its name
             twice = next(name for index, name in enumerate(names) if name in names[:index])
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"two arguments are called {twice}; rename one")
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [index for index, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
         self._check_tensors(leaves, names, tensors, hosted)  # before anything is asked that only some tensors know
@@ -228,7 +232,7 @@ class CallReader:
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if index in by_value or not isinstance(leaf, Tensor):
+            if index in by_value or not issubclass(type(leaf), Tensor):
                 args.append(host_arg(name, leaf) if index in by_value else self._constant(name, leaf))
                 continue
             first = next((at for at in tensors if leaves[at] is leaf and names[at] in self._known.compared), index)
@@ -331,7 +335,7 @@ class CallReader:
         while len(self._seen) > _MAX_FORMS:
             del self._seen[next(iter(self._seen))]
         for leaf, seen in zip(leaves, known, strict=True):
-            if isinstance(leaf, Tensor) and (len(seen) < 64 or batch in seen):
+            if issubclass(type(leaf), Tensor) and (len(seen) < 64 or batch in seen):
                 seen[batch] = tuple(leaf.shape)
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
@@ -339,7 +343,7 @@ class CallReader:
         if self._exact:
             return True
         triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
-        tensors = ((leaf, name, seen) for leaf, name, seen in triples if isinstance(leaf, Tensor))
+        tensors = ((leaf, name, seen) for leaf, name, seen in triples if issubclass(type(leaf), Tensor))
         guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
 
@@ -413,7 +417,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     Raises:
         CannotBind: no leaf is a tensor, and there is no default.
     """
-    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    devices: list[torch.device] = [leaf.device for leaf in leaves if issubclass(type(leaf), Tensor)]
     if default is not None:
         devices.insert(0, default)
     if not devices:
@@ -454,7 +458,7 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 
 def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     """Describe a call without its shapes."""
-    return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return spec, tuple((leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else type(leaf) for leaf in leaves)
 
 
 def _compares_by_value(value: Any) -> bool:
@@ -464,5 +468,8 @@ def _compares_by_value(value: Any) -> bool:
         hash(value)
     except Exception:  # an array, a set, what holds such, or of the user's class
         return kind is slice
-    frozen = all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
-    return frozen or isinstance(value, ATOMS) or inspect.isroutine(value)
+    for base in (tuple, frozenset):
+        if issubclass(kind, base):
+            return all(map(_compares_by_value, base.__iter__(value)))
+    frozen = all(class_member(kind, name) is not vars(object)[name] for name in ("__hash__", "__eq__"))
+    return (frozen and not issubclass(kind, Tensor)) or issubclass(kind, (*ATOMS, *_ROUTINES))

@@ -212,7 +212,7 @@ def _frozen(module: nn.Module) -> Iterator[str]:
     for child in module.modules():
         kind = type(child)
         if not kind.__module__.startswith("torch.") and isinstance(kind.forward, types.FunctionType):
-            plain = {name for name, value in vars(child).items() if isinstance(value, (bool, int, float, str))}
+            plain = {name for name, value in vars(child).items() if issubclass(type(value), (bool, int, float, str))}
             yield from (
                 f"{kind.__name__}.{name}" for name in sorted(plain & names_in(kind.forward.__code__) - {"training"})
             )

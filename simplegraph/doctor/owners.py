@@ -240,11 +240,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Any, ...], Tensor]]
     for kind in ("_parameters", "_buffers"):
         yield from ((name, (kind, name), it) for name, it in _members(module, kind).items() if isinstance(it, Tensor))
     for name, value in list(vars(module).items()):
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             yield name, (name,), value
         elif type(value) in (list, tuple, dict) and name[:1] != "_":
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
-            yield from ((f"{name}[{key!r}]", (name, key), it) for key, it in items if isinstance(it, Tensor))
+            yield from ((f"{name}[{key!r}]", (name, key), it) for key, it in items if issubclass(type(it), Tensor))
 
 
 def _user_line(frames: Iterable[dict[str, Any]]) -> str:

@@ -116,7 +116,7 @@ def _pickled(value: Any) -> bytes | None:
 
 def _progress(made: types.GeneratorType[Any, Any, Any]) -> list[Any]:
     frame: Any = made.gi_frame  # None once it has ended
-    return [frame.f_lasti, *(each for each in frame.f_locals.values() if isinstance(each, ATOMS))]
+    return [frame.f_lasti, *(each for each in frame.f_locals.values() if issubclass(type(each), ATOMS))]
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

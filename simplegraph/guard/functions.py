@@ -14,9 +14,10 @@ import dis
 import functools
 import inspect
 import operator
+import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from torch.optim import Optimizer
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
+from simplegraph.base.objects import PROXIES, attribute_of, behind, by_class, class_member, own_dict
+from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, is_library, restore
@@ -49,17 +52,39 @@ _READABLE = (types.FunctionType, staticmethod, classmethod, types.MemberDescript
 
 
 class Attributes:
-    """Gives the attributes of an object, a class or a closure's cell as items; of a method its function."""
+    """Gives the attributes of an object, a class or a closure's cell as items; of a method its function.
+
+    They are read past what the object's class makes of that, but for what a weak proxy stands for.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        kind = type(owner)
+        reads: Any = type if issubclass(kind, type) else object
+        self._read: Callable[[Any, str], Any] = getattr if kind in PROXIES else reads.__getattribute__
 
     def __getitem__(self, key: str) -> Any:
-        value = getattr(self._owner, key)
-        return getattr(value, "__func__", value)
+        value = self._read(self._owner, key)
+        return value.__func__ if type(value) is types.MethodType else value
 
     def __setitem__(self, key: str, value: Any) -> None:
         setattr(self._owner, key, value)
+
+
+class Items:
+    """Gives the items of a dict of the user's class, past the methods of that class."""
+
+    def __init__(self, owner: dict[Any, Any]) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._owner, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self._owner, key, value)
+
+    def keys(self) -> Collection[Any]:
+        return dict.keys(self._owner)
 
 
 class Reach:
@@ -92,19 +117,20 @@ class Reach:
 
     def _look_into(self, value: Any, name: str) -> None:
         """Look into a function or an object; `name` is what messages call it."""
-        if id(value) in self._seen or (isinstance(value, (*_WHOLE, *ATOMS)) and not isinstance(value, type)):
+        kind = type(behind(value))
+        if id(value) in self._seen or (issubclass(kind, (*_WHOLE, *ATOMS)) and not issubclass(kind, type)):
             return
         self._seen.add(id(value))
-        if isinstance(value, types.FunctionType):
+        if issubclass(kind, types.FunctionType):
             self._read_code(value)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             self._left.append((value.__func__, name))
             self._add("self", {"self": value.__self__}, "self")
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, functools.partial):
             self._add("partial.func", Attributes(value), "func", value)
             self._add_all("partial.", value.args, range(len(value.args)))
             self._add_all("partial.", value.keywords, value.keywords)
-        elif callable(value) and not isinstance(value, type) and is_library(type(value).__module__):
+        elif callable(value) and not issubclass(kind, type) and is_library(kind.__module__):
             self._left += ((inner, name) for inner in functions_in(value))
         else:
             self._open(value, name)
@@ -134,17 +160,17 @@ class Reach:
         """Add the attributes of an object, or the items of a dict, that any of the code names."""
         for namespace in _namespaces(owner):
             for key in sorted(self._names & namespace.keys()):
-                if key not in self._values and isinstance(namespace[key], ATOMS):
+                if key not in self._values and issubclass(type(namespace[key]), ATOMS):
                     continue
-                if namespace is owner:
-                    self._add(f"{name}[{key!r}]", owner, key, owner)
+                if namespace is owner or type(namespace) is Items:
+                    self._add(f"{name}[{key!r}]", namespace, key, owner)
                     continue
                 if isinstance(namespace, dict):  # which may be replaced as a whole
                     self._seen.add(id(namespace))
                     self._add(f"{name}.__dict__", Attributes(owner), "__dict__", owner)
                 self.opened |= {id(owner), id(namespace)}
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
-                computed = of_class and hasattr(type(member), "__get__") and not isinstance(member, _READABLE)
+                computed = of_class and _is_descriptor(type(member)) and not issubclass(type(member), _READABLE)
                 if of_class:  # one that another class overrides may be called as well
                     self._left += ((inner, name) for inner in functions_in(member))
                 self._add(f"{name}.{key}", Attributes(owner) if of_class and not computed else namespace, key, owner)
@@ -158,10 +184,10 @@ class Reach:
         at = id(holder if owner is None else owner), key
         try:
             value = holder[key]
-        except (LookupError, AttributeError, ValueError):  # the last of an empty cell
+        except (LookupError, AttributeError, ValueError, ReferenceError):  # the last two of an empty cell, a proxy
             return
         self._left.append((value, name))
-        if at in self._places or isinstance(value, types.ModuleType):
+        if at in self._places or issubclass(type(value), types.ModuleType):
             return
         while name in self._taken:  # two closures may have the same names
             name += "'"
@@ -184,8 +210,8 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _names_of(code: types.CodeType) -> CodeNames:
-    inner = [_names_of(value) for value in code.co_consts if isinstance(value, types.CodeType)]
-    texts = frozenset(value for value in code.co_consts if isinstance(value, str))
+    inner = [_names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
+    texts = frozenset(value for value in code.co_consts if issubclass(type(value), str))
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
@@ -204,25 +230,43 @@ def _is_method(step: dis.Instruction) -> bool:
 
 def functions_in(value: Any) -> list[Any]:
     """List the functions that a value is, or stands for."""
-    inner = () if not hasattr(type(value), "__get__") and not callable(value) else _INNER
-    return [each for each in (value, *(getattr(value, name, None) for name in inner)) if isinstance(each, _FUNCTIONS)]
+    inner = () if not _is_descriptor(type(value)) and not callable(value) else _INNER
+    held = (value, *(attribute_of(value, name) for name in inner))
+    return [each for each in held if issubclass(type(each), _FUNCTIONS)]
 
 
-def _namespaces(value: Any) -> list[Mapping[str, Any]]:
+@by_class
+def _is_descriptor(kind: type) -> bool:
+    return class_member(kind, "__get__") is not None
+
+
+def _namespaces(value: Any) -> list[Any]:
     """List what an object holds by name: items of a dict, attributes, and those of the user's classes that it is of."""
-    is_class, own = isinstance(value, type), [value] if isinstance(value, dict) else []
-    if not is_class and not (isinstance(value, types.ModuleType) and is_library(value.__name__)):
-        own.append(getattr(value, "__dict__", {}))
-    classes = value.__mro__ if is_class else type(value).__mro__
+    value = behind(value)
+    kind = type(value)
+    own: list[Any] = []
+    if issubclass(kind, dict):
+        own.append(value if kind is dict else Items(value))
+    if not issubclass(kind, type) and not (
+        issubclass(kind, types.ModuleType) and is_library(attribute_of(value, "__name__"))
+    ):
+        own.append(own_dict(value) or {})
+    classes = value.__mro__ if issubclass(kind, type) else kind.__mro__
     return [*own, *(vars(base) for base in classes if not is_library(base.__module__))]
 
 
+def _is_module(value: Any) -> bool:
+    return issubclass(type(behind(value)), nn.Module)
+
+
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
 _MOST_CHANGES = 3  # new values in a row, each within a few looks after the last, from which on calls run eagerly
 _OFTEN = 8  # looks: so few after the last, and until a value holds for more
+_PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
     "code has its name for something else; of an optimizer, fused=True takes lr from the device unless the step's own "
@@ -250,9 +294,11 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.training = False
-        self.values = ReachedValues(getattr(function, "__qualname__", None) or type(function).__qualname__)
+        named = function.__func__ if type(function) is types.MethodType else function
+        self.values = ReachedValues(attribute_of(named, "__qualname__") or type(function).__qualname__)
         self._function = function
         self._reach = Reach()
+        self._proxied: list[str] = []
         self.reached: dict[str, Any] = {}
 
         @functools.wraps(function)
@@ -271,7 +317,9 @@ class FunctionModule(nn.Module):
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
         places = self._find_places()
         self.values.use(places)
-        restore(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
+        self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
+        modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
+        restore(self._modules, modules)
         restore(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
@@ -280,7 +328,7 @@ class FunctionModule(nn.Module):
     def _may_hold(self, place: CodePlace) -> bool:
         """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
         value, home = place.value, type(place.value).__module__
-        listed = isinstance(value, (*ATOMS, nn.Module)) or id(value) in self._reach.opened
+        listed = issubclass(type(value), (*ATOMS, nn.Module)) or id(value) in self._reach.opened
         return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
     def held(self) -> list[dict[str, Any]]:
@@ -288,9 +336,15 @@ class FunctionModule(nn.Module):
         return [self.reached]
 
     def state(self) -> Hashable:
-        """Return the plain values that the function may read, as a key. Raises CannotBind if it changes them itself."""
+        """Return the plain values that the function may read, as a key.
+
+        Raises:
+            CannotBind: it changes them itself, or reaches a module by a weak proxy.
+        """
         if self.values.moved():
             self.resolve()
+        if self._proxied:
+            raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
         return self.values.state()
 
     # What a function that does more than return a result lets graphs know.
@@ -338,32 +392,32 @@ class ReachedValues:
         holders, keys, before = self._last
         try:
             found = list(map(operator.getitem, holders, keys))
-        except (LookupError, AttributeError, ValueError, TypeError):
+        except Exception:  # an attribute is gone, or a property by now
             return True
         if all(map(operator.is_, found, before)):
             return False
         for now, then in zip(found, before, strict=True):
-            if now is not then and not (isinstance(now, ATOMS) and isinstance(then, ATOMS)):
+            if now is not then and not (issubclass(type(now), ATOMS) and issubclass(type(then), ATOMS)):
                 return True
         self._take(holders, keys, found)
         return False
 
     def _take(self, holders: list[Any], keys: list[Any], found: list[Any]) -> None:
         self._last = holders, keys, found
-        key = tuple((type(value), constant_key(value)) for value in found if isinstance(value, ATOMS))
+        key = tuple((type(value), constant_key(value)) for value in found if issubclass(type(value), ATOMS))
         if key == self.key:
             return
         is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
         self._changes = self._changes + 1 if is_often else 0
         if self._changes < _MOST_CHANGES:
             self._seen.add(key)
-        names = [place.name for place in self.places if isinstance(place.value, ATOMS)]
+        names = [place.name for place in self.places if issubclass(type(place.value), ATOMS)]
         self._often = [name for name, now, then in zip(names, key, self.key, strict=False) if now != then]
         self._since, self.key = 0, key
 
     def now(self) -> list[CodePlace]:
         """List the places of plain values, with what they hold now."""
-        return [place._replace(value=_item(place)) for place in self.places if isinstance(place.value, ATOMS)]
+        return [place._replace(value=_item(place)) for place in self.places if issubclass(type(place.value), ATOMS)]
 
     def put_back(self, before: list[CodePlace]) -> set[str]:
         """Let the plain values be as before a captured run; name those that it changed."""
@@ -385,6 +439,7 @@ class GraphedFunction(Generic[P, R]):
     Args:
         function: what it stands for.
         wrapped: the module made of it, wrapped.
+        again: makes one of another function, with settings; None if there can be no other.
     """
 
     # What it offers beside being called; `__getattr__` gets them from the wrapped module.
@@ -399,9 +454,12 @@ class GraphedFunction(Generic[P, R]):
     sleep: Callable[..., Any]  # returns a SleepReport
     wake: Callable[..., None]
 
-    def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
+    def __init__(
+        self, function: Callable[P, R], wrapped: Any, again: Callable[..., GraphedFunction[Any, Any]] | None = None
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._wrapped = wrapped
+        self._again = again
         self._grad_mode = _decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -419,6 +477,56 @@ class GraphedFunction(Generic[P, R]):
             else runner.lengths.call(runner, wrapped, args, kwargs)
         )
         return result
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> GraphedFunction[P, R]: ...
+    @overload
+    def __get__(
+        self: GraphedFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> GraphedFunction[Q, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> GraphedFunction[Any, R]:
+        """Bind a method of a class body: each instance has graphs of its own, kept in its ``__dict__``.
+
+        Raises:
+            ConfigError: the instance has no such dict.
+        """
+        function: Any = vars(self)["__wrapped__"]
+        if instance is None or self._again is None or class_member(type(function), "__get__") is None:
+            return self
+        instance = plain(instance)
+        bound = function.__get__(instance, owner)
+        if type(bound) is not types.MethodType or bound.__self__ is not instance:  # of a static method
+            return self
+        held = own_dict(instance)
+        if type(held) is not dict:
+            what = "a class" if issubclass(type(instance), type) else f"a {type(instance).__name__} without a __dict__"
+            raise ConfigError(
+                f"@simplegraph.wrap on {function.__qualname__} got {what}, which has no place for graphs of its own. "
+                'Name "__dict__" in its __slots__; for a class method, leave @simplegraph.wrap away and wrap the bound '
+                "method: run = simplegraph.wrap(Class.method)."
+            )
+        name = function.__qualname__
+        found = held.get(name)
+        if found is None or vars(found)["__wrapped__"] != bound:  # of what this is a shallow copy of
+            runner = self._wrapped._graph_runner
+            found = held[name] = self._again(bound, runner.settings, pool=runner._pool)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the function with these settings; by its name if that leads here, as of a decorator."""
+        if self._again is None:
+            return super().__reduce_ex__(protocol)
+        own = vars(self)
+        found: Any = sys.modules.get(str(own.get("__module__")))
+        name = str(own.get("__qualname__"))
+        for part in name.split("."):
+            found = (own_dict(found) or {}).get(part)
+        return name if found is self else (self._again, (own["__wrapped__"], self._wrapped._graph_runner.settings))
+
+    def __prepare_scriptable__(self) -> Callable[P, R]:
+        """Return the function itself: torch.jit.script compiles that, without graphs."""
+        function: Callable[P, R] = vars(self)["__wrapped__"]
+        return function
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, from example arguments; see `CudaGraphWrapper.capture_graphs`."""
@@ -460,14 +568,15 @@ def check_function(function: Any, what: str) -> None:
     if isinstance(function, torch.jit.ScriptFunction):
         raise ConfigError(f"{what} got a TorchScript function; wrap the Python function it was made from.")
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    if any(kind(function) for kind in kinds):
-        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
     try:
+        is_deferred = any(kind(function) for kind in kinds)
         inspect.signature(function)
-    except (TypeError, ValueError):
+    except Exception:  # a callable object may refuse to be asked
         raise ConfigError(
             f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
+    if is_deferred:
+        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
 
 
 def _decorated_mode(function: Any) -> Callable[[], Any] | None:
@@ -485,5 +594,5 @@ def _decorated_mode(function: Any) -> Callable[[], Any] | None:
 def _item(place: CodePlace) -> Any:
     try:
         return place.holder[place.key]
-    except (LookupError, AttributeError, ValueError):
+    except Exception:  # an attribute is gone, or a property by now
         return ABSENT

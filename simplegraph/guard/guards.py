@@ -21,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.constants import WatchedValue
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import ANY_AUTOCAST
+from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Link, Survey, code_of
-from simplegraph.program.snapshot import is_same, own_dict
+from simplegraph.program.snapshot import is_same
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _READERS = tuple(map(operator.itemgetter, _REGISTRIES))
@@ -85,7 +86,7 @@ class Reading:
         tensors = [
             at
             for at, value in enumerate(values)
-            if isinstance(value, Tensor) and (is_wrapper(value) or has_address(value))
+            if issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
@@ -97,7 +98,7 @@ class Reading:
         # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
         self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
         self._ids = list(map(id, self._others_at(values)))
-        self._modules_at = _getter([at for at in others if isinstance(values[at], nn.Module)])
+        self._modules_at = _getter([at for at in others if issubclass(type(values[at]), nn.Module)])
         self._types = list(map(type, self._modules_at(values)))
         self._modes = list(map(_training, attributes))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
@@ -219,14 +220,14 @@ def _levels(
                 levels.append(([], [], []))
             parents, keys, containers = levels[depth]
             # Keys are told apart as dicts do, without asking tensors if they are equal.
-            slot = depth, container, id(key) if isinstance(key, Tensor) else (type(key), key)
+            slot = depth, container, id(key) if issubclass(type(key), Tensor) else (type(key), key)
             at = slots.get(slot)
             if at is None:
                 at = slots[slot] = len(keys)
                 parents.append(container)
                 keys.append(key)
             is_last = depth + 1 == len(chain)
-            known = isinstance(value, _CONTAINERS)
+            known = issubclass(type(value), _CONTAINERS)
             # An empty one may be filled, an object without attributes get some; code is compared by identity.
             if not is_last or known or (not callable(value) and own_dict(value) == {}):
                 step = at, not known if is_last else chain[depth + 1][0] is not value
@@ -409,7 +410,7 @@ class CapturedState:
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from simplegraph.base.objects import PROXIES, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.snapshot import held_by, is_library, items_of, layer_settings, own_dict
+from simplegraph.program.snapshot import held_by, is_library, items_of, layer_settings
 
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
+_VALUES = SETTINGS - {type(None)}
 # Tuples of torch's own layers, of which a convolution has six: to compare them took a third of its guards' time.
 _SHAPES = frozenset(
     {
@@ -107,20 +108,21 @@ class Survey:
 
     def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
         value = links[-1][-1]
-        if type(value) in weakref.ProxyTypes or (value is not None and type(value) in SETTINGS):
+        kind = type(value)
+        if kind in PROXIES or kind in _VALUES:
             return  # what a proxy stands for may be gone
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             self._add(HeldTensor(name, attribute, value, links))
         elif value is None:
             self.links.append(links)
-        elif isinstance(value, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             self.links.append(links)
             self.generators[name] = value
-        elif isinstance(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             self.links.append(links)
             for added in self._add_tree(name, value):
                 self._look_at_attributes(added)
-        elif len(links) <= _DEPTH and not isinstance(value, Optimizer):  # whose state has parameters for keys
+        elif len(links) <= _DEPTH and not issubclass(kind, Optimizer):  # whose state has parameters for keys
             inner, items = _contents(value)
             if inner is None:
                 return
@@ -128,7 +130,7 @@ class Survey:
             if id(inner) not in self._opened:  # else what it holds is read by another way
                 self._opened.add(id(inner))
                 for index, (key, item) in enumerate(items):
-                    label = index if isinstance(key, Tensor) else key  # of an optimizer's state
+                    label = index if issubclass(type(key), Tensor) else key  # of an optimizer's state
                     self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
             if before == (len(self.links), len(self.tensors)):
                 self.links.append(links)
@@ -188,7 +190,7 @@ def _dotted(prefix: str, key: str) -> str:
 
 def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Open a container, or an object's attributes: it, and what it holds by index or key; None if it is neither."""
-    if not isinstance(value, (list, tuple, dict, collections.deque)):
+    if not issubclass(type(value), (list, tuple, dict, collections.deque)):
         value = None if _is_closed(value) else own_dict(value)
     elif not _is_sized(value):
         value = None
@@ -207,7 +209,7 @@ def _is_sized(value: Any) -> bool:
 def _is_closed(value: Any) -> bool:
     """True for what holds no tensors of the user's, or is looked at in other ways."""
     kind = type(value)
-    return kind in _CODE or isinstance(value, _CLOSED) or (callable(value) and is_library(kind.__module__))
+    return kind in _CODE or issubclass(type(value), _CLOSED) or (callable(value) and is_library(kind.__module__))
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

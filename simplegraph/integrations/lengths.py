@@ -218,7 +218,7 @@ class PaddedCall:
     ) -> None:
         self.leaves, self.spec = leaves, spec
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
-        self.dims = {index: dim for index, leaf, dim in named if dim is not None and isinstance(leaf, Tensor)}
+        self.dims = {index: dim for index, leaf, dim in named if dim is not None and issubclass(type(leaf), Tensor)}
         for index, dim in self.dims.items():
             if not -leaves[index].dim() <= dim < leaves[index].dim():
                 shape = tuple(leaves[index].shape)
@@ -235,18 +235,17 @@ class PaddedCall:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {captured[-1]}: add {self.length} to lengths")
         self.padded = next(length for length in captured if length >= self.length)
         device = device_of(leaves)
-        on_device = (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device == device)
+        on_device = (at for at, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor) and leaf.device == device)
         anchor, batch_dim = reader.anchor(leaves, names, list(on_device))
         self.rows = leaves[anchor].shape[batch_dim]
 
     @property
     def kind(self) -> Hashable:
         """Return what tells such calls from others, but for their sizes."""
-        plain = (
-            leaf if isinstance(leaf, ATOMS) and type(leaf) not in (int, float) else type(leaf) for leaf in self.leaves
-        )
+        kinds = ((leaf, type(leaf)) for leaf in self.leaves)
+        plain = (leaf if issubclass(kind, ATOMS) and kind not in (int, float) else kind for leaf, kind in kinds)
         tensors = (
-            (leaf.dtype, leaf.device, self._one_of(index, leaf)) if isinstance(leaf, Tensor) else None
+            (leaf.dtype, leaf.device, self._one_of(index, leaf)) if issubclass(type(leaf), Tensor) else None
             for index, leaf in enumerate(self.leaves)
         )
         return self.spec, tuple(map(repr, plain)), tuple(tensors)
@@ -376,7 +375,7 @@ def unlike_outputs(run: tuple[Any, TreeSpec], other: tuple[Any, TreeSpec], chang
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
     """List the dimensions in which another output is larger; none if one of the two is no tensor."""
-    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
+    if not issubclass(type(leaf), Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
         return ()
     return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
 

@@ -370,4 +370,4 @@ def first_difference(
 
 def cloned(leaves: Sequence[Any]) -> list[Any]:
     """Clone the tensors among leaves."""
-    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [leaf.clone() if issubclass(type(leaf), Tensor) else leaf for leaf in leaves]

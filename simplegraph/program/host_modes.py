@@ -163,9 +163,9 @@ class _PythonReads(TorchFunctionMode):
         elif func in self.SPLITS:
             read = (*args[1:], *kwargs.values())
         elif func in self.LISTS:
-            read = flatten([each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)])[0]
+            read = flatten([each for each in (*args, *kwargs.values()) if not issubclass(type(each), Tensor)])[0]
         for tensor in read:
-            if isinstance(tensor, Tensor):
+            if issubclass(type(tensor), Tensor):
                 self._mode.read_by_python(tensor, func)
         return func(*args, **kwargs)
 

@@ -196,12 +196,12 @@ def _held_in(own: Sequence[Any]) -> Iterator[Tensor]:
     left = list(own)
     while left and len(seen) < _MAX_OBJECTS:
         value = left.pop()
-        if id(value) in seen or isinstance(value, _NOT_HELD):
+        if id(value) in seen or issubclass(type(value), _NOT_HELD):
             continue
         seen.add(id(value))
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             yield from parts(value)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(type(value), types.FunctionType):
             left += value.__closure__ or ()
         else:
             left += gc.get_referents(value)

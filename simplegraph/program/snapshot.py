@@ -17,20 +17,19 @@ import re
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simplegraph.base.collection import without_collections
-from simplegraph.base.nested import ATOMS
+from simplegraph.base.nested import ATOMS, constant_key
+from simplegraph.base.objects import attribute_of, by_class, own_dict
 from simplegraph.base.patches import plain
 from simplegraph.base.tensors import has_address, lies_at, parts
 
-_Answer = TypeVar("_Answer")
 ABSENT = object()
 OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
 MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for what hangs on by accident
@@ -42,23 +41,6 @@ _SEQUENCES = (list, collections.deque, set, tuple)
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
 _RUNNER = "_simplegraph"  # a wrapper's own, which is not the user's
-
-
-def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
-    """Remember what a function returns for a class as long as the class lives.
-
-    A class made for one object, as transformers' models get one for their graphs, may hold the object.
-    """
-    answers: dict[int, tuple[_Answer, weakref.ref[type]]] = {}
-
-    def remembered(kind: type) -> _Answer:
-        found = answers.get(number := id(kind))
-        if found is None:
-            gone = weakref.ref(kind, lambda _: answers.pop(number, None))
-            found = answers[number] = function(kind), gone
-        return found[0]
-
-    return remembered
 
 
 def is_library(name: Any) -> bool:
@@ -133,15 +115,6 @@ def held_by(place: Any) -> Any:
     return dict(vars(place)) if base is OPAQUE and issubclass(kind, (type, types.FunctionType)) else None
 
 
-def own_dict(thing: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes, past what its class makes of them; None if it has none."""
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return None
-    return attributes
-
-
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
     """Return the keys and values of what `held_by` returned."""
     return held.items() if isinstance(held, dict) else enumerate(held or ())
@@ -204,7 +177,7 @@ def is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
         return all(map(is_same, now, before))
-    return type(now) is type(before) and isinstance(now, ATOMS) and now == before
+    return type(now) is type(before) and issubclass(type(now), ATOMS) and constant_key(now) == constant_key(before)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -353,11 +326,11 @@ class Snapshot:
                 keys = [
                     key
                     for key in now | before
-                    if (own or (isinstance(now.get(key), ATOMS) and (key in named or not _is_globals(now))))
+                    if (own or (issubclass(type(now.get(key)), ATOMS) and (key in named or not _is_globals(now))))
                     and not is_same(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 found |= {self._name(key, holder): now.get(key) for key in keys}
-            elif not is_same(now, before) and (own or all(isinstance(item, ATOMS) for item in now)):
+            elif not is_same(now, before) and (own or all(issubclass(type(item), ATOMS) for item in now)):
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
@@ -497,8 +470,10 @@ def _is_closed(value: Any, breaks: bool) -> bool:
     kind = type(value)
     if not issubclass(kind, _CODE):
         return False
-    is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(vars(value))
-    return is_break or is_library(value.__name__ if issubclass(kind, types.ModuleType) else value.__module__)
+    is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
+    return is_break or is_library(
+        attribute_of(value, "__name__") if issubclass(kind, types.ModuleType) else value.__module__
+    )
 
 
 def _is_globals(value: Any) -> bool:
@@ -508,14 +483,16 @@ def _is_globals(value: Any) -> bool:
 def _beyond(value: Any, held: Any) -> Iterable[Any]:
     """Return what code, and objects that are not looked into, lead to beside what they hold."""
     kind = type(value)
-    if issubclass(kind, (types.ModuleType, threading.local)):  # what is this thread's
+    if issubclass(kind, types.ModuleType):
+        return (own_dict(value),)
+    if issubclass(kind, threading.local):  # what is this thread's
         return (vars(value),)
     if _is_globals(value) or issubclass(kind, _LRU):
         return ()  # functions lead to what they name there
     if kind is types.FunctionType:
         return value.__globals__, *_named_by(value), value.__closure__, value.__defaults__, value.__kwdefaults__
     if issubclass(kind, type):
-        return *value.__bases__, getattr(sys.modules.get(value.__module__), "__dict__", None)
+        return *value.__bases__, own_dict(sys.modules.get(value.__module__))
     if issubclass(kind, nn.Module):
         return (kind,)
     if held is None:

@@ -101,7 +101,7 @@ class GraphBuilder:
         result, observer, trace = self._run_on_capture_stream(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in call.leaves):  # of others, arguments tell
+        if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):  # of others, arguments tell
             self.ran_on = observer.gpu if device_of_state(call.module).type == "cpu" else None
         if arguments is not None:
             self._learn_hosts(call, arguments)
@@ -201,7 +201,7 @@ class GraphBuilder:
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+            if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return result, observer, trace
 
@@ -396,7 +396,9 @@ class GraphBuilder:
         """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
         table = self.manager.table
         programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
-        outputs = ((at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if isinstance(leaf, Tensor))
+        outputs = (
+            (at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if issubclass(type(leaf), Tensor)
+        )
         call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
 
     def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:

@@ -72,6 +72,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
     """
 
     cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+    # torch.jit.script compiles all properties of a class but these.
+    __jit_unused_properties__: ClassVar[list[str]] = ["_graph_runner", "graph_manager", "graph_stats"]
 
     def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
         others: dict[str, Any] = {**settings}  # of another base
@@ -280,7 +282,7 @@ class GraphRunner:
                 try:
                     anchor = layout.anchor
                     size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
-                except (TypeError, AttributeError, IndexError):
+                except Exception:  # no tensor by now, or one without a shape, such as a nested one
                     continue
                 plan = layout.plans.get(size if context is None else (size, context.batch))
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.

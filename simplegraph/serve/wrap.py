@@ -112,6 +112,7 @@ def wrap(
     A function, bound method or other callable is served the same way. The modules and tensors that it reaches through
     globals, its closure, defaults and the object that it belongs to are watched as a module's own are, and the plain
     values there (numbers, strings, flags) are part of the key, as arguments are. The result is a `GraphedFunction`.
+    On a method in a class body, ``@wrap`` gives each instance graphs of its own.
 
     Args:
         module: any `nn.Module` instance, or a function.
@@ -127,6 +128,10 @@ def wrap(
     if isinstance(module, type) or not callable(module):
         expected = "expected a torch.nn.Module instance (use @cuda_graph for a class) or a function"
         raise ConfigError(f"wrap got {module!r}; {expected}.")
+    if isinstance(module, nn.Module) and not issubclass(type(module), nn.Module):
+        raise ConfigError(
+            f"wrap got a {type(module).__name__} that passes for a module; wrap a function that calls it."
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
     if config is not None and not isinstance(config, CudaGraphConfig):
@@ -141,7 +146,7 @@ def wrap(
         if settings.get("training"):
             raise ConfigError("wrap got a function and training=True, which is for modules; a step is for train_step.")
         made = wrap(FunctionModule(module), config or CudaGraphConfig(), pool=pool, ranks=ranks, **settings)
-        return GraphedFunction(module, made)
+        return GraphedFunction(module, made, wrap)
     if config is None:
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
     module = unwrap(module)
@@ -201,12 +206,14 @@ def _graphed(original: Any) -> type[nn.Module]:
     def shallow_copy(self: Any) -> Any:
         return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
 
+    unscripted = getattr(original, "__jit_unused_properties__", ())
     members: dict[str, Any] = {
         "__slots__": ("_graph_original", "_graph_runner"),
         "__new__": new,
         "__copy__": shallow_copy,
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
+        "__jit_unused_properties__": [*CudaGraphWrapper.__jit_unused_properties__, *unscripted],
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
     return subclass(original, members, *mixins)  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ class Holder:
     def loaded(self) -> Iterator[int]:
         """Return where the memory begins that a checkpoint of its modules would load."""
         values = [value for module in self.modules for value in module.state_dict(keep_vars=True).values()]
-        parts = (part for value in values if isinstance(value, Tensor) for part in parts_of(value))
+        parts = (part for value in values if issubclass(type(value), Tensor) for part in parts_of(value))
         return (part.untyped_storage().data_ptr() for part in parts if has_address(part))
 
 

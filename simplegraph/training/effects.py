@@ -208,7 +208,7 @@ class StepModule(FunctionModule):
         places = self._reach.find([self._function, *step.hooks()])
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look()
-        restore(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
+        restore(step.held, {place.name: place.value for place in states if not issubclass(type(place.value), ATOMS)})
         return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
 
     def _may_hold(self, place: CodePlace) -> bool:
@@ -217,7 +217,9 @@ class StepModule(FunctionModule):
     def resolve(self) -> None:
         super().resolve()
         step, values = self.step, [place.value for place in self.values.places]
-        step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
+        step.scaler = step.scaler or next(
+            (each for each in values if issubclass(type(each), torch.amp.GradScaler)), None
+        )
         step.optimizers.check(values, step.scaler)
         own = [*step.optimizers.parameters, *self.parameters(), *step.found]
         step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))

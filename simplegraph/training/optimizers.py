@@ -87,7 +87,7 @@ class StepOptimizers:
             values: what the step reaches; a scheduler belongs outside of it.
             scaler: the gradient scaler that it calls, if any.
         """
-        found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
+        found = next((value for value in values if issubclass(type(value), _SCHEDULERS)), None)
         if found is not None:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
         for each in self.all if scaler is not None and scaler.is_enabled() else ():

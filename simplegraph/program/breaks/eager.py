@@ -69,7 +69,7 @@ class BreakTracer:
             return function(*args, **kwargs)
         args, kwargs = wait_collectives((args, kwargs))
         arguments, nesting = flatten((args, kwargs))
-        made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
+        made_here = tuple(issubclass(type(leaf), Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
         rewritten = [
@@ -79,7 +79,7 @@ class BreakTracer:
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
-        tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
+        tensors = (part for leaf in leaves if issubclass(type(leaf), Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
         observer.left |= dict.fromkeys(made - returned, len(self.trace.calls))
         found = [
@@ -129,7 +129,7 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambd
 
 
 def _geometry(leaf: Any) -> Any:
-    has_memory = isinstance(leaf, Tensor) and has_address(leaf) and not is_wrapper(leaf)
+    has_memory = issubclass(type(leaf), Tensor) and has_address(leaf) and not is_wrapper(leaf)
     return (*lies_at(leaf), leaf.storage_offset(), leaf.untyped_storage().nbytes()) if has_memory else None
 
 
@@ -183,8 +183,8 @@ class BreakTape:
         observer = self._observer
         args, kwargs = wait_collectives((args, kwargs))
         passed, _ = flatten((args, kwargs))
-        before = [leaf.clone() if isinstance(leaf, Tensor) and observer.made(leaf) else None for leaf in passed]
-        blank = [isinstance(leaf, Tensor) and storage_key(leaf) in observer.blank for leaf in passed]
+        before = [leaf.clone() if issubclass(type(leaf), Tensor) and observer.made(leaf) else None for leaf in passed]
+        blank = [issubclass(type(leaf), Tensor) and storage_key(leaf) in observer.blank for leaf in passed]
         written, observer.written = observer.written, set()
         try:
             with recording_breaks(None), observer.inside_break():
@@ -207,7 +207,7 @@ class BreakTape:
         self.calls.append(
             RecordedBreak(
                 function,
-                [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                [leaf.clone() if issubclass(type(leaf), Tensor) else leaf for leaf in leaves],
                 spec,
                 arguments,
                 read,
@@ -260,7 +260,7 @@ class PlayedBreak(Break):
                     raise BreakError(f"what eager break {self.name} returns is as large without padding rows")
                 self._fill(bridge.target, leaf)
             # Other tensors are arguments, or outside, and written already.
-            elif not isinstance(leaf, Tensor) and (problem := accept(leaf)) is not None:
+            elif not issubclass(type(leaf), Tensor) and (problem := accept(leaf)) is not None:
                 raise self._refused(problem)
 
     def _fill(self, target: Tensor, copy: Tensor) -> None:

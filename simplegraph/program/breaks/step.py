@@ -158,7 +158,7 @@ def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], ro
 
 def _same(one: Any, other: Any) -> bool:
     return one is other or (
-        isinstance(one, ATOMS) and type(one) is type(other) and constant_key(one) == constant_key(other)
+        issubclass(type(one), ATOMS) and type(one) is type(other) and constant_key(one) == constant_key(other)
     )
 
 
@@ -175,7 +175,7 @@ def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
 
 def rebuilt_call(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
     """Build a replay's arguments, and those by name, among which are containers of graph memory, or cells."""
-    return spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in leaves])
+    return spec.unflatten([leaf.value if issubclass(type(leaf), Cell) else leaf for leaf in leaves])
 
 
 @dataclasses.dataclass(eq=False)
@@ -259,7 +259,7 @@ class Bridge:
         self._kind = (target.shape, target.dtype, target.device, target.layout)
 
     def accept(self, leaf: Any) -> str | None:
-        if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device, leaf.layout) != self._kind:
+        if not issubclass(type(leaf), Tensor) or (leaf.shape, leaf.dtype, leaf.device, leaf.layout) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
         self.target.copy_(leaf.detach() if leaf.requires_grad else leaf)
         return None
@@ -301,7 +301,7 @@ def _same_memory(tensor: Tensor) -> Accept:
     memory = lies_at(tensor)
 
     def accept_in_place(leaf: Any) -> str | None:
-        if leaf is tensor or (isinstance(leaf, Tensor) and lies_at(leaf) == memory):
+        if leaf is tensor or (issubclass(type(leaf), Tensor) and lies_at(leaf) == memory):
             return None
         return f"{shown(leaf)} at another address; it was in place at the warmup. Return a clone, or always that one"
 
@@ -345,12 +345,12 @@ def classify_result(
         device: where the graph is.
     """
     index = next((index for index, argument in enumerate(arguments) if argument is leaf), None)
-    if isinstance(leaf, ATOMS):
+    if issubclass(type(leaf), ATOMS):
         return Result(_constant, (leaf,), any_size=leaf is None)
     if index is not None:
         return Result(_pass_back, (index,), any_size=True)
-    if not isinstance(leaf, Tensor):
-        if isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+    if not issubclass(type(leaf), Tensor):
+        if issubclass(type(leaf), (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
             return "returns a generator, whose body would run after it"
         return Result(hand_on, (type(leaf),))
     if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
@@ -373,7 +373,7 @@ def classify_result(
 
 def memory_of(leaf: Any) -> int:
     """Return the storage key of a tensor; 0 for all else."""
-    return storage_key(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
+    return storage_key(leaf) if issubclass(type(leaf), Tensor) and leaf.layout is torch.strided else 0
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -387,7 +387,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def shown(leaf: Any) -> str:
     """Describe a result."""
-    if isinstance(leaf, Tensor):
+    if issubclass(type(leaf), Tensor):
         layout = "" if leaf.layout is torch.strided else f", {leaf.layout}"
         return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}{layout}, on {leaf.device}"
-    return repr(leaf) if isinstance(leaf, ATOMS) else f"a {type(leaf).__name__}"
+    return repr(leaf) if issubclass(type(leaf), ATOMS) else f"a {type(leaf).__name__}"
