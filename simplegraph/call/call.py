@@ -49,6 +49,7 @@ from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 
 logger = logging.getLogger("simplegraph")
+_ATTENTION = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
 
 
@@ -292,9 +293,14 @@ class Call:
         found = zip(self.names, self.leaves, self.layout.args, strict=True)
         return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
 
+    @property
+    def shows_python(self) -> bool:
+        """True if a run may have a mode of functions around it, under which torch's attention has no fast path."""
+        return not any(issubclass(type(module), _ATTENTION) for module in self.survey.modules.values())
+
     def host_arguments(self) -> HostArguments:
         """Name the CPU tensors that a call on another device is passed."""
-        arguments = HostArguments()
+        arguments = HostArguments(shows_python=self.shows_python)
         for leaf, arg in zip(self.leaves, self.layout.args, strict=True):
             if isinstance(arg, (HostArg, HostInput)):
                 arguments.add(arg.name, leaf, by_value=isinstance(arg, HostArg))

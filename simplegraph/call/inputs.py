@@ -272,9 +272,9 @@ class InputSet:
             for static in self.hosted:
                 static.passed(padded, padded).copy_(static.view(padded))
 
-    def host_arguments(self, args: Sequence[Arg]) -> HostArguments:
+    def host_arguments(self, args: Sequence[Arg], *, shows_python: bool) -> HostArguments:
         """Name the CPU tensors that the forward is passed, with the memory that the graph reads in place of each."""
-        arguments = HostArguments()
+        arguments = HostArguments(shows_python=shows_python)
         for arg in args:
             if isinstance(arg, HostArg):
                 arguments.add(arg.name, arg.leaf, by_value=True)

@@ -160,7 +160,7 @@ class Plan:
                     or leaf.dtype is not dtype
                     or leaf.shape != shape
                     or leaf.get_device() != index
-                    or (index < 0 and leaf.is_meta is not view.is_meta)  # the index of a CPU tensor, but no data
+                    or (index < 0 and not leaf.is_cpu and not view.is_meta)  # a meta tensor has the index of the CPU's
                 ):
                     return None
                 if image and leaf.stride() != stride and memory_order(leaf) != arg.order:

@@ -260,7 +260,7 @@ class ModuleTrial:
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
             device = device_of(self._leaves)
-            device = device_of_state(module) if device.type == "cpu" else device
+            device = (device_of_state(module) or device) if device.type == "cpu" else device
             self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, (), device)
         except CannotBind as error:
             raise InputError(f"check cannot use these inputs: {error.explained}") from None

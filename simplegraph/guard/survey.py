@@ -160,8 +160,11 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
     return list(Survey(module).tensors.values())
 
 
-def device_of_state(module: nn.Module) -> torch.device:
-    """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
+def device_of_state(module: nn.Module) -> torch.device | None:
+    """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU.
+
+    It is None if the module holds none.
+    """
     # Before looking any further; not by methods, which a module may have other things in place of.
     left, known, devices = [module], {id(module)}, list[torch.device]()
     while left:
@@ -171,7 +174,8 @@ def device_of_state(module: nn.Module) -> torch.device:
         known.update(map(id, inner))
         left += inner
     devices = devices or [held.tensor.device for held in held_tensors(module)]
-    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+    found = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+    return found if devices else None
 
 
 def dtype_of_products(module: nn.Module) -> torch.dtype:

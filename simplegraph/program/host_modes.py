@@ -78,9 +78,11 @@ class HostArguments:
         moved: names of those that the run moved to the device as they are; waited: names of those for which a move
             waited, since it was not ``non_blocking``.
         read: name -> the operator, and the line, that used the argument on the CPU.
+        shows_python: reads that need no operator are noted, too, by a mode that costs some layers their fast path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_python: bool = True) -> None:
+        self.shows_python = shows_python
         self.names: dict[int, list[str]] = {}
         self.static: dict[int, Tensor | None] = {}
         self.moved: set[str] = set()
@@ -206,7 +208,7 @@ class HostMode(OperatorMode, abc.ABC):
         """
         self._recorder, lifts = ACTIVE.recorder, _get_lifting()
         _set_lifting(True)  # modes see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved
-        shown = self.shows_python and self.arguments is not None
+        shown = self.shows_python and self.arguments is not None and self.arguments.shows_python
         reads = _PythonReads(self) if shown else contextlib.nullcontext()
         try:
             with self if observer is None else observer.before(self), reads:

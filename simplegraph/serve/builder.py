@@ -101,8 +101,11 @@ class GraphBuilder:
         result, observer, trace = self._run_on_capture_stream(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):  # of others, arguments tell
-            self.ran_on = observer.gpu if device_of_state(call.module).type == "cpu" else None
+        if not any(
+            issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves
+        ):  # of others, arguments tell
+            held = device_of_state(call.module)
+            self.ran_on = observer.gpu if held is None or held.type == "cpu" else None
         if arguments is not None:
             self._learn_hosts(call, arguments)
         changed = call.layout.settings.difference()
@@ -461,7 +464,9 @@ class GraphBuilder:
         generators, described = held_generators(call), call.layout.described_inputs()
         scripted = [name for name, child in call.survey.modules.items() if isinstance(child, ScriptModule)]
         refused = HostError(f"{scripted[0]} is a TorchScript module", _SCRIPT_REMEDY) if scripted else None
-        arguments = inputs.host_arguments(call.layout.args) if call.layout.hosted else None
+        arguments = (
+            inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
+        )
         return [
             CaptureJob(
                 (call.binding.signature, *kind),

@@ -454,15 +454,21 @@ class GraphRunner:
     def device_for(self, module: Any, leaves: Sequence[Any]) -> torch.device:
         """Return the device of a call: its arguments', or, if all are on the CPU, its weights' or its latest kernels'.
 
+        Without weights it is that of the graphs that there are.
+
         Raises:
             CannotBind: no argument is a tensor, and batch dimensions count.
         """
-        device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
+        default = (device_of_state(module) or torch.device("cpu")) if self.config.exact_shapes else None
+        device = device_of(leaves, default)
         if device.type != "cpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return device
-        device = device_of_state(module)
-        ran_on = None if self.builder is None else self.builder.ran_on
-        return ran_on if device.type == "cpu" and ran_on is not None else device
+        held, builder = device_of_state(module), self.builder
+        if builder is None or (held is not None and held.type != "cpu"):
+            return held or device
+        if held is None and builder.ran_on is None:
+            return builder.manager.device.torch_device
+        return builder.ran_on or device
 
     def _serve(self, builder: GraphBuilder, call: Call) -> Any:
         """Run a call that a graph could serve, taking the next step towards that graph where there is none."""

@@ -264,7 +264,9 @@ class Recording:
     ) -> None:
         self._call, self._invoke, self._leaves, self.notes = call, invoke, leaves, notes
         self._state_key = state_key
-        self._host_arguments = inputs.host_arguments(call.layout.args) if call.layout.hosted else None
+        self._host_arguments = (
+            inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
+        )
         self.arguments = StandIns(call, inputs.leaves(call.layout.args, call.padded), leaves)
         self.tape, self.held = Tape(), leaves.tensors
         self.retains = notes.needs.retained

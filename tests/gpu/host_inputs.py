@@ -351,6 +351,12 @@ def alternating() -> Callable[[int], Tensor]:
     return lambda rows: batch(rows) if next(count) % 2 else batch(rows).to(GPU)
 
 
+def gpu_first() -> Callable[[int], Tensor]:
+    """Make inputs on the GPU until graphs serve them, and on the CPU later."""
+    count = iter(range(CALLS))
+    return lambda rows: batch(rows) if next(count) > 20 else batch(rows).to(GPU)
+
+
 class ReadsAList(Moves):
     """Makes a tensor of a list of numbers that lie in what it is passed."""
 
@@ -426,6 +432,7 @@ CASES: dict[str, tuple[Callable[[], Outcome], int]] = {
     "lengths": (lengths, 60),
     "lengths-draws": (lengths_and_draws, 0),
     "alternating": (lambda: module(Alone(to), alternating()), 60),
+    "gpu-first": (lambda: module(Alone(to), gpu_first()), 60),
     "attention": (lambda: module(Attends(to), lambda rows: torch.randn(rows, 5, WIDTH)), 80),
     "list": (lambda: module(ReadsAList(to), ones_first()), 0),
     "issue": (lambda: module(Moves(later)), 80),

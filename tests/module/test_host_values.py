@@ -350,3 +350,28 @@ def test_an_output_that_lies_in_a_cpu_argument_lies_in_the_callers(pick: Callabl
         assert found.shape == expected.shape
         assert (found is step) == (expected is step)
     assert model.graph_stats.replays >= 2
+
+
+class Attends(nn.Module):
+    """Moves what it is passed to torch's own attention, which leaves its fast path under a mode of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, device="meta")
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_function_stack())
+        return x.to("meta") * 2
+
+
+def test_torchs_attention_runs_under_no_mode_of_functions() -> None:
+    model = sg.wrap(Attends().eval(), **SETTINGS)
+    model(torch.randn(2, 4))
+    assert model.modes == [0]
+    other = sg.wrap(
+        Moves(lambda m, x: (m.modes.append(torch._C._len_torch_function_stack()), x.to("meta"))[1]).eval(), **SETTINGS
+    )
+    other.modes = []
+    other(torch.randn(2, 4))
+    assert other.modes == [1]
