@@ -234,12 +234,14 @@ class FunctionModule(nn.Module):
         function: a function, bound method, partial, or other callable.
 
     Attributes:
+        is_function: True: its children have the names that code has for them, so they may have dots.
         reached: what else the function reaches, by name: tensors, containers, objects.
         values: the plain values among it.
         computes_gradients: True if the function calls backward itself.
         proves_any_size: True if proofs copy all that it writes, however much that is.
     """
 
+    is_function = True
     computes_gradients = False
     proves_any_size = False
 
