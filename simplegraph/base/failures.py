@@ -161,7 +161,8 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     if not modules:
         return None
     root: Any = modules[0][1]
-    reached = {id(module): name for name, module in root.named_children()} if getattr(root, "is_function", False) else {}
+    is_function = getattr(root, "is_function", False)
+    reached = {id(module): name for name, module in root.named_children()} if is_function else {}
     root = next((module for _, module in modules if id(module) in reached), root)
     names = {id(module): name for name, module in root.named_modules()}
     name = next(names[id(module)] for _, module in reversed(modules) if id(module) in names)

@@ -85,6 +85,15 @@ def subclass(original: Any, members: dict[str, Any], *mixins: type, name: str | 
     return type(original)(name or original.__name__, (*mixins, original), named | members)
 
 
+def existing_subclass(original: Any, member: str, value: Any) -> Any:
+    """Return the subclass that was made of a class with this member, while there is one, or None.
+
+    A class knows its subclasses weakly: one that no object has any more is gone, and does not keep the original.
+    """
+    made = (kind for kind in type.__subclasses__(original) if vars(kind).get(member) is value)
+    return next(made, None)
+
+
 def plain(module: Any) -> Any:
     """Return the object that a wrapper was made around, as its forward sees it; others as they are.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.patches import subclass
+from simplegraph.base.patches import existing_subclass, subclass
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -149,6 +149,7 @@ def wrap(
     check_names(module.forward, config)
     runner = new_runner(config, pool, ranks)
     kind: Any = type(module)
+    kind = getattr(kind, "_simplegraph_overridden", kind)  # what overrides a model's methods serves that model alone
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner
     object.__setattr__(wrapped, "_graph_original", module)  # past `nn.Module`, which would make it a child
@@ -161,10 +162,7 @@ def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
 def unwrap(module: ModuleType) -> ModuleType: ...
 def unwrap(module: Any) -> Any:
     """Return the module that `wrap` was given; other modules as they are."""
-    if hasattr(type(module), "_graph_original"):
-        return module._graph_original
-    original = getattr(type(module), "_simplegraph_original", None)
-    return module if original is None else _share(module, original)
+    return module._graph_original if hasattr(type(module), "_graph_original") else module
 
 
 def check_unwrapped(model: Any, function: str) -> None:
@@ -187,9 +185,11 @@ def _share(module: Any, kind: type[Any]) -> Any:
     return other
 
 
-@functools.cache
 def _graphed(original: Any) -> type[nn.Module]:
     """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
+    existing: Any = existing_subclass(original, "_simplegraph_original", original)
+    if existing is not None:
+        return existing  # type: ignore[no-any-return]
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.

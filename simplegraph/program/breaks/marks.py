@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.patches import subclass
+from simplegraph.base.patches import existing_subclass, subclass
 
 
 class BreakRecorder(Protocol):
@@ -248,9 +248,11 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
     return names
 
 
-@functools.cache
 def _breaking_class(original: Any) -> Any:
-    """A subclass whose call is a break, and that pickles by the original's name."""
+    """Make a subclass whose call is a break, and that pickles by the original's name."""
+    existing = existing_subclass(original, "_simplegraph_unbroken", original)
+    if existing is not None:
+        return existing
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.__call__(self, *args, **kwargs)

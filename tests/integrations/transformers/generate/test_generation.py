@@ -194,6 +194,36 @@ def test_after_capture_varied_generations_replay_all_steps_but_the_proofs(
         assert graphs.stats.replays > TOKENS
 
 
+def test_a_model_that_was_never_wrapped_is_its_own_unwrapped_one(llama: Any) -> None:
+    with graphed(llama):
+        assert sg.unwrap(llama) is llama
+        wrapped: Any = sg.wrap(llama)
+        assert sg.unwrap(wrapped) is llama
+        assert type(wrapped).generate is transformers.LlamaForCausalLM.generate  # graphs of `generate` are the model's
+
+
+def test_remove_keeps_a_class_that_another_library_derived_meanwhile(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    batch = tiny.prompts([6, 4], device)
+    with graphed(llama) as graphs:
+        before = type(llama)
+        derived = type("Adapted", (before,), {"adapted": True})
+        llama.__class__ = derived
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays
+    assert type(llama) is derived
+    calls = graphs.stats.replays, graphs.stats.eager.total()
+    assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+    llama.__class__ = before  # what that library found, and puts back
+    assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+    assert (graphs.stats.replays, graphs.stats.eager.total()) == calls
+    assert type(copy.deepcopy(llama)) is transformers.LlamaForCausalLM
+    with graphed(llama) as again:
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert again.stats.replays
+
+
 @pytest.mark.parametrize(("name", "advised"), [("llama", True), ("t5", False)])
 def test_a_report_advises_a_method_that_its_handle_has(name: str, advised: bool, device: torch.device) -> None:
     """`capture_graphs` is a method of wrapped modules; `capture` refuses models with an encoder."""
