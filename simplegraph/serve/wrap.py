@@ -12,7 +12,7 @@ from torch import nn
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.patches import existing_subclass, subclass
+from simplegraph.base.patches import subclass
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -187,9 +187,6 @@ def _share(module: Any, kind: type[Any]) -> Any:
 
 def _graphed(original: Any) -> type[nn.Module]:
     """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
-    existing: Any = existing_subclass(original, "_simplegraph_original", original)
-    if existing is not None:
-        return existing  # type: ignore[no-any-return]
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.
@@ -209,7 +206,7 @@ def _graphed(original: Any) -> type[nn.Module]:
         "_simplegraph_original": original,
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
-    return subclass(original, members, *mixins)  # type: ignore[no-any-return]
+    return subclass(original, members, *mixins, mark="_simplegraph_original")  # type: ignore[no-any-return]
 
 
 def _insert_base(target: Any) -> None:

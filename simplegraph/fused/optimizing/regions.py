@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.patches import existing_subclass, subclass
+from simplegraph.base.patches import subclass
 from simplegraph.fused.layers.layer import methods
 from simplegraph.fused.optimizing.folded import REGION, Fold, FoldedMemory, FoldUse, LeftOut, Region, observed
 
@@ -97,9 +97,6 @@ def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
 
     Copies and pickles of its instances are of the class as it was at first.
     """
-    existing: Any = existing_subclass(original, "_simplegraph_run", run)
-    if existing is not None:
-        return existing  # type: ignore[no-any-return]
     plain = vars(original).get("_simplegraph_plain", original)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
@@ -117,7 +114,7 @@ def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
         return run(functools.partial(original.forward, self), self, *args, **kwargs)
 
     members = {"forward": forward, "__reduce_ex__": reduce, "_simplegraph_plain": plain, "_simplegraph_run": run}
-    changed: type[nn.Module] = subclass(original, members)
+    changed: type[nn.Module] = subclass(original, members, mark="_simplegraph_run")
     return changed
 
 

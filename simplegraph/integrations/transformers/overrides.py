@@ -57,7 +57,7 @@ def restore_methods(model: Any, owner: Any) -> None:
     A class that was derived since, by a library that changed the model in its own way, stays the model's.
     """
     classes = type(model).__mro__
-    overriding = next((kind for kind in classes if vars(kind).get("_simplegraph_owner") is owner), None)
+    overriding: Any = next((kind for kind in classes if vars(kind).get("_simplegraph_owner") is owner), None)
     if overriding is None:
         return
     if overriding is type(model):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.patches import existing_subclass, subclass
+from simplegraph.base.patches import subclass
 
 
 class BreakRecorder(Protocol):
@@ -250,9 +250,6 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
 
 def _breaking_class(original: Any) -> Any:
     """Make a subclass whose call is a break, and that pickles by the original's name."""
-    existing = existing_subclass(original, "_simplegraph_unbroken", original)
-    if existing is not None:
-        return existing
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.__call__(self, *args, **kwargs)
@@ -263,7 +260,7 @@ def _breaking_class(original: Any) -> Any:
 
     call.__qualname__ = original.__qualname__
     members = {"__call__": eager_break(call), "__reduce_ex__": reduce, "_simplegraph_unbroken": original}
-    return subclass(original, members)
+    return subclass(original, members, mark="_simplegraph_unbroken")
 
 
 def _rebuilt(original: Any) -> Any:
