@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from simplegraph.base.errors import ConfigError
@@ -399,10 +400,13 @@ class GraphedFunction(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._wrapped = wrapped
+        self._wrapped, self._plain = wrapped, function
         self._grad_mode = _decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            self._wrapped._count_compiled()
+            return self._plain(*args, **kwargs)
         if self._grad_mode is None:
             return self._serve(args, kwargs)
         with self._grad_mode():
