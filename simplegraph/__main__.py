@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import platform
+import re
 import runpy
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -221,15 +223,27 @@ def _flash_attention() -> Finding:
     return Finding(name, "skip", f"not installed (optional): {HOW_TO_INSTALL}")
 
 
+def _is_python(program: str) -> bool:
+    """True for the interpreter itself, by any of its names: ``python3.13`` is, and ``python_train.py`` is not."""
+    return re.fullmatch(r"python[\d.]*t?(\.exe)?", Path(program).name) is not None
+
+
+def _wait_for_threads(before: set[threading.Thread]) -> None:
+    """Wait for the threads that a program leaves running, as Python does at its end."""
+    if any(not thread.daemon for thread in set(threading.enumerate()) - before):
+        # Threads of executors, and those that watch the main one, end only once Python says that it ends.
+        threading._shutdown()  # type: ignore[attr-defined]
+
+
 def _run_python(command: Sequence[str]) -> int:
     """Run a Python program in this process, as ``python ...`` or an installed command would; return its exit status."""
     program, *arguments = command
-    if not Path(program).name.startswith("python"):
+    if not _is_python(program):
         arguments = [shutil.which(program) or program, *arguments]
-    before = sys.argv, sys.path[:]
+    before, threads = (sys.argv, sys.path[:]), set(threading.enumerate())
     try:
         if arguments[0] == "-m":
-            sys.argv = arguments[1:]
+            sys.argv, sys.path[0] = arguments[1:], os.getcwd()
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
@@ -242,8 +256,23 @@ def _run_python(command: Sequence[str]) -> int:
         traceback.print_exc()
         return 1
     finally:
+        _wait_for_threads(threads)
         sys.argv, sys.path[:] = before
     return 0
+
+
+def _worker_reports(report: Path, started: float) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """Yield the reports that workers wrote since then beside the main process's own, with their findings."""
+    for path in report.parent.glob(f"{glob.escape(report.stem)}.*.json"):
+        try:
+            if path.stat().st_mtime < started:
+                continue
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            print(f"simplegraph audit: {path} was not read: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        if isinstance(found, dict) and {"process", "survey_seconds", "findings"} <= found.keys():  # else another's file
+            yield path.with_suffix(report.suffix), found["findings"]
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -254,11 +283,13 @@ def _audit(options: argparse.Namespace) -> int:
     os.environ |= {VARIABLE: str(report), EVERY: str(options.every)}  # for workers that load plugins
     with Audit.start(options.every, nan=options.nan, path=report) as audit:
         status = _run_python(options.program)
-    print(f"simplegraph audit: {audit}\n  report: {report}", file=sys.stderr)
     kinds = [finding.kind for finding in audit.findings]
-    for path in report.parent.glob(f"{glob.escape(report.stem)}.*.json"):  # of workers
-        if path.stat().st_mtime >= started:
-            kinds += [finding["kind"] for finding in json.loads(path.read_text(encoding="utf-8"))["findings"]]
+    written = [] if audit.saved is None else [audit.saved]
+    for path, findings in _worker_reports(report, started):
+        written.append(path)
+        kinds += [finding["kind"] for finding in findings]
+    lines = [f"  report: {path}" for path in written]
+    print("\n".join([f"simplegraph audit: {audit}", *lines]), file=sys.stderr)
     return status or (3 if set(kinds) & set(options.fail_on) else 0)
 
 
@@ -324,14 +355,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.program:
             audited.error("no program to run; expected -- python script.py ...")
         program, *arguments = options.program
-        if Path(program).name.startswith("python") and (
-            not arguments or (arguments[0][:1] == "-" and arguments[0] != "-m")
-        ):
+        is_python = _is_python(program)
+        has_option = arguments[:1] != ["-m"] and any(argument[:1] == "-" for argument in arguments[:1])
+        if is_python and (has_option or arguments in ([], ["-m"])):
             audited.error(
                 "expected -- python script.py ..., or -- python -m module ..., without options of Python's own"
             )
-        runs = arguments[0] if Path(program).name.startswith("python") else shutil.which(program) or program
-        if runs != "-m" and not Path(runs).exists():
+        runs = arguments[0] if is_python else shutil.which(program) or program
+        if not (is_python and runs == "-m") and not Path(runs).exists():
             audited.error(f"there is no {runs} to run; expected -- python script.py ...")
         try:
             return _audit(options)

@@ -136,20 +136,22 @@ class FailingPart(NamedTuple):
     """The submodule that a failing line belongs to.
 
     Attributes:
-        root: the outermost module that was called.
+        root: the outermost module that was called; of a function, the module that it reaches.
         name: the submodule's dotted name in it; empty for the root itself.
         decorable: True if code of the user's own ran inside it.
+        holder: what a function's code calls the root; empty if a module was wrapped.
     """
 
     root: nn.Module
     name: str
     decorable: bool
+    holder: str = ""
 
     @property
     def pattern(self) -> str:
         """Its name for `break_at`: a layer of a list stands for all of them."""
-        steps = self.name.split(".")
-        holders = [self.root.get_submodule(".".join(steps[:index])) for index in range(len(steps))]
+        steps, named = self.name.split("."), dict(self.root.named_modules(remove_duplicate=False))
+        holders = [named.get(".".join(steps[:index])) for index in range(len(steps))]
         return ".".join("*" if isinstance(it, nn.ModuleList) else step for it, step in zip(holders, steps, strict=True))
 
 
@@ -159,11 +161,15 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     if not modules:
         return None
     root: Any = modules[0][1]
+    is_function = getattr(root, "is_function", False)
+    reached = {id(module): name for name, module in root.named_children()} if is_function else {}
+    root = next((module for _, module in modules if id(module) in reached), root)
     names = {id(module): name for name, module in root.named_modules()}
     name = next(names[id(module)] for _, module in reversed(modules) if id(module) in names)
     start = next(index for index, module in modules if names.get(id(module)) == name)
     generated = (line.summary.filename.startswith("<") for line in lines[start:])
-    return FailingPart(root, name, any(generated) or any(line.is_own for line in lines[start:]))
+    decorable = any(generated) or any(line.is_own for line in lines[start:])
+    return FailingPart(root, name, decorable, reached.get(id(root), "").rstrip("'"))
 
 
 def _innermost_users(lines: Sequence[CalledLine]) -> int:
@@ -418,11 +424,14 @@ def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
         inner = next((line for line in reversed(lines) if line.is_users), None)
         own = inner is None or inner.is_own
         return remedy if own else remedy.replace("mark the function with", "call it in a function of your own, marked")
-    ways = []
+    ways, model = [], part.holder or "model"
     if part.name:
-        ways.append(f"run that part eagerly: simplegraph.break_at(model, \"{part.pattern}\") and mode='PIECEWISE'")
+        ways.append(f"run that part eagerly: simplegraph.break_at({model}, \"{part.pattern}\") and mode='PIECEWISE'")
+    elif part.holder:
+        marked = "a function of your own, marked @simplegraph.eager_break"
+        ways.append(f"call {part.holder} in {marked}, and set mode='PIECEWISE'")
     if any(True for _ in part.root.children()):
-        ways.append("give graphs to the parts that can have them: simplegraph.wrap_parts(model, inputs)")
+        ways.append(f"give graphs to the parts that can have them: simplegraph.wrap_parts({model}, inputs)")
     return f"The code is a library's; {'; or '.join(ways)}." if ways else remedy
 
 

@@ -72,7 +72,9 @@ def installed() -> list[str]:
 # Subclasses made at run time, which go by the original's name in messages, pickles and reprs.
 
 
-def subclass(original: Any, members: dict[str, Any], *mixins: type, name: str | None = None) -> Any:
+def subclass(
+    original: Any, members: dict[str, Any], *mixins: type, name: str | None = None, mark: str | None = None
+) -> Any:
     """Make a subclass of `original` with these members, and with `mixins` before it.
 
     Args:
@@ -80,7 +82,13 @@ def subclass(original: Any, members: dict[str, Any], *mixins: type, name: str | 
         members: its own methods and attributes.
         *mixins: classes that come before the original in its method resolution order.
         name: another name for it.
+        mark: a member. The subclass that was made before with the same value of it is returned, while there is one: a
+            class knows its subclasses weakly, so neither is kept for the life of the process.
     """
+    if mark is not None:
+        for kind in type.__subclasses__(original):
+            if vars(kind).get(mark) is members[mark]:
+                return kind
     named = {attribute: getattr(original, attribute) for attribute in ("__module__", "__qualname__", "__doc__")}
     return type(original)(name or original.__name__, (*mixins, original), named | members)
 

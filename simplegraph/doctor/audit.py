@@ -174,6 +174,7 @@ class Audit:
         graphs: each that was captured, in order.
         findings: what is wrong.
         checks: how many graphs were checked so far.
+        saved: where the last report was written; None if none was.
 
     Raises:
         ConfigError: another audit is attached, `every` is negative, no file can be written at `path`, or the driver
@@ -189,6 +190,7 @@ class Audit:
         self.graphs: list[AuditedGraph] = []
         self.findings: list[AuditFinding] = []
         self.checks = 0
+        self.saved: Path | None = None
         self.survey_seconds = 0.0
         self._source = graph_source(self)
         self._by_id: dict[int, AuditedGraph] = {}
@@ -250,7 +252,9 @@ class Audit:
         """Write the report as one HTML file that needs nothing else, and as JSON beside it; return the HTML's path."""
         from simplegraph.doctor.audit_page import write_report
 
-        return write_report(self.to_dict(), Path(path))
+        self.saved = None
+        self.saved = write_report(self.to_dict(), Path(path))
+        return self.saved
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""

@@ -25,6 +25,7 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, known_arguments
 from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
+from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import cloned, first_difference
@@ -116,7 +117,7 @@ class CheckReport:
 
 
 def check(
-    module: nn.Module,
+    module: nn.Module | Callable[..., Any],
     *args: Any,
     others: Sequence[tuple[Any, ...]] = (),
     before: Callable[[int], object] | None = None,
@@ -124,7 +125,7 @@ def check(
     capture_sizes: Collection[int] | None = None,
     **kwargs: Any,
 ) -> CheckReport:
-    """Try if a module can be captured, in one graph or in pieces, and if padding would change its outputs.
+    """Try if a module or function can be captured, in one graph or in pieces, and if padding would change its outputs.
 
     It runs the forward several times eagerly (as called, padded with four different contents, and on half of the rows;
     the same with copies of the first row), captures it, and compares replays with eager on new inputs. If a module with
@@ -136,7 +137,7 @@ def check(
         print(report)
 
     Args:
-        module: the module, in evaluation mode, with its breaks marked.
+        module: the module, in evaluation mode, with its breaks marked; or a function or method, as for `wrap`.
         *args: example inputs, with a batch size that no other dimension has. The batch is dimension 0 of the first
             tensor unless `batch_dims` says otherwise.
         others: further batches, each a tuple of positional arguments, such as sequences of other lengths. Batches of
@@ -148,13 +149,13 @@ def check(
         **kwargs: example inputs passed by keyword, for every batch.
 
     Raises:
-        InputError: `module` is no module or in training mode, or these inputs cannot be bound to a graph, or bear
-            names of settings.
+        ConfigError: `module` is a function of a kind that `wrap` refuses.
+        InputError: it is no module, function or method, or is in training mode, or these inputs cannot be bound to a
+            graph, or bear names of settings.
         CaptureError: `capture_sizes` was given, and one of the sizes cannot be captured.
     """
     if not isinstance(module, nn.Module):
-        told = " A function tells by its graph_report() after a few calls." if callable(module) else ""
-        raise InputError(f"check got a {type(module).__name__}; expected a torch.nn.Module instance first.{told}")
+        module = _module_of(module)
     if module.training:
         raise InputError("the module is in training mode; call .eval() before check.")
     if not all(isinstance(other, tuple) for other in others):
@@ -178,6 +179,18 @@ def check(
             if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
         return dataclasses.replace(_report(trials, capture_sizes), frozen=tuple(dict.fromkeys(_frozen(module))))
+
+
+def _module_of(function: Any) -> FunctionModule:
+    """Make a module of a function, as `wrap` does."""
+    if isinstance(function, GraphedFunction):
+        function = vars(function)["__wrapped__"]
+    if isinstance(function, type) or not callable(function):
+        raise InputError(f"check got {function!r}; expected a torch.nn.Module instance, a function or a method first.")
+    check_function(function, "check")
+    module = FunctionModule(function)
+    module.resolve()
+    return module
 
 
 def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSp
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from simplegraph.base.errors import ConfigError
@@ -282,12 +283,14 @@ class FunctionModule(nn.Module):
         function: a function, bound method, partial, or other callable.
 
     Attributes:
+        is_function: True: its children have the names that code has for them, so they may have dots.
         reached: what else the function reaches, by name: tensors, containers, objects.
         values: the plain values among it.
         computes_gradients: True if the function calls backward itself.
         proves_any_size: True if proofs copy all that it writes, however much that is.
     """
 
+    is_function = True
     computes_gradients = False
     proves_any_size = False
 
@@ -458,11 +461,13 @@ class GraphedFunction(Generic[P, R]):
         self, function: Callable[P, R], wrapped: Any, again: Callable[..., GraphedFunction[Any, Any]] | None = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._wrapped = wrapped
-        self._again = again
+        self._wrapped, self._plain, self._again = wrapped, function, again
         self._grad_mode = _decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            self._wrapped._count_compiled()
+            return self._plain(*args, **kwargs)
         if self._grad_mode is None:
             return self._serve(args, kwargs)
         with self._grad_mode():

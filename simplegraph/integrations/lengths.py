@@ -202,7 +202,7 @@ class OutputLengths:
 
 
 class PaddedCall:
-    """A call, read: its leaves, its rows, its length and the captured length that it is padded to.
+    """A call, read: its leaves, its rows, its length and the captured length that it is padded to, 0 if none holds it.
 
     Args:
         leaves, names, spec: of the call.
@@ -210,7 +210,7 @@ class PaddedCall:
         reader: finds the batch size.
 
     Raises:
-        CannotBind: it has no length, several, or one above all captured ones; or no rows.
+        CannotBind: it has no length, several, or no rows.
     """
 
     def __init__(
@@ -230,10 +230,7 @@ class PaddedCall:
             given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
             raise CannotBind(Reason.BATCH_MISMATCH, said or given)
         self.length = next(iter(lengths))
-        captured = config.lengths or ()
-        if self.length > captured[-1]:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {captured[-1]}: add {self.length} to lengths")
-        self.padded = next(length for length in captured if length >= self.length)
+        self.padded = next((length for length in config.lengths or () if length >= self.length), 0)
         device = device_of(leaves)
         on_device = (at for at, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor) and leaf.device == device)
         anchor, batch_dim = reader.anchor(leaves, names, list(on_device))
@@ -284,6 +281,7 @@ class LengthBuckets:
     config: CudaGraphConfig
     _rules: dict[Hashable, OutputLengths] = dataclasses.field(default_factory=dict)
     _reader: CallReader | None = None
+    _longest: int = 0  # length that came and that no captured one holds
 
     def call(self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call."""
@@ -327,7 +325,12 @@ class LengthBuckets:
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
             self._reader = CallReader(module.forward, self.config, known_arguments(module))
-        return PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
+        call = PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
+        if not call.padded:
+            self._longest = max(self._longest, call.length)
+            largest = (self.config.lengths or ())[-1]
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {largest}: add {self._longest} to lengths")
+        return call
 
     def _rule(self, kind: Hashable) -> OutputLengths:
         if kind not in self._rules and len(self._rules) >= _MAX_KINDS:

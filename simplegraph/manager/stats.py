@@ -145,6 +145,7 @@ class GraphStats:
         eager: eager calls by `Reason`; slower: those that graphs served, but in a slower way than they were asked to;
             details: what the latest call of each reason was about, or the largest that was too large, if known.
         texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
+        capture_method: name of the user's method that captures before the first call; empty if there is none.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
@@ -159,6 +160,7 @@ class GraphStats:
     slower: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
     details: dict[Reason, str] = dataclasses.field(default_factory=dict)
     texts: dict[Reason, str] = dataclasses.field(default_factory=dict)
+    capture_method: str = "capture_graphs"
     captures: int = 0
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
@@ -371,7 +373,8 @@ class GraphReport:
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         lines += [
             f"  the longest call that had to capture took {stats.longest_stall:.3f} s"
-            + "; capture_graphs does that before the first call" * (stats.unit != "calls")  # a step has none
+            + f"; {stats.capture_method} does that before the first call"
+            * (stats.unit != "calls" and bool(stats.capture_method))  # a step has none
         ] * bool(stats.longest_stall)
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []

@@ -136,7 +136,9 @@ class GraphBuilder:
             raise CannotBind(Reason.CAPTURE_FAILED, where_failed(table.failures[call.key]))
         if table.config.capture == "upfront":
             unlike = "" if call.binding.called else self.difference_to_captured(call)
-            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or f"batch size {call.batch}: use capture_graphs")
+            method = self.manager.stats.capture_method
+            said = f"batch size {call.batch}{f': use {method}' * bool(method)}"
+            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or said)
         if len(self.unsettled) >= _UNSETTLED:
             raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 

@@ -59,6 +59,10 @@ _grad_enabled = torch.is_grad_enabled  # looked up once
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
+_COMPILED = (
+    "a compiler traces the forward, whose compiled code runs without graphs: wrap what torch.compile returns, "
+    "simplegraph.wrap(torch.compile(module)), and do not compile what has graphs"
+)
 # Of a capture whose first runs change settings of torch, show the GPU, and show which CPU tensors are moved there.
 _RUNS_TO_SETTLE = 4
 
@@ -93,11 +97,22 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
+            self._count_compiled()
             return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
         runner = self._graph_runner
         if runner.lengths is not None:
             return runner.lengths.call(runner, self, args, kwargs)
         return runner.call(self, args, kwargs)
+
+    def _count_compiled(self) -> bool:
+        """Count, and warn, that a compiler traces the call; called while it does, once for each trace."""
+        module: Any = self
+        self.graph_stats.name = module._get_name()
+        self.graph_stats.ran_eagerly(Reason.TRANSFORMED, _COMPILED)
+        return True
+
+    # What `torch.compiler.assume_constant_result` sets, which imports the compiler.
+    _count_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
     def _graph_runner(self) -> GraphRunner:

@@ -154,6 +154,7 @@ def wrap(
     check_names(module.forward, config)
     runner = new_runner(config, pool, ranks)
     kind: Any = type(module)
+    kind = getattr(kind, "_simplegraph_overridden", kind)  # what overrides a model's methods serves that model alone
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner
     object.__setattr__(wrapped, "_graph_original", module)  # past `nn.Module`, which would make it a child
@@ -166,10 +167,7 @@ def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
 def unwrap(module: ModuleType) -> ModuleType: ...
 def unwrap(module: Any) -> Any:
     """Return the module that `wrap` was given; other modules as they are."""
-    if hasattr(type(module), "_graph_original"):
-        return module._graph_original
-    original = getattr(type(module), "_simplegraph_original", None)
-    return module if original is None else _share(module, original)
+    return module._graph_original if hasattr(type(module), "_graph_original") else module
 
 
 def check_unwrapped(model: Any, function: str) -> None:
@@ -192,7 +190,6 @@ def _share(module: Any, kind: type[Any]) -> Any:
     return other
 
 
-@functools.cache
 def _graphed(original: Any) -> type[nn.Module]:
     """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
 
@@ -216,7 +213,7 @@ def _graphed(original: Any) -> type[nn.Module]:
         "__jit_unused_properties__": [*CudaGraphWrapper.__jit_unused_properties__, *unscripted],
     }
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
-    return subclass(original, members, *mixins)  # type: ignore[no-any-return]
+    return subclass(original, members, *mixins, mark="_simplegraph_original")  # type: ignore[no-any-return]
 
 
 def _insert_base(target: Any) -> None:

@@ -311,14 +311,24 @@ if __name__ == "__main__":
 """
 
 
-def command(tmp_path: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    words = ["audit", "--report", str(tmp_path / "report.html"), *options, "--", "python", str(script), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def run(tmp_path: Path, *words: str, command: tuple[str, ...] = ("-m", "simplegraph")) -> Any:
     return subprocess.run(
-        [sys.executable, "-m", "simplegraph", *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+        [sys.executable, *command, "audit", "--report", str(tmp_path / "report.html"), *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=300,
     )
+
+
+def command(
+    tmp_path: Path, *arguments: str, options: tuple[str, ...] = (), source: str = SCRIPT
+) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    done: subprocess.CompletedProcess[str] = run(tmp_path, *options, "--", "python", str(script), *arguments)
+    return done
 
 
 def test_the_command_runs_a_program_and_ends_with_its_status(tmp_path: Path) -> None:
@@ -361,7 +371,7 @@ def test_the_command_needs_a_program() -> None:
     assert "no program to run; expected -- python script.py" in done.stderr
 
 
-@pytest.mark.parametrize("program", [["python"], ["python", "-u", "script.py"]])
+@pytest.mark.parametrize("program", [["python"], ["python", "-u", "script.py"], ["python", "-m"]])
 def test_the_command_refuses_what_it_cannot_run(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["audit", "--", *program])
@@ -373,7 +383,7 @@ def test_the_command_runs_a_module_with_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "engine_of_mine.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit('over')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     report = tmp_path / "report.html"
     assert cli.main(["audit", "--report", str(report), "--", "python", "-m", "engine_of_mine", "--x", "1"]) == 1
@@ -381,6 +391,106 @@ def test_the_command_runs_a_module_with_its_arguments(
     assert printed.out == "['--x', '1']\n"
     assert printed.err.startswith("over\nsimplegraph audit: 0 graphs")
     assert not report.exists()  # there is nothing to say
+    assert "report:" not in printed.err
+
+
+def test_the_installed_command_finds_a_module_of_the_working_directory_as_python_does(tmp_path: Path) -> None:
+    """`sys.path` of a console script begins with the script's own folder."""
+    installed = tmp_path / "bin" / "simplegraph"
+    installed.parent.mkdir()
+    installed.write_text("import sys\nfrom simplegraph.__main__ import main\nsys.exit(main())\n")
+    (tmp_path / "engine_of_mine.py").write_text("import sys\nprint(sys.argv[1:], sys.path[0])\n")
+    done = run(tmp_path, "--", "python", "-m", "engine_of_mine", "--x", command=(str(installed),))
+    assert (done.returncode, done.stdout) == (0, f"['--x'] {tmp_path}\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["python_train.py", "pythonic"])
+def test_a_program_whose_name_begins_as_pythons_is_run_itself(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("import sys\nprint(sys.argv)\n")
+    (tmp_path / "other.py").write_text("print('the wrong one')\n")
+    done = run(tmp_path, "--", name, "other.py")
+    assert done.stdout == f"['{name}', 'other.py']\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.13t", "/usr/bin/python3.11", "python.exe"])
+def test_the_interpreter_is_known_by_all_its_names(name: str) -> None:
+    assert cli._is_python(name)
+
+
+def test_other_files_beside_the_report_neither_end_the_command_nor_count(tmp_path: Path) -> None:
+    """`audit.*.json` may be anyone's; only reports of this run's workers count."""
+    source = f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+(folder / "report.config.json").write_text('{{"findings": 3}}')
+(folder / "report.list.json").write_text('[{{"kind": "stale"}}]')
+(folder / "report.half.json").write_text('{{"findings": [')
+(folder / "report.bytes.json").write_bytes(b"\\xff")
+(folder / "report.folder.json").mkdir()
+"""
+    done = command(tmp_path, options=("--fail-on", "stale"), source=source)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "report.half.json was not read: JSONDecodeError" in done.stderr
+    assert "  report:" not in done.stderr
+
+
+def test_a_workers_report_is_named_and_its_findings_count(tmp_path: Path) -> None:
+    source = f"""
+import multiprocessing
+{SCRIPT.replace('__name__ == "__main__"', "True").replace("sys.exit(int(sys.argv[1]))", "")}
+"""
+    (tmp_path / "working.py").write_text(
+        "def work():\n"
+        "    import sys\n"
+        "    sys.argv = ['', 'fault']\n"
+        "    from simplegraph.doctor.audit import start_from_environment\n"
+        "    start_from_environment()\n" + "".join(f"    {line}\n" for line in source.splitlines())
+    )
+    main = """
+import multiprocessing, working
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=working.work, name="Engine")
+    worker.start()
+    worker.join()
+"""
+    done = command(tmp_path, options=("--fail-on", "freed"), source=main)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.endswith(
+        f"simplegraph audit: 0 graphs, 0 nodes, 0 checks, 0 findings\n  report: {tmp_path}/report.Engine.html\n"
+    )
+
+
+LEFT_RUNNING = """
+import concurrent.futures, sys, threading, time, torch, simplegraph as sg
+from torch import nn
+
+def serve():
+    time.sleep(0.5)
+    model = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2], progress=False)
+    with torch.inference_mode():
+        for _ in range(4):
+            model(torch.ones(2, 4))
+    sys.stdout.write("served\\n" if sg.Audit.attached else "not audited\\n")
+
+def watch():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+
+threading.Thread(target=serve).start()
+threading.Thread(target=watch).start()
+threading.executor = concurrent.futures.ThreadPoolExecutor(1)
+threading.executor.submit(serve)
+sys.exit(5)
+"""
+
+
+def test_graphs_of_threads_that_outlive_the_main_script_are_seen(tmp_path: Path) -> None:
+    """A server's script ends once it has started its threads; Python waits for them, also for those of executors."""
+    done = command(tmp_path, source=LEFT_RUNNING)
+    assert done.returncode == 5, done.stderr
+    assert done.stdout == "served\n" * 2
+    assert "simplegraph audit: 2 graphs" in done.stderr
 
 
 def test_findings_are_counted_for_prometheus() -> None:

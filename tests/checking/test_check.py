@@ -417,8 +417,8 @@ def test_eager_runs_that_differ_for_other_causes_say_nothing_of_rows(device):
     assert "two eager runs" in str(report)
 
 
-def test_what_is_no_module_is_refused(device):
-    with pytest.raises(sg.InputError, match=r"torch\.nn\.Module"):
+def test_a_function_that_wrap_refuses_is_refused(device):
+    with pytest.raises(sg.ConfigError, match=r"check got .*put it into a function of your own"):
         sg.check(torch.relu, torch.randn(2, 3, device=device))
 
 
@@ -492,3 +492,41 @@ def test_a_scripted_submodule_is_checked(device):
     report = sg.check(module, rows(device))
     assert not report.capturable
     assert "TorchScript" in str(report)
+
+
+class Encoding(Function):
+    """Its callers use methods, as those of many encoders do."""
+
+    def encode(self, x):
+        self.steps += 1
+        return x @ self.weight
+
+    def centred(self, x):
+        return x - x.mean(0)
+
+    def clipped(self, x):
+        return x if x.abs().max().item() < 1 else x.tanh()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_method_is_checked_as_the_forward_is(device, wrapped):
+    module = Encoding(lambda m, x: x).to(device).eval()
+    check = (
+        (lambda method: sg.check(sg.wrap(method), rows(device)))
+        if wrapped
+        else (lambda method: sg.check(method, rows(device)))
+    )
+    report = check(module.encode)
+    assert report
+    assert [name.rpartition(".")[2] for name in report.state_written] == ["steps"]
+    assert module.steps == 0
+    assert check(module.centred).rows_independent is False
+    problem = check(module.clipped).problem
+    assert "return x if x.abs().max().item() < 1 else x.tanh()" in problem
+    assert sg.check(lambda x: module.encode(x) * 2, rows(device), capture_sizes=[2, ROWS]).memory is not None
+
+
+@pytest.mark.parametrize("what", [3, nn.Linear])
+def test_what_is_neither_a_module_nor_a_function_is_refused(what):
+    with pytest.raises(sg.InputError, match=r"expected a torch\.nn\.Module instance, a function or a method first"):
+        sg.check(what, torch.randn(4, 2))

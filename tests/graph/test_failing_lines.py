@@ -281,6 +281,61 @@ def test_a_part_of_a_sequence_is_named_by_its_index(library: Any, device: torch.
     assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
 
 
+class Trainer:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
+def test_a_library_module_that_a_functions_object_holds_is_named_as_the_function_has_it(
+    library: Any, device: torch.device
+) -> None:
+    w = Trainer(library.Routed(WIDTH).to(device).eval())
+
+    def doubled(x: Tensor) -> Tensor:
+        return w.net(x) * 2
+
+    x = torch.randn(4, WIDTH, device=device)
+    served = sg.wrap(doubled, capture_sizes=[4], progress=False)
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(served(x), doubled(x))
+        message = str(served.capture_graphs(x).failed["batch size 4"])
+    assert "simplegraph.break_at(w.net, \"layers.*.router\") and mode='PIECEWISE'" in message
+    assert "simplegraph.wrap_parts(w.net, inputs)" in message
+    sg.break_at(w.net, "layers.*.router")
+    again = sg.wrap(doubled, capture_sizes=[4], progress=False, mode="PIECEWISE")
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(again(x), doubled(x))
+    assert again.graph_stats.replays > 0
+
+
+def test_a_library_module_whose_own_forward_fails_in_a_function_is_called_in_a_break(
+    library: Any, device: torch.device
+) -> None:
+    w = Trainer(library.Router(WIDTH).to(device).eval())
+
+    def doubled(x: Tensor) -> Tensor:
+        return w.net(x) * 2
+
+    x = torch.randn(4, WIDTH, device=device)
+    with torch.inference_mode():
+        failed = sg.wrap(doubled, capture_sizes=[4], progress=False).capture_graphs(x).failed
+    advised = "call w.net in a function of your own, marked @simplegraph.eager_break, and set mode='PIECEWISE'"
+    assert advised in str(failed["batch size 4"])
+
+    @sg.eager_break
+    def routed(x: Tensor) -> Tensor:
+        routes: Tensor = w.net(x)
+        return routes
+
+    again = sg.wrap(lambda x: routed(x) * 2, capture_sizes=[4], progress=False, mode="PIECEWISE")
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(again(x), doubled(x))
+    assert again.graph_stats.replays > 0
+
+
 def test_a_break_of_the_capture_that_shows_later_blames_no_part(device: torch.device) -> None:
     def forward() -> None:
         nn.Linear(2, 3)(torch.ones(4))

@@ -136,6 +136,17 @@ def test_longer_calls_run_as_they_are(device: torch.device) -> None:
     assert "captured for (the largest is 128: add 129 to lengths)" in str(model.graph_report())
 
 
+def test_the_longest_call_is_what_lengths_are_advised_for(device: torch.device) -> None:
+    model = graphed(Frames(), device)
+    for length in (140, 150, 129):
+        assert_right(model, torch.randn(4, length, device=device))
+    assert "the largest is 128: add 150 to lengths" in str(model.graph_report())
+    model.configure_graphs(lengths=[*model._graph_runner.settings.lengths, 150])
+    for length in (140, 150, 129):
+        assert_right(model, torch.randn(4, length, device=device))
+    assert reasons(model)["length_too_large"] == 3  # those of before
+
+
 class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

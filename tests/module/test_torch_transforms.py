@@ -12,7 +12,7 @@ from torch import nn
 
 import simplegraph as sg
 from tests.module.answers import close, reasons
-from tests.module.models import WIDTH, Attention, Mlp, Outer, rows, wrapped_mlp
+from tests.module.models import WIDTH, Attention, DecoratedMlp, Mlp, Outer, rows, wrapped_mlp
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -77,6 +77,27 @@ def test_a_compiled_parent_of_a_wrapper_is_right(device, captured):
     compiled = torch.compile(parent, backend="eager", fullgraph=True)
     for _ in range(3):
         close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("kind", ["module", "decorated", "parent", "function"])
+def test_a_wrapper_that_is_compiled_says_that_its_graphs_are_not_used(device, kind, fullgraph, caplog):
+    torch.compiler.reset()
+    plain = DecoratedMlp() if kind == "decorated" else Mlp()
+    plain = plain.to(device).eval()
+    if kind == "function":
+        served = sg.wrap(lambda x: plain(x) * 2, capture_sizes=[4], progress=False)
+    else:
+        served = plain if kind == "decorated" else sg.wrap(plain, capture_sizes=[4], progress=False)
+    x = rows(4, device)
+    expected = Mlp.forward(plain, x) * (2 if kind == "function" else 1)
+    whole = nn.Sequential(served) if kind == "parent" else served
+    compiled = torch.compile(whole, backend="eager", fullgraph=fullgraph)
+    for _ in range(3):
+        close(compiled(x), expected)
+    assert reasons(served) == {"transformed": 1}
+    assert caplog.text.count("a compiler traces the forward") == 1
+    assert "simplegraph.wrap(torch.compile(module))" in str(served.graph_report())
 
 
 def test_a_compiled_module_can_be_wrapped(device):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -315,6 +317,27 @@ def test_unwrap_gives_the_eager_module_and_leaves_others_alone(device):
     assert type(plain) is Mlp
     assert plain.up is module.up
     assert sg.unwrap(module) is module
+
+
+@pytest.mark.parametrize("use", ["wrap", "break_at"])
+def test_a_class_that_no_module_has_any_more_is_freed(use):
+    """A notebook, or a factory of classes, defines a class again and again."""
+
+    def used():
+        class Local(nn.Module):
+            def forward(self, x):
+                return x * 2
+
+        module = Local().eval()
+        if use == "wrap":
+            assert type(sg.wrap(module)) is type(sg.wrap(Local().eval()))
+        else:
+            sg.break_at(nn.Sequential(module), "0")
+        return weakref.ref(Local)
+
+    kind = used()
+    gc.collect()
+    assert kind() is None
 
 
 def test_a_torchscript_module_is_refused_with_a_reason():

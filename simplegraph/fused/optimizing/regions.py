@@ -92,7 +92,6 @@ def _run_fused(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     return fused.run(*args, **kwargs)
 
 
-@functools.cache
 def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
     """Make a subclass with another forward, which gets the original one.
 
@@ -114,8 +113,8 @@ def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
         # Which somebody may have replaced in the class since.
         return run(functools.partial(original.forward, self), self, *args, **kwargs)
 
-    members = {"forward": forward, "__reduce_ex__": reduce, "_simplegraph_plain": plain}
-    changed: type[nn.Module] = subclass(original, members)
+    members = {"forward": forward, "__reduce_ex__": reduce, "_simplegraph_plain": plain, "_simplegraph_run": run}
+    changed: type[nn.Module] = subclass(original, members, mark="_simplegraph_run")
     return changed
 
 

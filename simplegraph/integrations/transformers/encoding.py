@@ -56,6 +56,7 @@ class GraphedEncoder(GraphedModel):
             set()
         )  # kinds and lengths, which are served whole when they come again
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
+        self._longest = 0  # length that came and that no captured one holds
         self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
         super().__init__(model, step, {"forward": self._forward})
 
@@ -142,7 +143,9 @@ class GraphedEncoder(GraphedModel):
                 Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
             )
         if length > self._lengths[-1]:
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {self._lengths[-1]}: add {length} to lengths")
+            self._longest = max(self._longest, length)
+            said = f"the largest is {self._lengths[-1]}: add {self._longest} to lengths"
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, said)
         values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
         whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]

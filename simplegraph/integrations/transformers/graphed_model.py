@@ -47,6 +47,7 @@ class GraphedModel:
         self._step = step
         self.stats.name = type(model).__name__
         self.stats.texts.update(_TEXTS)
+        self.stats.capture_method = "capture"
         override_methods(model, self, methods)
 
     @property

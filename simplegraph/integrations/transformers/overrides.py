@@ -23,7 +23,7 @@ Method = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 def original_class(model: Any) -> Any:
     """Return the class that a model had before its methods were overridden."""
-    return getattr(type(model), "_simplegraph_original", type(model))
+    return getattr(type(model), "_simplegraph_overridden", type(model))
 
 
 def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> None:
@@ -46,14 +46,24 @@ def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> N
         return object.__new__, (original,), *rest  # `rest` fills the new object
 
     members: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
-    members |= {"__reduce_ex__": reduce, "_simplegraph_original": original, "_simplegraph_owner": owner}
-    model.__class__ = subclass(original, members)
+    members |= {"_simplegraph_overridden": original, "_simplegraph_owner": owner}
+    members["_simplegraph_members"] = (*members, "_simplegraph_members")
+    model.__class__ = subclass(original, members | {"__reduce_ex__": reduce})
 
 
 def restore_methods(model: Any, owner: Any) -> None:
-    """Restore the model's original class if `owner` overrode its methods."""
-    if getattr(type(model), "_simplegraph_owner", None) is owner:
+    """Restore the methods of the model's original class if `owner` overrode them.
+
+    A class that was derived since, by a library that changed the model in its own way, stays the model's.
+    """
+    classes = type(model).__mro__
+    overriding: Any = next((kind for kind in classes if vars(kind).get("_simplegraph_owner") is owner), None)
+    if overriding is None:
+        return
+    if overriding is type(model):
         model.__class__ = original_class(model)
+    for name in overriding._simplegraph_members:  # whoever derived from the class, or has it to put back, has no graphs
+        delattr(overriding, name)
 
 
 def _through(method: Method, original: Any) -> Forward:

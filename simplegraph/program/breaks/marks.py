@@ -249,9 +249,8 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
     return names
 
 
-@functools.cache
 def _breaking_class(original: Any) -> Any:
-    """A subclass whose call is a break, and that pickles by the original's name."""
+    """Make a subclass whose call is a break, and that pickles by the original's name."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.__call__(self, *args, **kwargs)
@@ -262,7 +261,7 @@ def _breaking_class(original: Any) -> Any:
 
     call.__qualname__ = original.__qualname__
     members = {"__call__": eager_break(call), "__reduce_ex__": reduce, "_simplegraph_unbroken": original}
-    return subclass(original, members)
+    return subclass(original, members, mark="_simplegraph_unbroken")
 
 
 def _rebuilt(original: Any) -> Any:

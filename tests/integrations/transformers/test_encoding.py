@@ -148,6 +148,36 @@ def test_no_message_advises_a_setting_that_graph_encoder_does_not_have(
     assert {name for name in settings - {"mode", "capture", "padding"} if name in said} == set()
 
 
+def test_the_longest_call_is_what_lengths_are_advised_for(device: torch.device) -> None:
+    plain, model = bert(device, "BertForMaskedLM"), bert(device, "BertForMaskedLM")
+    with graph_encoder(model, lengths=[16], capture_sizes=[2]) as graphs, torch.no_grad():
+        for length in (30, 20, 17):
+            inputs = batch(2, length, device)
+            assert_same(model(**inputs), plain(**inputs))
+        assert "the largest is 16: add 30 to lengths" in str(graphs.report())
+    with graph_encoder(model, lengths=[16, 30], capture_sizes=[2]) as graphs, torch.no_grad():
+        for length in (30, 20, 17):
+            inputs = batch(2, length, device)
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_TOO_LARGE] == 0
+
+
+def test_a_report_advises_a_method_that_its_handle_has(device: torch.device) -> None:
+    model, inputs = bert(device, "BertForMaskedLM"), batch(2, 16, device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[2]) as graphs, torch.no_grad():
+        for _ in range(4):
+            model(**inputs)
+        assert graphs.stats.longest_stall
+        said = str(graphs.report())
+        assert "; capture does that before the first call" in said
+        assert "capture_graphs" not in said
+    with graph_encoder(model, lengths=[16], capture_sizes=[2]) as graphs, torch.no_grad():
+        assert graphs.capture().captured
+        for _ in range(4):
+            model(**inputs)
+        assert not graphs.stats.longest_stall
+
+
 def test_what_graphs_cannot_serve_runs_as_it_is(device: torch.device) -> None:
     plain, model = bert(device, "BertForMaskedLM"), bert(device, "BertForMaskedLM")
     inputs = batch(3, 10, device)

@@ -67,6 +67,8 @@ class GraphedGeneration(GraphedModel):
                 "_beam_search": self._beam_search,
             },
         )
+        if not self._takes_tokens:
+            self.stats.capture_method = ""
 
     def reset(self) -> None:
         """Drop the graphs and their cache; later calls make them again."""
@@ -101,7 +103,7 @@ class GraphedGeneration(GraphedModel):
         Raises:
             ConfigError: the model does not generate from tokens alone, or a size or length is invalid.
         """
-        if self.model.config.is_encoder_decoder or self.model.main_input_name != "input_ids":
+        if not self._takes_tokens:
             raise ConfigError(
                 f"capture makes up prompts of tokens, and {type(self.model).__name__} takes "
                 f"{self.model.main_input_name} for an encoder: call generate with inputs of each size and length."
@@ -126,6 +128,11 @@ class GraphedGeneration(GraphedModel):
             )
         finally:
             self._decoder.capturing = None
+
+    @property
+    def _takes_tokens(self) -> bool:
+        """True if the model generates from tokens alone, of which prompts can be made up."""
+        return not self.model.config.is_encoder_decoder and self.model.main_input_name == "input_ids"
 
     def _generate_once(self, rows: int, tokens: int, settings: Mapping[str, Any]) -> None:
         """Generate from a made-up prompt as many tokens as steps of each kind take."""
@@ -313,6 +320,7 @@ def graph_generation(
         batch_dims={"ids": 0, "positions": 0, "last": None},
         **settings,
     )
+    prompt_step.graph_stats.capture_method = ""  # prefills are captured as they come
     decoder = FixedCacheDecoder(
         step, sizes, max_batch_size=max_batch_size, max_length=max_length, max_source_length=source
     )

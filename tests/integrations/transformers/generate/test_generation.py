@@ -194,6 +194,64 @@ def test_after_capture_varied_generations_replay_all_steps_but_the_proofs(
         assert graphs.stats.replays > TOKENS
 
 
+def test_a_model_that_was_never_wrapped_is_its_own_unwrapped_one(llama: Any) -> None:
+    with graphed(llama):
+        assert sg.unwrap(llama) is llama
+        wrapped: Any = sg.wrap(llama)
+        assert sg.unwrap(wrapped) is llama
+        assert type(wrapped).generate is transformers.LlamaForCausalLM.generate  # graphs of `generate` are the model's
+
+
+def test_remove_keeps_a_class_that_another_library_derived_meanwhile(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    batch = tiny.prompts([6, 4], device)
+    with graphed(llama) as graphs:
+        before = type(llama)
+        derived = type("Adapted", (before,), {"adapted": True})
+        llama.__class__ = derived
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays
+    assert type(llama) is derived
+    calls = graphs.stats.replays, graphs.stats.eager.total()
+    assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+    llama.__class__ = before  # what that library found, and puts back
+    assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+    assert (graphs.stats.replays, graphs.stats.eager.total()) == calls
+    assert type(copy.deepcopy(llama)) is transformers.LlamaForCausalLM
+    with graphed(llama) as again:
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert again.stats.replays
+
+
+@pytest.mark.parametrize(("name", "advised"), [("llama", True), ("t5", False)])
+def test_a_report_advises_a_method_that_its_handle_has(name: str, advised: bool, device: torch.device) -> None:
+    """`capture_graphs` is a method of wrapped modules; `capture` refuses models with an encoder."""
+    model = tiny.build(MODELS[name], device)
+    with graphed(model) as graphs:
+        model.generate(**tiny.prompts([6, 4], device), **GREEDY)
+        assert graphs.stats.longest_stall
+        said = str(graphs.report())
+    assert ("; capture does that before the first call" in said) is advised
+    assert "capture_graphs" not in said
+
+
+def test_a_call_that_was_to_be_captured_upfront_is_told_which_method_captures(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_CAPTURE", "upfront")
+    model = tiny.build(MODELS["llama"], device)
+    batch = tiny.prompts([6, 4], device)
+    with graphed(model, capture_sizes=[2]) as graphs:
+        model.generate(**batch, **GREEDY)
+        said = str(graphs.report())
+        assert "use capture)" in said
+        assert "capture_graphs" not in said
+        graphs.capture(lengths=[1, 30])
+        model.generate(**batch, **GREEDY)
+        assert graphs.stats.replays
+
+
 def test_capture_says_that_graphs_are_switched_off(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build(MODELS["llama"], device)
     with graphed(model) as graphs:
