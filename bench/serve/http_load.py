@@ -27,7 +27,7 @@ TOTALS = ("accepted", "answered", "cancelled")
 # Of callers, as the locustfile names them.
 KINDS = ("/v1/completions", "seeded", "extreme", "stream", "left early", "bad", "no HTTP", "half open")
 MODEL = "bench/data/eagle/target"
-_SETTLE = 35  # seconds after the load: half-open requests are closed by then
+_SETTLE = 40  # seconds after the load: half-open requests are closed by then
 _PATIENCE = 60  # seconds, for the server's end
 _GROWTH_MIB = 32  # of the second half of the load: allocators and counters settle
 
@@ -78,8 +78,10 @@ def _loaded(server: subprocess.Popen[bytes], url: str, options: argparse.Namespa
         print(f"{name:16} {counts['requests']:>7} requests, {counts['failures']} failures")
     if server.poll() is not None:
         return {"problems": [f"the server ended with {server.returncode}"], "samples": samples, "callers": callers}
-    time.sleep(_SETTLE)
-    after, middle = _sample(server, url), samples[len(samples) // 2]
+    after, middle, end = _sample(server, url), samples[len(samples) // 2], time.monotonic() + _SETTLE
+    while any(idle[name] != after[name] for name in FLAT) and time.monotonic() < end:
+        time.sleep(1)
+        after = _sample(server, url)
     print(f"before {idle}\nafter  {after}")
     statuses = dict(re.findall(r'^bench_answers_total{status="(\d+)"} (\d+)', _get(f"{url}/metrics"), re.MULTILINE))
     problems = [

@@ -22,12 +22,11 @@ from locust import HttpUser, between, task
 MODEL = os.environ.get("SERVED_MODEL", "bench/data/eagle/target")
 COUNT = 32  # tokens of an answer
 PROMPTS = [list(text) for text in (b"When in the Course", b"We hold these truths", b"The history of the", b"He has")]
+UNSERVABLE: list[Any] = [{"prompt": []}, {"prompt": [10**9]}, {"prompt": [1], "max_tokens": 10**9}]  # says the engine
 BAD: list[Any] = [
+    *UNSERVABLE,
     b"\x00\xff{",
-    {"prompt": []},
-    {"prompt": [10**9]},
     {"prompt": [1], "temperature": -1},
-    {"prompt": [1], "max_tokens": 10**9},
     {"prompt": [1], "n": 5},
     {"prompt": {"a": 1}},
     b"[" * 100_000,
@@ -60,7 +59,7 @@ EXTREME: list[dict[str, Any]] = [
     {"stop": ["a" * 255 + end for end in "bcde"]},
     {"stop_token_ids": [2**31 - 1] * 64},
 ]
-SEEDS = (0, 7, 2**40)
+SEED = 2**40
 
 GARBAGE = [
     random.Random(0).randbytes(1000),
@@ -97,7 +96,7 @@ def expected_tokens(*settings: str) -> list[list[int]]:
 
 
 EXPECTED = expected_tokens()
-SAMPLED = {seed: expected_tokens("--temperature", "1", "--seed", str(seed)) for seed in SEEDS}
+SAMPLED = expected_tokens("--temperature", "1", "--seed", str(SEED))
 
 
 class Caller(HttpUser):
@@ -122,13 +121,11 @@ class Caller(HttpUser):
     @task(3)
     def draw(self) -> None:
         """Ask for random tokens with a seed, which are the same whatever runs beside them."""
-        index, body = self._body()
-        seed = random.choice(SEEDS)
-        body |= {"temperature": 1, "seed": seed}
+        index, body = self._body(temperature=1, seed=SEED)
         with self.client.post("/v1/completions", json=body, catch_response=True, name="seeded") as answer:
             if answer.status_code == 429:
                 answer.success()
-            elif answer.status_code != 200 or answer.json()["choices"][0]["token_ids"] != SAMPLED[seed][index]:
+            elif answer.status_code != 200 or answer.json()["choices"][0]["token_ids"] != SAMPLED[index]:
                 answer.failure(f"status {answer.status_code}, or other tokens than bench.generate's")
 
     @task(2)
@@ -141,7 +138,7 @@ class Caller(HttpUser):
             else:
                 answer.failure(f"status {answer.status_code}")
 
-    @task(1)
+    @task(2)
     def linger(self) -> None:
         """Open connections that never send a whole request; some wait until the server closes them."""
         place = urllib.parse.urlsplit(self.host)
@@ -150,7 +147,7 @@ class Caller(HttpUser):
             for _ in range(4):
                 connection = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=10))
                 connection.sendall(random.choice(HALVES))
-            if random.random() < 0.25:
+            if random.random() < 0.1:
                 connection.settimeout(60)
                 try:
                     while connection.recv(4096):
@@ -178,7 +175,8 @@ class Caller(HttpUser):
         body = random.choice(BAD)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self.client.post("/v1/completions", data=content, catch_response=True, name="bad") as answer:
-            if answer.status_code in (400, 404, 413):
+            # A full engine is not asked; what the door refuses is wrong at any time.
+            if answer.status_code in (400, 404, 413) or (answer.status_code == 429 and body in UNSERVABLE):
                 answer.success()
             else:
                 answer.failure(f"status {answer.status_code}, of {content[:80]!r}")
