@@ -137,8 +137,8 @@ class Engine:
         except BaseException:
             if plan is not None:
                 self.scheduler.undo(plan)
-                # Recurrent states may have advanced, and the last tokens may be those of the failed step already.
-                self.scheduler.restart(plan.requests)
+                if self.runner.states is not None:  # they may have advanced, in some layers or in all
+                    self.scheduler.restart(plan.requests)
             self._under_way = before
             raise
         outputs = [Output(request, None, FinishReason.CANCELLED) for request in self._cancelled]

@@ -171,22 +171,6 @@ def test_seeded_requests_have_the_tokens_that_each_has_alone(llama: Llama, mode:
         assert request.output == alone_in.generate([request.prompt], request.params)[0]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=1, seed=3)])
-def test_a_step_that_fails_after_its_graph_changes_no_token(
-    llama: Llama, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
-) -> None:
-    served = engine(llama)
-    (expected,) = served.generate([[5, 6, 7]], params)
-    request = served.add([5, 6, 7], params)
-    served.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("bench.engine.model_runner.to_host", None)
-        with pytest.raises(TypeError):
-            served.step()
-    list(served.stream())
-    assert request.output == expected
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_gives_a_request_the_same_tokens_whatever_runs_beside_it(llama: Llama, mode: str) -> None:
     prompt = prompts(1, seed=11)[0]
