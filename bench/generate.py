@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams
 from bench.engine.config import BACKENDS
+from bench.engine.request import shown
 from bench.models.checkpoint import CheckpointError
 from bench.models.workload import Workload
 from bench.tools.measure import device_of
@@ -94,7 +95,7 @@ def encode(prompt: str, tokenizer: Any) -> list[int]:
         return [int(word) for word in prompt.replace(",", " ").split()]
     except ValueError:
         raise ValueError(
-            f"the model's folder has no tokenizer, and {prompt!r} is no row of token ids such as '5 17 3'."
+            f"the model's folder has no tokenizer, and {shown(prompt)} is no row of token ids such as '5 17 3'."
         ) from None
 
 

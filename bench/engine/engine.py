@@ -13,13 +13,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from bench.engine.config import EngineConfig
 from bench.engine.model_runner import Launched, ModelRunner
 from bench.engine.pages import PageAllocator
-from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
+from bench.engine.request import FinishReason, Request, RequestError, SamplingParams, shown, token_ids
 from bench.engine.scheduler import Scheduler
 from bench.models.llama import Llama
 from simplegraph import CudaGraphManager, RankGroup
@@ -93,22 +92,22 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: the prompt is empty, too long for model or cache, or has an unknown token id; nothing is
-                queued.
+            RequestError: the prompt is empty, too long for model or cache, or has an unknown token id, or one that
+                is no whole number; nothing is queued.
         """
         params = params or SamplingParams()
-        tokens = [int(token) for token in prompt]
+        tokens = token_ids(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; expected at least one token id.")
         unknown = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if unknown is not None:
-            raise RequestError(f"the prompt has token id {unknown}; expected 0 to {self._vocab_size - 1}.")
+            raise RequestError(f"the prompt has token id {shown(unknown)}; expected 0 to {self._vocab_size - 1}.")
         # The last token of an output is never run through the model, so it needs no slot in the cache.
         needed, most = len(tokens) + params.max_tokens - 1, self.config.max_model_len
         if needed > most:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}; together they may be "
-                f"{most + 1} at most (max_model_len={most})."
+                f"the prompt has {len(tokens)} tokens and max_tokens is {shown(params.max_tokens)}; together they may "
+                f"be {most + 1} at most (max_model_len={most})."
             )
         for pages in self.scheduler.groups:
             blocks = pages.most_owned(needed + self.lookahead, self.config.max_num_tokens)
@@ -118,8 +117,6 @@ class Engine:
                     f"{pages.num_pages}; build the engine with more num_pages, or ask for fewer tokens."
                 )
         request = Request(next(self._ids), tokens, params)
-        if params.seed is not None:
-            request.generator = torch.Generator(self.runner.device).manual_seed(params.seed)
         self.scheduler.waiting.append(request)
         return request
 

@@ -200,8 +200,7 @@ class ModelRunner:
         if isinstance(found, Sampled) and all(request.params.greedy for request in plan.requests):
             tokens = found.tokens[:count]
         else:
-            params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
-            tokens = sample(logits, params, generators)
+            tokens = sample(logits, [request.params for request in plan.requests], plan.seq_lens.tolist())
             self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)
         return Launched(plan, *to_host(tokens))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-from collections.abc import Collection, Sequence
-
-import torch
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import SupportsIndex, TypeGuard
 
 from simplegraph import SimpleGraphError
+
+MOST_TOP_K = 2**31 - 1
+SEEDS = (-(2**63), 2**63 - 1)
+_MOST_TEMPERATURE = 3e38  # in float32, as the device has it
 
 
 class EngineError(SimpleGraphError):
@@ -38,9 +41,10 @@ class SamplingParams:
     Args:
         max_tokens: the most tokens to generate.
         temperature: 0 always takes the most likely token.
-        top_k: only the k likeliest tokens; 0 for all.
+        top_k: only the k likeliest tokens; 0 for all. More than the vocabulary has are all, too.
         top_p: only the likeliest tokens that together have this probability.
-        seed: makes a request's tokens reproducible, whatever else runs; None draws from torch's generator.
+        seed: makes a request's tokens reproducible, whatever else runs; None draws from torch's generator. Each
+            position of a request has random numbers of its own, by seed and position.
         stop_token_ids: tokens that end the request; the token itself is part of the output.
 
     Raises:
@@ -56,19 +60,52 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require(_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        finite = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
-        _require(finite and self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 or more, as a whole number")
-        _require(isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
-        stops = self.stop_token_ids
-        known = isinstance(stops, Collection) and all(hasattr(token, "__index__") for token in stops)
-        _require(known, "stop_token_ids", stops, "token ids")
-        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number or None")
+        fine = _number(self.temperature) and 0 <= self.temperature <= _MOST_TEMPERATURE
+        _require(fine, "temperature", self.temperature, f"0 or more, up to {_MOST_TEMPERATURE}")
+        fine = _whole(self.top_k) and 0 <= self.top_k <= MOST_TOP_K
+        _require(fine, "top_k", self.top_k, f"0 or more, up to {MOST_TOP_K}, as a whole number")
+        _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
+        fine = isinstance(self.stop_token_ids, Collection) and all(map(_is_token_id, self.stop_token_ids))
+        _require(fine, "stop_token_ids", self.stop_token_ids, "token ids")
+        least, most = SEEDS
+        fine = self.seed is None or (_whole(self.seed) and least <= self.seed <= most)
+        _require(fine, "seed", self.seed, f"a whole number from {least} to {most}, or None")
 
     @property
     def greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0
+
+
+def token_ids(tokens: Iterable[object]) -> list[int]:
+    """Convert token ids to integers.
+
+    Args:
+        tokens: whole numbers of any type, such as NumPy's, or a tensor of them.
+
+    Raises:
+        RequestError: these are not token ids.
+    """
+    if not isinstance(tokens, Iterable):
+        raise RequestError(f"the prompt is {shown(tokens)}; expected a list of token ids.")
+    found: list[int] = []
+    for token in tokens:
+        if not _is_token_id(token):
+            raise RequestError(f"the prompt has {shown(token)}; expected token ids, which are whole numbers.")
+        found.append(operator.index(token))
+    return found
+
+
+def _is_token_id(token: object) -> TypeGuard[SupportsIndex]:
+    """True if a value is a whole number of any type. True and False count as none."""
+    try:
+        return not isinstance(token, bool) and operator.index(token) is not None  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, float) or _whole(value)
 
 
 def _whole(value: object) -> bool:
@@ -77,7 +114,16 @@ def _whole(value: object) -> bool:
 
 def _require(fine: bool, name: str, value: object, expected: str) -> None:
     if not fine:
-        raise RequestError(f"{name} is {value!r}; expected {expected}.")
+        raise RequestError(f"{name} is {shown(value)}; expected {expected}.")
+
+
+def shown(value: object) -> str:
+    """Format a value for a message: at most 80 characters, since a caller chooses it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python formats no integer of more than 4300 digits
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,7 +146,6 @@ class Request:
     pending: int = 0
     slot: int | None = None
     num_pages: int = 0
-    generator: torch.Generator | None = None
     finished: FinishReason | None = None
     preemptions: int = 0
 

@@ -155,8 +155,8 @@ class SpecRunner:
             after[:rows].copy_(accepted.tokens.clamp(min=0).view(-1))
             last[:drafting].copy_(self._rows[:drafting] * (count + 1) + accepted.counts)
             verified = self._results.send(drafting, count + 1)
-        params, generators = zip(*((one.params, one.generator) for one in plan.requests[drafting:]), strict=True)
-        chosen = sample(logits[rows:], params, generators)
+        params = [request.params for request in plan.requests[drafting:]]
+        chosen = sample(logits[rows:], params, plan.seq_lens[drafting:].tolist())
         self._verifier.set_temperatures(slots[drafting:], params)
         known = after.index_select(0, last[drafting:])
         after.index_copy_(0, last[drafting:], torch.where(inputs.samples[drafting:reqs] > 0, chosen, known))

@@ -3,6 +3,8 @@
 POST /v1/completions takes a text, token ids, or a list of either, and answers whole or as server-sent events. Beside
 OpenAI's fields it takes `top_k` and `stop_token_ids`, and each choice has its `token_ids`. A caller who disconnects
 cancels the request. GET /v1/models, /health and /metrics (Prometheus).
+
+`Completion` bounds every parameter. A body is read and tokenized on another thread than the event loop's.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import prometheus_client as prometheus
 import pydantic
@@ -23,9 +26,10 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.engine.request import FinishReason, RequestError
+from bench.engine.request import MOST_TOP_K, SEEDS, FinishReason, RequestError, shown
 from bench.engine.start import start
 from bench.generate import encode, load_tokenizer, stop_tokens
 from bench.models.llama import Llama
@@ -33,7 +37,15 @@ from bench.serve.worker import EngineStopped, EngineWorker, QueueFull, Stream, T
 
 MOST_BYTES = 2**20  # of a body
 MOST_PROMPTS = 64  # of a request
+MOST_STOP_TOKENS = 64
+MOST_STOP_LENGTH = 256  # characters of a stop text
+MOST_CONNECTIONS = 512  # at once, those that have sent no request yet included
+HEAD_SECONDS = 10.0  # after which a connection without a whole head of a request is closed, at the latest twice that
+BODY_SECONDS = 30.0  # for the whole body
 _MOST_STOPS = 4  # as OpenAI has it
+_MOST_NAME = 256  # characters of a name
+_SHUTDOWN_SECONDS = 20  # for requests that run when the process is told to end
+_log = logging.getLogger("bench.serve")
 _GAUGES = {
     "in_flight": "Requests that are running or waiting",
     "free_pages": "Pages of the KV cache that no request owns",
@@ -45,6 +57,15 @@ _GAUGES = {
 _ids = itertools.count()
 
 
+# Lists end at their first bad entry: the errors of all of a large body would take seconds to make.
+TokenId = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], pydantic.Field(fail_fast=True)]
+Prompts = Annotated[list[Tokens], pydantic.Field(fail_fast=True)]
+Texts = Annotated[list[str], pydantic.Field(fail_fast=True)]
+StopText = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_LENGTH)]
+Name = Annotated[str, pydantic.Field(max_length=_MOST_NAME)]
+
+
 class StreamOptions(pydantic.BaseModel, extra="forbid"):
     """Options of a streamed answer."""
 
@@ -52,20 +73,23 @@ class StreamOptions(pydantic.BaseModel, extra="forbid"):
 
 
 class Completion(pydantic.BaseModel, extra="forbid", strict=True):
-    """A request, with OpenAI's names and defaults. Fields with one value are those that the engine does not serve."""
+    """A request, with OpenAI's names and defaults. Fields with one value are those that the engine does not serve.
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    model: str | None = None
-    max_tokens: int = pydantic.Field(16, ge=1)
+    Bounds each value; what depends on the engine's sizes, such as the length of a prompt, the engine bounds.
+    """
+
+    prompt: str | Tokens | Texts | Prompts
+    model: Name | None = None
+    max_tokens: int = pydantic.Field(16, ge=1, lt=2**31)
     temperature: float = pydantic.Field(1.0, ge=0, le=2)
     top_p: float = pydantic.Field(1.0, gt=0, le=1)
-    top_k: int = pydantic.Field(0, ge=0)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    top_k: int = pydantic.Field(0, ge=0, le=MOST_TOP_K)
+    seed: int | None = pydantic.Field(None, ge=SEEDS[0], le=SEEDS[1])
+    stop: StopText | Annotated[list[StopText], pydantic.Field(max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[Tokens, pydantic.Field(max_length=MOST_STOP_TOKENS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Name | None = None
     n: Literal[1] = 1
     best_of: Literal[1, None] = None
     echo: Literal[False] = False
@@ -77,10 +101,7 @@ class Completion(pydantic.BaseModel, extra="forbid", strict=True):
 
     def stops(self) -> list[str]:
         """Return the texts that end an answer."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > _MOST_STOPS or not all(stops):
-            raise RequestError(f"stop is {stops!r}; expected at most {_MOST_STOPS} texts, none of them empty.")
-        return stops
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of each prompt."""
@@ -125,34 +146,55 @@ class Part(NamedTuple):
 
 
 class Answer:
-    """The text of one prompt's answer so far, held back where it may become a stop text or half a character."""
+    """The text of one prompt's answer so far, held back where it may become a stop text or half a character.
+
+    A token costs the decoding of the last few tokens, and a search in what is held back and in the new text.
+    """
 
     def __init__(self, prompt: int, tokenizer: Any, stops: Sequence[str]) -> None:
         self.tokens: list[int] = []
-        self._prompt, self._tokenizer, self._stops, self._sent = prompt, tokenizer, stops, 0
+        self._prompt, self._tokenizer, self._stops = prompt, tokenizer, stops
+        self._context = self._read = 0  # tokens before those that are decoded, and before those without text
+        self._held = ""  # text that is not sent
 
     def add(self, token: Token) -> Part:
         """Take a token, and return the text that no later token can change."""
         new_tokens = [] if token.token is None else [token.token]
         self.tokens += new_tokens
         reason = None if token.finished is None else str(token.finished)
-        text = self._text()
+        text = self._held + self._new_text(last=reason is not None)
         found = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        held = 0
         if found is not None:
             text, reason = text[:found], str(FinishReason.STOP)
         elif reason is None:
-            text = text[: len(text) - self._uncertain(text)]
-        new, self._sent = text[self._sent :], max(self._sent, len(text))
-        return Part(self._prompt, new, new_tokens, reason)
+            held = max((_begun(stop, text) for stop in self._stops), default=0)
+        sent, self._held = text[: len(text) - held], text[len(text) - held :]
+        return Part(self._prompt, sent, new_tokens, reason)
 
-    def _uncertain(self, text: str) -> int:
-        """Count the characters at the end that may be the beginning of a stop text, or of another character."""
-        begun = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(begun, default=int(text.endswith("\N{REPLACEMENT CHARACTER}")))
+    def _new_text(self, last: bool) -> str:
+        """Return the text of the tokens that have given none; none while they end within a character."""
+        # Tokens whose text is known are decoded once more before them, since some tokenizers strip the first space.
+        before, text = self._text(self._context, self._read), self._text(self._context, len(self.tokens))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        self._context, self._read = self._read, len(self.tokens)
+        return text[len(before) :]
 
-    def _text(self) -> str:
-        """Return the whole text; token ids where there is no tokenizer."""
-        return " ".join(map(str, self.tokens)) if self._tokenizer is None else self._tokenizer.decode(self.tokens)
+    def _text(self, start: int, end: int) -> str:
+        """Decode tokens; write their ids where there is no tokenizer."""
+        tokens = self.tokens[start:end]
+        return " ".join(map(str, tokens)) if self._tokenizer is None else self._tokenizer.decode(tokens)
+
+
+def _begun(stop: str, text: str) -> int:
+    """Count the characters at the end of a text with which a stop text may begin."""
+    at = max(0, len(text) - len(stop) + 1)
+    while (at := text.find(stop[0], at)) >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0
 
 
 class Server:
@@ -240,8 +282,11 @@ class Server:
     async def complete(self, request: Request) -> Response:
         """Answer a completion."""
         try:
-            asked = Completion.model_validate_json(await _body(request))
-            return await self._answer(request, asked)
+            body = await asyncio.wait_for(_body(request), BODY_SECONDS)
+            asked, prompts = await asyncio.to_thread(self._read, body)
+            return await self._answer(request, asked, prompts)
+        except asyncio.TimeoutError:
+            return self._refuse(408, f"the body has not come within {BODY_SECONDS:g} s.")
         except _Refused as refused:
             return self._refuse(refused.status, str(refused))
         except ClientDisconnect:
@@ -256,11 +301,19 @@ class Server:
             return self._refuse(429, str(error))
         except EngineStopped as error:
             return self._refuse(503, str(error))
+        except Exception as error:
+            _log.exception("a request failed")
+            return self._refuse(500, f"the request failed: {type(error).__name__}: {shown(str(error))}")
 
-    async def _answer(self, request: Request, asked: Completion) -> Response:
+    def _read(self, body: bytes) -> tuple[Completion, list[list[int]]]:
+        """Read a body, and the token ids of its prompts; on another thread than the event loop's."""
+        asked = Completion.model_validate_json(body)
         if asked.model not in (None, self.name):
             raise _Refused(404, f"the model is {asked.model!r}; this server has {self.name!r}.")
-        stops, prompts = asked.stops(), asked.prompts(self._tokenizer)
+        return asked, asked.prompts(self._tokenizer)
+
+    async def _answer(self, request: Request, asked: Completion, prompts: list[list[int]]) -> Response:
+        stops = asked.stops()
         began = time.perf_counter()
         tokens, streams = await self.worker.submit(prompts, asked.sampling(self._stop_tokens))
         answers = [Answer(index, self._tokenizer, stops) for index in range(len(prompts))]
@@ -317,6 +370,10 @@ class Server:
                     yield _event({**head, "choices": [part.choice()]})
             except EngineStopped as error:
                 yield _event(_error(503, str(error)))
+                return
+            except Exception as error:
+                _log.exception("a request failed")
+                yield _event(_error(500, f"the request failed: {type(error).__name__}: {shown(str(error))}"))
                 return
         if usage is not None:
             yield _event({**head, "choices": [], "usage": usage()})
@@ -384,9 +441,46 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class Connection(H11Protocol):
+    """A connection of a caller, which is closed if it sends no request; above `MOST_CONNECTIONS` it is refused."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            head = (
+                b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+            )
+            transport.write(head)
+            transport.close()
+            return
+        self.loop.call_later(HEAD_SECONDS, self._look, None)
+
+    def _look(self, last: Any) -> None:
+        """Close the connection if no request has come since the last look, and none is under way."""
+        if self.transport.is_closing():
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is last:
+            self.transport.close()
+        else:
+            self.loop.call_later(HEAD_SECONDS, self._look, self.cycle)
+
+
+def settings(address: tuple[str, int]) -> dict[str, Any]:
+    """Return uvicorn's settings: of connections, and of the seconds that requests may run on after a signal."""
+    return {
+        "host": address[0],
+        "port": address[1],
+        "log_level": "warning",
+        "http": Connection,
+        "timeout_graceful_shutdown": _SHUTDOWN_SECONDS,
+    }
+
+
 def run(llama: Llama, name: str, folder: Path, config: EngineConfig, address: tuple[str, int], most: int) -> None:
     """Capture the graphs, and serve until the process is told to end."""
     engine = start(config, llama)
     stops = stop_tokens(llama.config)
     server = Server(engine, name, load_tokenizer(folder), stops, most)
-    uvicorn.run(server.app(), host=address[0], port=address[1], log_level="warning")
+    uvicorn.run(server.app(), **settings(address))

@@ -1,7 +1,8 @@
 """``python -m bench.serve.http_load``: minutes of load on ``python -m bench.serve --http`` by locust, and what it left.
 
-Callers ask, read streams, leave early and misbehave (`bench.serve.locustfile`). Fails if the server ends, an answer's
-tokens are not ``bench.generate``'s, a request is neither answered nor refused, or tasks, pages or memory grow.
+Callers ask, read streams, leave early and misbehave (`bench.serve.locustfile`). Fails if the server ends or does not
+obey SIGTERM, an answer's tokens are not ``bench.generate``'s, with and without seeds, a request is neither answered nor
+refused, or tasks, pages or memory grow.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from bench.tools.options import Options, command_line, count, json_file, positiv
 
 FLAT = ("in_flight", "free_pages", "tasks")  # the same after the load as before
 TOTALS = ("accepted", "answered", "cancelled")
-KINDS = ("/v1/completions", "stream", "left early", "bad", "no HTTP")  # of callers, as the locustfile names them
+# Of callers, as the locustfile names them.
+KINDS = ("/v1/completions", "seeded", "extreme", "stream", "left early", "bad", "no HTTP", "half open")
 MODEL = "bench/data/eagle/target"
+_SETTLE = 40  # seconds after the load: half-open requests are closed by then
+_PATIENCE = 60  # seconds, for the server's end
 _GROWTH_MIB = 32  # of the second half of the load: allocators and counters settle
 
 
@@ -46,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             figures = _loaded(server, f"http://{address}", options)
         finally:
-            server.terminate()
+            ended = _ended(server)
+    if not ended:
+        figures["problems"].append(f"the server has not ended {_PATIENCE} s after SIGTERM")
     save_figures(options.json, {"load": vars(options) | {"json": None}, "results": figures})
     for problem in figures["problems"]:
         print(f"python -m bench.serve.http_load: {problem}", file=sys.stderr)
@@ -72,8 +78,10 @@ def _loaded(server: subprocess.Popen[bytes], url: str, options: argparse.Namespa
         print(f"{name:16} {counts['requests']:>7} requests, {counts['failures']} failures")
     if server.poll() is not None:
         return {"problems": [f"the server ended with {server.returncode}"], "samples": samples, "callers": callers}
-    time.sleep(2)
-    after, middle = _sample(server, url), samples[len(samples) // 2]
+    after, middle, end = _sample(server, url), samples[len(samples) // 2], time.monotonic() + _SETTLE
+    while any(idle[name] != after[name] for name in FLAT) and time.monotonic() < end:
+        time.sleep(1)
+        after = _sample(server, url)
     print(f"before {idle}\nafter  {after}")
     statuses = dict(re.findall(r'^bench_answers_total{status="(\d+)"} (\d+)', _get(f"{url}/metrics"), re.MULTILINE))
     problems = [
@@ -88,6 +96,17 @@ def _loaded(server: subprocess.Popen[bytes], url: str, options: argparse.Namespa
         problems.append(f"locust ended with {locust.returncode}: requests failed, see what it printed")
     figures = {"problems": problems, "callers": callers, "statuses": {key: int(n) for key, n in statuses.items()}}
     return figures | {"before": idle, "after": after, "samples": samples}
+
+
+def _ended(server: subprocess.Popen[bytes]) -> bool:
+    """End the server by SIGTERM; True if it obeys."""
+    server.terminate()
+    try:
+        server.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return False
+    return True
 
 
 def _answers(url: str) -> bool:

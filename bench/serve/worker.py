@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from bench.engine import Engine, EngineError, SamplingParams
-from bench.engine.request import FinishReason, Request
+from bench.engine.request import FinishReason, Request, RequestError
 
 _log = logging.getLogger("bench.serve")
+_CLOSE_SECONDS = 10.0  # for the step that runs; the process ends without it after that
 
 
 class QueueFull(EngineError):
@@ -45,12 +46,6 @@ class Stream:
     tokens: asyncio.Queue[Token]
     prompt: int
     request: Request | None = None
-    ended: bool = False
-
-    def put(self, token: int | None, finished: FinishReason | None, error: BaseException | None = None) -> None:
-        """Hand on a token; on the event loop."""
-        self.ended = self.ended or finished is not None
-        self.tokens.put_nowait(Token(self.prompt, token, finished, error))
 
 
 class EngineWorker:
@@ -61,22 +56,34 @@ class EngineWorker:
         most: requests that may be running or waiting at once.
 
     Attributes:
-        streams: the requests that have not ended.
-        error: what ended the thread, if something did.
-        in_flight: requests that were let in and have not ended: they are running or waiting.
+        streams: the requests that have not ended, of the engine's thread.
         accepted: how many requests the engine took; answered, cancelled: how they ended.
     """
 
     def __init__(self, engine: Engine, most: int) -> None:
         self.engine, self.most = engine, most
         self.streams: dict[Request, Stream] = {}
-        self.error: BaseException | None = None
         self.accepted = self.answered = self.cancelled = 0
-        self.in_flight = 0  # of the event loop
+        self._error: BaseException | None = None
+        # Of the event loop: what a caller waits for is here until it has come, so that all of it can be ended.
+        self._let_in: dict[Stream, None] = {}
+        self._asked: dict[asyncio.Future[None], None] = {}
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why no request can be served any more; None while the thread lives and has not failed."""
+        if self._error is None and not self._thread.is_alive():
+            return EngineStopped("its thread has ended")
+        return self._error
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were let in and have not ended: they are running or waiting."""
+        return len(self._let_in)
 
     async def submit(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -84,24 +91,29 @@ class EngineWorker:
         """Queue a request for each prompt; their tokens come in one queue, with the prompts' indices.
 
         Raises:
-            QueueFull: there is no room for all of them.
+            RequestError: one of them cannot be served, or they are more than `most`; then none is queued.
+            QueueFull: there is no room for all of them now.
             EngineStopped: the thread has ended.
-            RequestError: one of them cannot be served; then none is queued.
         """
         if self.error is not None:
             raise EngineStopped(f"the engine has stopped: {self.error}")
+        if len(prompts) > self.most:
+            raise RequestError(f"the request has {len(prompts)} prompts; this server runs {self.most} at most.")
         if self.in_flight + len(prompts) > self.most:
             raise QueueFull(f"{self.in_flight} of {self.most} requests are in the engine; try again later.")
         tokens: asyncio.Queue[Token] = asyncio.Queue()
         streams = [Stream(tokens, index) for index in range(len(prompts))]
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self.in_flight += len(streams)
+        self._let_in |= dict.fromkeys(streams)
+        self._asked[accepted] = None
         self._commands.put(lambda: self._add(prompts, params, streams, accepted))
         try:
             await accepted
         except asyncio.CancelledError:  # the caller is gone before the engine's thread has looked
             self.cancel(streams)
             raise
+        finally:
+            self._asked.pop(accepted, None)
         return tokens, streams
 
     def cancel(self, streams: Sequence[Stream]) -> None:
@@ -109,27 +121,37 @@ class EngineWorker:
         self._commands.put(lambda: self._cancel(streams))
 
     async def close(self) -> None:
-        """End the thread, and with it all requests."""
+        """End the thread, and with it all requests; give up on a step that does not end."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _log.error("a step of the engine has not ended after %g s", _CLOSE_SECONDS)
+            self._stopped(EngineStopped("it was closed"))
+
+    def _stopped(self, error: BaseException) -> None:
+        """Tell all callers that wait; on the event loop, where no other can come between."""
+        self._error = error
+        for accepted in list(self._asked):
+            _settle(accepted, EngineStopped(f"the engine has stopped: {error}"))
+        for stream in list(self._let_in):
+            self._put(stream, None, FinishReason.CANCELLED, error)
 
     # On the engine's thread.
 
     def _run(self) -> None:
+        error: BaseException = EngineStopped("it was closed")
         try:
             with torch.inference_mode():
                 while self._obey():
                     self._deliver()
-            self.error = self.error or EngineStopped("it was closed")
-        except BaseException as error:  # its callers are told, and later ones refused
+        except BaseException as failure:
+            error = failure
             _log.exception("the engine's step failed")
-            self.error = error
-        for stream in list(self.streams.values()):
-            self._end(stream, FinishReason.CANCELLED, self.error)
-        while not self._commands.empty():  # of callers that came meanwhile: `_add` refuses them
-            command = self._commands.get()
-            if command is not None:
-                command()
+        finally:  # whatever happens: its callers are told, and later ones refused
+            self._error = error
+            self.cancelled += len(self.streams)
+            self.streams.clear()
+            self._tell(self._stopped, error)
 
     def _obey(self) -> bool:
         """Run the commands that have come; wait for one where there is nothing else to do. False at the end."""
@@ -151,7 +173,7 @@ class EngineWorker:
             if stream is None:
                 continue
             if finished is None:
-                self._tell(stream.put, token, None)
+                self._tell(self._put, stream, token, None)
             else:
                 self._end(stream, finished, token=token)
 
@@ -163,16 +185,13 @@ class EngineWorker:
         accepted: asyncio.Future[None],
     ) -> None:
         try:
-            if self.error is not None:
-                raise EngineStopped(f"the engine has stopped: {self.error}")
             for prompt, stream in zip(prompts, streams, strict=True):
                 stream.request = self.engine.add(prompt, params)
                 self.streams[stream.request] = stream
                 self.accepted += 1
-        except EngineError as error:
+        except Exception as error:  # of this request: the others go on
             self._cancel(streams)
-            missing = [stream for stream in streams if stream.request is None]
-            self._tell(self._let_go, len(missing))
+            self._tell(self._let_go, streams)
             self._tell(_settle, accepted, error)
         else:
             self._tell(_settle, accepted)
@@ -183,18 +202,25 @@ class EngineWorker:
                 self.engine.cancel(stream.request)
                 self._end(stream, FinishReason.CANCELLED)
 
-    def _end(
-        self, stream: Stream, finished: FinishReason, error: BaseException | None = None, token: int | None = None
-    ) -> None:
+    def _end(self, stream: Stream, finished: FinishReason, token: int | None = None) -> None:
         if stream.request is not None:
             self.streams.pop(stream.request)
         self.cancelled += finished is FinishReason.CANCELLED
         self.answered += finished is not FinishReason.CANCELLED
-        self._tell(self._let_go, 1)
-        self._tell(stream.put, token, finished, error)
+        self._tell(self._put, stream, token, finished)
 
-    def _let_go(self, count: int) -> None:
-        self.in_flight -= count
+    # Called by it, on the event loop.
+
+    def _put(
+        self, stream: Stream, token: int | None, finished: FinishReason | None, error: BaseException | None = None
+    ) -> None:
+        stream.tokens.put_nowait(Token(stream.prompt, token, finished, error))
+        if finished is not None:
+            self._let_go([stream])
+
+    def _let_go(self, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            self._let_in.pop(stream, None)
 
     def _tell(self, function: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

@@ -150,7 +150,28 @@ def test_requests_may_come_while_others_run(llama: Llama, reference: Any) -> Non
     assert [request.output for request in requests] == [alone(reference, prompt, 9) for prompt in asked]
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"overlap": False}, {"num_pages": 18}, {"max_num_tokens": 7, "capture_sizes": (1, 4, 7)}], ids=str
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_seeded_requests_have_the_tokens_that_each_has_alone(llama: Llama, mode: str, changes: dict[str, Any]) -> None:
+    asked = prompts(9, seed=14, longest=30)  # longer than a step: these are computed in parts
+    params = [
+        SamplingParams(max_tokens=15, temperature=1.5, top_k=20 * (index % 2), top_p=1 - 0.1 * (index % 3), seed=seed)
+        for index, seed in enumerate([4, 4, -1, 2**63 - 1, -(2**63), 0, 7, 8, None])
+    ]
+    served, alone_in = engine(llama, mode=mode, **changes), engine(llama, mode="NONE", max_num_tokens=64)
+    requests = []
+    for prompt, one in zip(asked, params, strict=True):
+        requests.append(served.add(prompt, one))
+        served.step()
+    list(served.stream())
+    assert (sum(request.preemptions for request in requests) > 0) == ("num_pages" in changes)
+    for request in requests[:-1]:
+        assert request.output == alone_in.generate([request.prompt], request.params)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_seed_gives_a_request_the_same_tokens_whatever_runs_beside_it(llama: Llama, mode: str) -> None:
     prompt = prompts(1, seed=11)[0]
     params = SamplingParams(max_tokens=15, temperature=1.5, top_k=40, top_p=0.95, seed=4)
@@ -175,10 +196,29 @@ def test_a_seed_gives_a_request_the_same_tokens_whatever_runs_beside_it(llama: L
         ([1], {"temperature": float("nan")}, "temperature is nan"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"top_k": -2}, "top_k is -2"),
+        ([1], {"top_k": 2**70}, "top_k is 1180591620717411303424"),
+        ([1], {"top_k": True}, "top_k is True"),
+        ([1], {"seed": 2**70}, "seed is 1180591620717411303424"),
+        ([1], {"seed": -(2**70)}, "seed is -1180591620717411303424"),
+        ([1], {"temperature": 10**400}, "temperature is 1000"),
+        ([1], {"temperature": True}, "temperature is True"),
+        ([1], {"top_p": True}, "top_p is True"),
+        ([1], {"stop_token_ids": [True]}, r"stop_token_ids is \[True\]"),
+        ([1.5], {}, "the prompt has 1.5; expected token ids"),
+        (["5"], {}, "the prompt has '5'"),
+        ([True], {}, "the prompt has True"),
+        ([None], {}, "the prompt has None"),
+        ("text", {}, "the prompt has 't'"),
+        (5, {}, "the prompt is 5; expected a list"),
+        (torch.tensor([1.0]), {}, r"the prompt has tensor\(1.\)"),
+        ([2**70], {}, f"token id {2**70}"),
+        ([10**5000], {}, "token id a number of more than 4300 digits"),
+        ([1], {"seed": 10**5000}, "seed is a number of more than 4300 digits"),
+        ([1], {"max_tokens": 10**5000}, "max_tokens is a number"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_the_others_go_on(
-    served: Engine, reference: Any, prompt: list[int], params: dict[str, Any], words: str
+    served: Engine, reference: Any, prompt: Any, params: dict[str, Any], words: str
 ) -> None:
     other = served.add([1, 2, 3], SamplingParams(max_tokens=5))
     served.step()
