@@ -478,7 +478,7 @@ MORE_REASONS = {
     "other-kinds": {"empty_batch"},
     "used-on-the-cpu": {"wrong_device"},
     "list": {"wrong_device"},
-    "lengths-draws": {"length_padding", "padding_shows"},
+    "lengths-draws": {"length_padding", "padding_shows", "size_not_captured"},
     "generation": {"wrong_device", "switched_off", "prefill", "too_short"},
 }
 
