@@ -5,6 +5,7 @@ A kind is asked for by `type`, since `isinstance` reads `__class__`, which a moc
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
             found = answers[number] = function(kind), gone
         return found[0]
 
-    return remembered
+    return functools.wraps(function)(remembered)
 
 
 def own_dict(thing: Any) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from simplegraph.base.objects import PROXIES, own_dict
+from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.program.snapshot import held_by, is_library, items_of, layer_settings
@@ -109,8 +109,8 @@ class Survey:
     def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
         value = links[-1][-1]
         kind = type(value)
-        if kind in PROXIES or kind in _VALUES:
-            return  # what a proxy stands for may be gone
+        if kind in _VALUES:
+            return
         if issubclass(kind, Tensor):
             self._add(HeldTensor(name, attribute, value, links))
         elif value is None:
