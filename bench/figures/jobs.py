@@ -105,6 +105,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls",), seconds=150),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
+        Job("h100_host_inputs", _command("bench.host_inputs"), ("host-inputs",), seconds=100),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.startup import merge
 from bench.startup.__main__ import OPTIONS, plan_of, runs_of
 from bench.startup.runs import CompileCaches, Processes, StartupPlan
 from bench.startup.starts import starts_of
@@ -86,3 +87,9 @@ def processes(pytestconfig: pytest.Config) -> Iterator[Processes]:
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     """Add GPU, versions and commit, from a fresh process: this one starts no CUDA beside those that measure."""
     machine_info.update(fresh.call(environment.describe, seconds=DESCRIBE_SECONDS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
+    """Name the commit that is measured, where BENCH_COMMIT names it since git does not know."""
+    commit_info.update(merge.commit_info(environment.commit()))

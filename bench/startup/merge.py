@@ -85,7 +85,14 @@ def merged(calls: Sequence[Call], names: Sequence[str] = ()) -> Call:
     found["benchmarks"] = [_joined(*zip(*same, strict=True)) for same in starts.values()]
     found["calls"] = [{"datetime": call["datetime"], **_host(call["machine_info"])} for call in calls]
     found["comparison"] = comparison(results_of(found))
+    found["commit_info"] = commit_info(str(found["machine_info"].get("commit", "unknown")))
     return found
+
+
+def commit_info(commit: str) -> dict[str, Any]:
+    """Return what pytest-benchmark says of a commit, for a host whose git has another one, or none."""
+    number, modified = commit.partition(" ")[::2]
+    return {"id": number, "dirty": bool(modified)}
 
 
 def _host(machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def _beside_compiled() -> str:
     """Show starts beside compiled ones, measured together with proofs on, and say how far they are apart."""
     file = "h200_startup"
     starts = {one["param"]: one for one in load(file)["benchmarks"]}
-    calls = f"{len(load(file)['calls'])} calls, each" if "calls" in load(file) else "one call"
+    count = len(load(file).get("calls", [file]))
+    calls = "one call" if count == 1 else f"{count} calls, each"
     ours, cold, warm = (starts[name]["stats"] for name in ("simplegraph-first", *_COMPILED_STARTS))
     sizes = len(starts["simplegraph-first"]["extra_info"]["sizes"])
     spread = [f"{each['min']:.2f} to {each['max']:.2f} s" for each in (ours, cold, warm)]
@@ -404,6 +405,19 @@ def _host() -> str:
     return grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
 
 
+def _host_inputs() -> str:
+    found = load("h100_host_inputs")["waited_us"]
+    names = {
+        "device": "copied to the GPU first, then passed",
+        "pinned": "passed pinned, moved with `non_blocking=True`",
+        "pinned, waits": "passed pinned, moved by `.to(device)`",
+        "pageable": "passed from ordinary memory, moved by `.to(device)`",
+        "eager": "eager, passed pinned",
+    }
+    rows = [[text, f"{found[key]:,.0f}", f"{found[key] / found['device']:.2f}"] for key, text in names.items()]
+    return grid(["a call, waited for", "us", "beside the first"], rows)
+
+
 def _sleep() -> str:
     older, newer = (sleep.rows(load(file)) for file in ("h200_sleep", "h100_sleep"))
     rows = [[*row, found] for row, (_, found) in zip(older, newer, strict=True)]
@@ -537,6 +551,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
     "host": _host,
+    "host-inputs": _host_inputs,
     "sleep": _sleep,
     "optimized": optimized.models,
     "fused-operators": optimized.fused_operators,
