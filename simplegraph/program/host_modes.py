@@ -512,7 +512,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
 def used_on_cpu(name: str, where: str) -> tuple[str, str]:
     """Say that a forward uses on the CPU what it is passed there, and what to do."""
     cause = f"{name} is on the CPU, and the forward uses it there ({where})"
-    return cause, f"Move it first, as in {name} = {name}.to(device), or pass it on the device."
+    move = f"as in {name} = {name}.to(device)" if name.isidentifier() else "by .to(device)"  # an item has no such name
+    return cause, f"Move it first, {move}, or pass it on the device."
 
 
 def _draws_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.host_modes import HostArguments, HostCapture, HostMode, HostWarmup
+from simplegraph.program.host_modes import HostArguments, HostCapture, HostMode, HostWarmup, used_on_cpu
 from simplegraph.program.observe import MemoryObserver
 
 META = torch.device("meta")
@@ -379,3 +379,8 @@ def test_a_capture_runs_under_no_mode_of_functions_where_attention_has_no_fast_p
     given, _, arguments = passed()
     with followed(HostCapture(META, {}, arguments=arguments)):
         assert not torch.overrides.has_torch_function((given,))
+
+
+def test_the_remedy_is_code_where_an_argument_has_a_name_in_code() -> None:
+    assert used_on_cpu("x", "aten.sum")[1] == "Move it first, as in x = x.to(device), or pass it on the device."
+    assert used_on_cpu("batch.x", "aten.sum")[1] == "Move it first, by .to(device), or pass it on the device."
