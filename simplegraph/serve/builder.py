@@ -101,9 +101,8 @@ class GraphBuilder:
         result, observer, trace = self._run_on_capture_stream(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        if not any(
-            issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves
-        ):  # of others, arguments tell
+        # Of a call that is passed a tensor on a GPU, that one tells the device.
+        if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):
             held = device_of_state(call.module)
             self.ran_on = observer.gpu if held is None or held.type == "cpu" else None
         if arguments is not None:
