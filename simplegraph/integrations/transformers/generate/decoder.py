@@ -77,7 +77,8 @@ class FixedCacheDecoder:
     Attributes:
         stats: the step's counters.
         ids_name: name of the argument that holds a step's tokens; cache_name: name of the one that holds the cache.
-        trusted: True once a step on the store has given the same logits as one on the model's own cache.
+        trusted: numbers of windows that a step was past which has given the same logits on the store as on the model's
+            own cache; see `windows_left`.
         advances: names of a step's arguments -> the name of one that changes in an unknown way between steps, or "".
         capturing: gets what capturing all sizes ahead of each step came to; None while steps are only run.
         stays_eager: True if the last step ran eagerly and the next one would as well; the report has the reason.
@@ -88,7 +89,8 @@ class FixedCacheDecoder:
     ) -> None:
         self._step, self.stats, self.model = step, step.graph_stats, step.model
         self.ids_name, self.cache_name = step.ids_name, step.cache_name
-        self.trusted = self.stays_eager = False
+        self.trusted: set[int] = set()
+        self.stays_eager = False
         self.advances: dict[tuple[str, ...], str] = {}
         self._launches: set[Launch] = set()
         self._progress = 0
@@ -186,7 +188,8 @@ class FixedCacheDecoder:
         if grows:
             step._graph_runner.announce_write()
             store.position.fill_(length)
-        if self.capturing is not None and self.trusted:  # warmups change states, which are compared before
+        # Warmups change states, which are compared before.
+        if self.capturing is not None and self.trusts(length):
             self.capturing[f"{span} positions, step {len(self.capturing)}"] = step.capture_graphs(
                 span, source, order, inputs.carried, **launch, **inputs.tokens
             )
@@ -255,14 +258,24 @@ class FixedCacheDecoder:
         found = [text for text in texts if text is not None]
         # In half precision, rounding may route a row to another expert.
         allowed = 0 if dtypes.isdisjoint({torch.float16, torch.bfloat16}) else len(logits) // 2
-        self.trusted = len(found) <= allowed
-        return None if self.trusted else found[0]
+        if len(found) > allowed:
+            return found[0]
+        self.trusted.add(self.windows_left(length))
+        return None
+
+    def windows_left(self, length: int) -> int:
+        """Return how many of the layers' windows the token at position `length` is past, so that they hide a token."""
+        return bisect.bisect_right(self._step.store.layout.windows, length)
+
+    def trusts(self, length: int, steps: int = 1) -> bool:
+        """True if steps on the store from position `length` on need not be compared with the model's own."""
+        return self.trusted.issuperset(range(self.windows_left(length), self.windows_left(length + steps - 1) + 1))
 
     def reset(self) -> None:
         """Drop the graphs and the store; later generations make them again."""
         self._step.reset_graphs()
         self._step.store = None
-        self.trusted = False
+        self.trusted.clear()
         self._launches.clear()
 
     def _span(self, length: int, *, grows: bool) -> int:

@@ -114,8 +114,7 @@ class ServedGeneration:
         source = {"encoder_hidden_states"} if type(self._cache) is EncoderDecoderCache else set()
         unread = _REPLACED | source | (_GRIDS if _knows_positions(kwargs) else set())
         inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - unread}, rows, self._given)
-        first = not self._length
-        if first:
+        if not self._length:
             length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
             self._rows = rows
@@ -125,21 +124,29 @@ class ServedGeneration:
                 )
             self._move_to(length)
         self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
-        if first and not decoder.trusted:
+        if not decoder.trusts(self._length):
             return self._compared_step(forward, kwargs, inputs)
         return self._output(logits=self._run(inputs))
 
     def _run(self, inputs: StepInputs, steps: int = 1, **launch: Any) -> Any:
         """Run a step, or a launch of several, and return its result."""
+        self._check_unchanged()
+        length = self._length
+        result = self._decoder.step(length, self._source, inputs, self._order, **launch)
+        self._move_to(length + steps)
+        return result
+
+    def _check_unchanged(self) -> None:
+        """Refuse to go on from a cache that was changed since the last step.
+
+        Raises:
+            StaleGraphError: it was.
+        """
         if self._store.shown(self._own) is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, but decode graphs read their own copy. "
                 "Do not change it until generate returns, or call remove() on the graphs of this model."
             )
-        length = self._length
-        result = self._decoder.step(length, self._source, inputs, self._order, **launch)
-        self._move_to(length + steps)
-        return result
 
     # Steps that the model's own loop does not take.
 
@@ -166,7 +173,7 @@ class ServedGeneration:
         unlike = known.get(last.names, "")
         if unlike:
             raise CannotBind(Reason.ONE_TOKEN, f"{unlike} changes from step to step in a way of its own")
-        return last.names in known
+        return last.names in known and self._decoder.trusts(self._length, steps)
 
     def fits(self, steps: int) -> bool:
         """True if so many steps may be one launch."""
@@ -184,6 +191,7 @@ class ServedGeneration:
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: StepInputs) -> Any:
         """Run a step on both caches, to check that the model gives the same logits on one of fixed length."""
         length = self._length
+        self._check_unchanged()
         self._restore()
         before = Snapshot(self._decoder.model)
         outputs = forward(**kwargs)
@@ -194,7 +202,8 @@ class ServedGeneration:
             self._move_to(length + 1)
         else:
             after.put_back()
-            self._give_up(Reason.GENERATION, f"on a cache of fixed length, {found}")
+            past = " past a window of its layers" if self._decoder.windows_left(length) else ""
+            self._give_up(Reason.GENERATION, f"on a cache of fixed length{past}, {found}")
         return outputs
 
     def _move_to(self, length: int) -> None:
@@ -219,6 +228,7 @@ class ServedGeneration:
         if self._length:
             if self._order is not self._same_order:
                 self._store.reorder(self._rows, self._length, self._order)
+                self._order = self._same_order
             self._store.hand_back(self._own, self._rows, self._length)
             self._length = 0
 

@@ -148,6 +148,17 @@ class CacheLayout:
         """Index of the first layer of self-attention with keys and values; None if all have states only."""
         return next((index for index, layer in enumerate(self.layers) if layer.has_keys), None)
 
+    @functools.cached_property
+    def windows(self) -> list[int]:
+        """The windows of self-attention, without duplicates, the smallest first."""
+        return sorted({layer.window for layer in self.layers if layer.window is not None})
+
+    @property
+    def reach(self) -> int | None:
+        """The window that all layers with keys have; None if one has none, or another one."""
+        found = {layer.window for layer in self.layers if layer.has_keys}
+        return found.pop() if len(found) == 1 else None
+
     @property
     def has_states(self) -> bool:
         """True if layers can have states."""
@@ -171,7 +182,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer of a cache of fixed length, whose write position and current length are known only on the device.
 
     Layers with a window keep every position as well: the mask hides those out of reach, so that no step needs to
-    know the current length in Python.
+    know the current length in Python. It is the model's own mask, or `CacheStore.hide_left` where a model relies on its
+    cache to drop them.
 
     Args:
         keys, values: (rows, heads, length, elements), or None for an unused layer.

@@ -77,6 +77,9 @@ class CacheStore:
             self._own = [_allocate(layer, rows, length) for layer in layout.layers]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
+            reach = layout.reach
+            # Of each token, the position of the first one that cannot see it; None if all or some layers see it always.
+            self._left_at = None if reach is None else torch.arange(reach, reach + length, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
             elements, dtype, _ = layout.hidden or (0, torch.float32, None)
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
@@ -105,6 +108,13 @@ class CacheStore:
             self._source_mask[:rows, :source],
             self._hidden[:rows, :source],
         )
+
+    def hide_left(self, mask: Tensor) -> Tensor:
+        """Hide tokens from a mask (rows, span) that have left the window at `position`, if all layers have one window.
+
+        The model's own cache drops their keys there, and some models have no other window.
+        """
+        return mask if self._left_at is None else mask * (self._left_at[: mask.shape[1]] > self.position)
 
     def encoder_outputs(self, view: CacheView) -> Any:
         """Make outputs of the encoder's class from a view; they have a mask if that class does."""
