@@ -48,6 +48,19 @@ def choices(model: Any) -> Hashable:
     return config._attn_implementation, *(str(getattr(config, name, None)) for name in names), tuple(adapters)
 
 
+def edits_steps(model: Any) -> str:
+    """Name what may change a step's arguments in a way of its own; "" if that is left to transformers."""
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        method = getattr(model, name)
+        while method is not None:
+            if not getattr(method, "__globals__", {}).get("__name__", "").startswith("transformers."):
+                return name
+            method = getattr(method, "__wrapped__", None)
+    if "forward" in vars(model):
+        return "forward"
+    return "a forward hook" if model._forward_pre_hooks else ""
+
+
 def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) -> None:
     """Refuse a call of `_sample` that graphs cannot serve, by its generation config and other arguments.
 

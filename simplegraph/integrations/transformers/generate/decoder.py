@@ -146,17 +146,43 @@ class FixedCacheDecoder:
         self._span(length, grows=layout.first is not None)
         self._use_store(layout)
         store: CacheStore = self._step.store
+        masks = self._masks(kwargs, rows, length)
+        self._step._graph_runner.announce_write()
+        store.load(own, rows, length)
+        if hidden is not None:
+            store.load_source(cross, hidden)
+        self._load_masks(*masks, rows, length)
+        return store, source
+
+    def load_masks(self, kwargs: Mapping[str, Any], rows: int, length: int) -> None:
+        """Copy the masks of the next step, which has `length` tokens before it; a new store has those of `load`.
+
+        Raises:
+            CannotBind: one is of another kind.
+        """
+        masks = self._masks(kwargs, rows, length)
+        self._step._graph_runner.announce_write()
+        self._load_masks(*masks, rows, length)
+
+    def _load_masks(self, mask: Tensor | None, source_mask: Tensor | None, source: int, rows: int, length: int) -> None:
+        store: CacheStore = self._step.store
+        if store.first is not None:
+            store.load_mask(mask, rows, length)
+        if source:
+            store.load_source_mask(source_mask, rows, source)
+
+    def _masks(self, kwargs: Mapping[str, Any], rows: int, length: int) -> tuple[Tensor | None, Tensor | None, int]:
+        """Return the masks of the tokens and of the encoder's outputs, and how many outputs there are."""
+        store: CacheStore = self._step.store
         name = self.ids_name.replace("input_ids", "attention_mask")
         mask = None if store.first is None else _checked(kwargs.get(name), name, rows, length, longer=True)
-        self._step._graph_runner.announce_write()
-        store.load(own, mask, rows, length)
-        if hidden is not None:
-            shape = hidden.shape[:2]
-            # Encoders that shorten their input return the mask of what they made of it.
-            masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
-            mask = self._short_mask(masks.get("attention_mask"), shape[1]) if self._sources else None
-            store.load_source(cross, _checked(mask, "attention_mask", *shape, longer=False), hidden)
-        return store, source
+        if store.layout.hidden is None:
+            return mask, None, 0
+        source, outputs = _encoder_hidden(kwargs).shape[1], kwargs.get("encoder_outputs")
+        # Encoders that shorten their input return the mask of what they made of it.
+        masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
+        source_mask = self._short_mask(masks.get("attention_mask"), source) if self._sources else None
+        return mask, _checked(source_mask, "attention_mask", rows, source, longer=False), source
 
     def _short_mask(self, mask: Any, length: int) -> Any:
         """Shorten a mask of an encoder's inputs as the model does, to the `length` of the outputs."""

@@ -30,7 +30,7 @@ from simplegraph.integrations.transformers.generate.stop_checks import (
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, check_counts, named
 from simplegraph.integrations.transformers.overrides import override_forwards
-from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
+from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices, edits_steps
 from simplegraph.manager.stats import CaptureSummary, GraphReport
 from simplegraph.serve.wrap import check_unwrapped, wrap
 
@@ -177,6 +177,9 @@ class GraphedGeneration(GraphedModel):
                 raise CannotBind(Reason.ONE_TOKEN, "another _sample than that of transformers 5.17")
             if self.model._forward_hooks or self.model._forward_pre_hooks:
                 raise CannotBind(Reason.ONE_TOKEN, "hooks on the model run around every step")
+            editing = edits_steps(self.model)
+            if editing:
+                raise CannotBind(Reason.ONE_TOKEN, f"the model's own {editing} runs in Python at every step")
             ids = args[0] if args else kwargs["input_ids"]
             launched = LaunchedGeneration(served, steps, ids, kwargs)
             self._decoder.check_launch(launched.launch, len(ids), launched.max_length)
@@ -243,7 +246,8 @@ class GraphedGeneration(GraphedModel):
             before, self._choices = self._choices, choices(self.model)
             if before != self._choices:
                 self.reset()
-            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=kept, beams=beams)
+            edits = bool(edits_steps(self.model))
+            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=kept, beams=beams, edits=edits)
             with contextlib.closing(served) as self._served:
                 yield self._served
         finally:

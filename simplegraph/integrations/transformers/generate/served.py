@@ -36,6 +36,7 @@ class ServedGeneration:
         cache: the generation's own.
         kept: True if the user can see the cache, during or after the generation.
         beams: True if rows are beams, whose order changes between steps.
+        edits: True if the masks of a step may be other than those of the step before, and one more visible token.
 
     Attributes:
         kept: as above.
@@ -45,7 +46,14 @@ class ServedGeneration:
     """
 
     def __init__(
-        self, decoder: FixedCacheDecoder, prefill: Callable[..., Any], cache: Any, *, kept: bool, beams: bool
+        self,
+        decoder: FixedCacheDecoder,
+        prefill: Callable[..., Any],
+        cache: Any,
+        *,
+        kept: bool,
+        beams: bool,
+        edits: bool,
     ) -> None:
         self._decoder, self._prefill, self._cache, self.kept = decoder, prefill, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
@@ -60,7 +68,7 @@ class ServedGeneration:
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self.over, self.words = False, 0
         self._unserved = 0  # calls after the prefill that are no steps of one token
-        self._beams = beams
+        self._beams, self._edits = beams, edits
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
         self._order: Any = None  # of the same kind: the row that each row goes on from
         # Kinds of cache in calls of this thread with another one: guidance makes such calls, or it was replaced.
@@ -123,6 +131,8 @@ class ServedGeneration:
                     rows, dtype=torch.int32, device=self._store.position.device
                 )
             self._move_to(length)
+        elif self._edits:
+            decoder.load_masks(kwargs, rows, self._length)
         self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
         if not decoder.trusts(self._length):
             return self._compared_step(forward, kwargs, inputs)

@@ -114,8 +114,7 @@ class TokenStep(ModelStep):
         if order is not None:
             store.reorder(count, span, order)
         if view.mask is not None:
-            view.mask.index_fill_(1, store.position, 1)
-            view = view._replace(mask=store.hide_left(view.mask))
+            view = view._replace(mask=store.show_token(view.mask))
         inputs = {
             name: value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
             for name, value in inputs.items()

@@ -182,8 +182,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer of a cache of fixed length, whose write position and current length are known only on the device.
 
     Layers with a window keep every position as well: the mask hides those out of reach, so that no step needs to
-    know the current length in Python. It is the model's own mask, or `CacheStore.hide_left` where a model relies on its
-    cache to drop them.
+    know the current length in Python. `CacheStore.show_token` does it for models that rely on their cache to drop them.
 
     Args:
         keys, values: (rows, heads, length, elements), or None for an unused layer.

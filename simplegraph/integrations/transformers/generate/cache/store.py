@@ -77,6 +77,9 @@ class CacheStore:
             self._own = [_allocate(layer, rows, length) for layer in layout.layers]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
+            self._present = torch.ones(
+                rows, 1, dtype=torch.int64, device=device
+            )  # 0 for a row that hides the next token
             reach = layout.reach
             # Of each token, the position of the first one that cannot see it; None if all or some layers see it always.
             self._left_at = None if reach is None else torch.arange(reach, reach + length, device=device)
@@ -109,11 +112,13 @@ class CacheStore:
             self._hidden[:rows, :source],
         )
 
-    def hide_left(self, mask: Tensor) -> Tensor:
-        """Hide tokens from a mask (rows, span) that have left the window at `position`, if all layers have one window.
+    def show_token(self, mask: Tensor) -> Tensor:
+        """Write the token at `position` to a mask (rows, span); return the tokens that a step there sees.
 
-        The model's own cache drops their keys there, and some models have no other window.
+        They are those of the mask, without what has left the window if all layers have one window. The model's own
+        cache drops their keys, and some models have no other window.
         """
+        mask.index_copy_(1, self.position, self._present[: mask.shape[0]])
         return mask if self._left_at is None else mask * (self._left_at[: mask.shape[1]] > self.position)
 
     def encoder_outputs(self, view: CacheView) -> Any:
@@ -167,8 +172,8 @@ class CacheStore:
 
     # Copies from and to the generation's cache.
 
-    def load(self, cache: Any, mask: Tensor | None, rows: int, length: int) -> None:
-        """Copy the `length` tokens that a prefill left in `cache`; `mask` (rows, >= length) is 0 for hidden ones.
+    def load(self, cache: Any, rows: int, length: int) -> None:
+        """Copy the `length` tokens that a prefill left in `cache`.
 
         Later positions are zeroed: a value that is not finite would show even if it is masked. The cache's layers
         become views of this memory until `hand_back`, so that the prefill's own memory is freed.
@@ -183,20 +188,30 @@ class CacheStore:
             tensor[:rows] = state
             set_state(layer, part, tensor[:rows])
         _copy(cache, self._own, length)
-        if self.first is not None:
-            self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
-            self._mask[:rows, length:] = 0
         for tensors, layout, layer in zip(self._own, self.layout.layers, cache.layers, strict=True):
             if layout.has_keys and layout.window is None:
                 layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in _pair(tensors))
 
-    def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
-        """Copy the encoder's `hidden` (rows, source, elements), its keys and values, and its `mask` (rows, source)."""
+    def load_source(self, cache: Any, hidden: Tensor) -> None:
+        """Copy the encoder's `hidden` (rows, source, elements), and its keys and values."""
         rows, source = hidden.shape[:2]
         _copy(cache, self._cross, source)
-        for tensor, known in ((self._source_mask, 1 if mask is None else mask), (self._hidden, hidden)):
-            tensor[:rows, :source] = known
-            tensor[:rows, source:] = 0
+        self._hidden[:rows, :source] = hidden
+        self._hidden[:rows, source:] = 0
+
+    def load_mask(self, mask: Tensor | None, rows: int, length: int) -> None:
+        """Copy a mask (rows, >= length) of the first tokens, and of the one at position `length` if it has that.
+
+        It is 0 for hidden tokens; None shows all.
+        """
+        self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
+        self._mask[:rows, length:] = 0
+        self._present[:rows] = 1 if mask is None or mask.shape[1] == length else mask[:, length : length + 1]
+
+    def load_source_mask(self, mask: Tensor | None, rows: int, source: int) -> None:
+        """Copy the mask (rows, source) of the encoder's outputs; None shows all."""
+        self._source_mask[:rows, :source] = 1 if mask is None else mask
+        self._source_mask[:rows, source:] = 0
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Make the first layer show the length, since models ask that one between steps; returns its `shown` tensor."""
