@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from simplegraph.base.errors import ConfigError, did_you_mean
+from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
 from simplegraph.integrations.transformers.generate.prompt import MOST_ROWS, Prompts, PromptStep
-from simplegraph.integrations.transformers.generate.served import ServedGeneration
+from simplegraph.integrations.transformers.generate.served import ServedGeneration, StepLock
 from simplegraph.integrations.transformers.generate.stop_checks import (
     LaunchedGeneration,
     is_known_loop,
@@ -29,7 +29,7 @@ from simplegraph.integrations.transformers.generate.stop_checks import (
 )
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, check_counts, named
-from simplegraph.integrations.transformers.overrides import override_forwards
+from simplegraph.integrations.transformers.overrides import override_forwards, restore_methods
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices, edits_steps
 from simplegraph.manager.stats import CaptureSummary, GraphReport
 from simplegraph.serve.wrap import check_unwrapped, wrap
@@ -54,7 +54,8 @@ class GraphedGeneration(GraphedModel):
     ) -> None:
         self._prompts, self._decoder, self._tokens_per_launch = prompts, decoder, tokens_per_launch
         self._served: ServedGeneration | None = None
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()  # of a generation, and of `capture`, which runs some
+        self._step_lock = StepLock()
         self._choices: Hashable = None
         self._call = threading.local()
         super().__init__(
@@ -71,7 +72,38 @@ class GraphedGeneration(GraphedModel):
             self.stats.capture_method = ""
 
     def reset(self) -> None:
-        """Drop the graphs and their cache; later calls make them again."""
+        """Drop the graphs and their cache; later calls make them again, as does a generation that is running.
+
+        Between two steps any thread may call it. While graphs of several tokens run, it waits for the generation's end.
+
+        Raises:
+            CaptureError: it was called inside a step.
+            StaleGraphError: the cache of a generation was changed since its last step.
+        """
+        with self._between_steps():
+            self._drop()
+
+    def remove(self) -> None:
+        """Restore the model's own methods and drop the graphs; a second call does nothing.
+
+        A generation that is running goes on without graphs. For when to call it, and errors, see `reset`.
+        """
+        with self._between_steps() as served:
+            if served is not None:
+                served.end()
+            restore_methods(self.model, self)
+            self._drop()
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[ServedGeneration | None]:
+        """Let no step run in here, and the current generation, if there is one, have its cache back."""
+        with self._step_lock:
+            served = self._served
+            if served is not None:
+                served.hand_back()
+            yield served
+
+    def _drop(self) -> None:
         self._decoder.reset()
         self._prompts.reset()
 
@@ -102,12 +134,23 @@ class GraphedGeneration(GraphedModel):
 
         Raises:
             ConfigError: the model does not generate from tokens alone, or a size or length is invalid.
+            CaptureError: a generation is running.
         """
         if not self._takes_tokens:
             raise ConfigError(
                 f"capture makes up prompts of tokens, and {type(self.model).__name__} takes "
                 f"{self.model.main_input_name} for an encoder: call generate with inputs of each size and length."
             )
+        if not self._begins():
+            raise CaptureError("capture was called while a generation uses the graphs; call it before or after.")
+        try:
+            return self._capture(sizes, lengths, settings)
+        finally:
+            self._busy.release()
+
+    def _capture(
+        self, sizes: Sequence[int] | None, lengths: Sequence[int] | None, settings: Mapping[str, Any]
+    ) -> CaptureSummary:
         if sizes is not None:
             check_counts("sizes", sizes)
             self._step.configure_graphs(capture_sizes=sizes)
@@ -223,7 +266,7 @@ class GraphedGeneration(GraphedModel):
             check_generation(config, kwargs, self._decoder.cache_name)
             if beams and hasattr(self.model, "_reorder_cache"):
                 raise CannotBind(Reason.GENERATION, "the model reorders its cache itself")
-            if not self._busy.acquire(blocking=False):
+            if not self._begins():
                 raise CannotBind(Reason.BUSY, "")
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
@@ -239,6 +282,14 @@ class GraphedGeneration(GraphedModel):
         )
         return self._served_by_graphs(kwargs[self._decoder.cache_name], kept=kept, beams=beams)
 
+    def _begins(self) -> bool:
+        """True if no generation is served, and none by other threads until this one releases `_busy`."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        if self._served is not None:  # by this thread
+            self._busy.release()
+        return self._served is None
+
     @contextlib.contextmanager
     def _served_by_graphs(self, cache: Any, *, kept: bool, beams: bool) -> Iterator[ServedGeneration]:
         """Run the model's steps on a generation's cache through graphs; the lock is held, and released at the end."""
@@ -247,7 +298,9 @@ class GraphedGeneration(GraphedModel):
             if before != self._choices:
                 self.reset()
             edits = bool(edits_steps(self.model))
-            served = ServedGeneration(self._decoder, self._prompts.run, cache, kept=kept, beams=beams, edits=edits)
+            served = ServedGeneration(
+                self._decoder, self._step_lock, self._prompts.run, cache, kept=kept, beams=beams, edits=edits
+            )
             with contextlib.closing(served) as self._served:
                 yield self._served
         finally:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
-from simplegraph.base.errors import StaleGraphError
+from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.device.select import graph_device
 from simplegraph.integrations.transformers.generate.cache.layers import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TOKEN_TYPES
@@ -24,6 +25,32 @@ _REPLACED = CACHE_NAMES | {"attention_mask", "decoder_attention_mask", "encoder_
 _GRIDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 
 
+class StepLock:
+    """Lets a step of a generation end before its graphs are dropped, and the reverse; refuses one inside the other."""
+
+    def __init__(self) -> None:
+        self._lock, self._holder = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        """Wait for other threads.
+
+        Raises:
+            CaptureError: this thread is inside a step already.
+        """
+        thread = threading.get_ident()
+        if self._holder == thread:
+            raise CaptureError(
+                "the graphs of a generation were to be dropped inside one of its steps. Call remove(), reset() and "
+                "capture() between two steps, as logits processors run, or when generate has returned."
+            )
+        self._lock.acquire()
+        self._holder = thread
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._holder = 0
+        self._lock.release()
+
+
 class ServedGeneration:
     """Serves the steps of one generation, between its prefill and its end.
 
@@ -32,6 +59,7 @@ class ServedGeneration:
 
     Args:
         decoder: the decoder, which serves no other generation meanwhile.
+        lock: held in each step, and by who drops the graphs of the generation.
         prefill: runs a prefill: the model's own forward, and its keyword arguments -> its outputs.
         cache: the generation's own.
         kept: True if the user can see the cache, during or after the generation.
@@ -39,7 +67,7 @@ class ServedGeneration:
         edits: True if the masks of a step may be other than those of the step before, and one more visible token.
 
     Attributes:
-        kept: as above.
+        lock, kept: as above.
         words: size of the vocabulary; 0 before the prefill.
         over: True once the generation goes on without graphs: as they cannot serve it, or its last step, or launch, ran
             eagerly and the next one would as well.
@@ -48,6 +76,7 @@ class ServedGeneration:
     def __init__(
         self,
         decoder: FixedCacheDecoder,
+        lock: StepLock,
         prefill: Callable[..., Any],
         cache: Any,
         *,
@@ -55,7 +84,7 @@ class ServedGeneration:
         beams: bool,
         edits: bool,
     ) -> None:
-        self._decoder, self._prefill, self._cache, self.kept = decoder, prefill, cache, kept
+        self._decoder, self.lock, self._prefill, self._cache, self.kept = decoder, lock, prefill, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
         self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
@@ -81,6 +110,10 @@ class ServedGeneration:
             if threading.get_ident() == self._thread:
                 self._others.append(type(kwargs.get(self._decoder.cache_name)).__name__)
             return forward(*args, **kwargs)
+        with self.lock:
+            return self._serve(forward, args, kwargs)
+
+    def _serve(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.over and self._output is not None:
             try:
                 if not args and self._is_step(kwargs):
@@ -103,10 +136,11 @@ class ServedGeneration:
 
     def reorder(self, original: Callable[[Tensor], None], order: Tensor) -> None:
         """Let each row go on from the row that `order` (rows,) names, from its next step on."""
-        if self._length:
-            self._order = self._order.index_select(0, order)
-        else:
-            original(order)
+        with self.lock:
+            if self._length:
+                self._order = self._order.index_select(0, order)
+            else:
+                original(order)
 
     def _give_up(self, reason: Reason, detail: str) -> None:
         self.over = True
@@ -155,7 +189,7 @@ class ServedGeneration:
         if self._store.shown(self._own) is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, but decode graphs read their own copy. "
-                "Do not change it until generate returns, or call remove() on the graphs of this model."
+                "Do not change it until generate returns, or call remove() on the graphs of this model before."
             )
 
     # Steps that the model's own loop does not take.
@@ -221,11 +255,31 @@ class ServedGeneration:
         self._order = self._same_order
         self._shown = self._store.show_length(self._own, self._rows, length)
 
+    def hand_back(self) -> None:
+        """Fill the generation's cache with the decoded tokens, so that it can go on without the store; hold the lock.
+
+        Raises:
+            StaleGraphError: the cache was changed since the last step.
+        """
+        if self._length:
+            self._check_unchanged()
+            # This may be another thread than the generation's, in another mode and on another stream.
+            synchronize = graph_device(self._store.position.device).synchronize
+            synchronize()
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore()
+            synchronize()
+
+    def end(self) -> None:
+        """Go on without graphs, which are removed; call `hand_back` before."""
+        self._give_up(Reason.GENERATION, "its graphs were removed meanwhile")
+
     def close(self) -> None:
         """Fill the generation's cache with the decoded tokens if the user can see it; count calls that ran eagerly."""
         served = bool(self._length)
         if self.kept:
-            self._restore()
+            with self.lock:
+                self._restore()
         if self._unserved and not served and not self.over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:

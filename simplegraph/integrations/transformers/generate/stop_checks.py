@@ -180,9 +180,10 @@ class LaunchedGeneration:
         if length >= self.max_length or self._is_over(unfinished):
             return True
         self._first.append(tokens[:, None])
-        if not self._may_go_on(self.max_length - length):
-            return False
-        self._generate(unfinished, tokens, length)
+        with self._served.lock:
+            if not self._may_go_on(self.max_length - length):
+                return False
+            self._generate(unfinished, tokens, length)
         return True
 
     def finish(self) -> int:
