@@ -205,7 +205,7 @@ class GraphedGeneration(GraphedModel):
                 if launched.refused is not None:
                     self.stats.ran_slower(launched.refused.reason, launched.refused.detail)
                 return result
-            late = served is not None and may_run_late(kwargs, cache_is_kept=served.kept)
+            late = served is not None and not served.edits and may_run_late(kwargs, cache_is_kept=served.kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
     def _launched(

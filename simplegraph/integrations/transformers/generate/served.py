@@ -67,7 +67,7 @@ class ServedGeneration:
         edits: True if the masks of a step may be other than those of the step before, and one more visible token.
 
     Attributes:
-        lock, kept: as above.
+        lock, kept, edits: as above.
         words: size of the vocabulary; 0 before the prefill.
         over: True once the generation goes on without graphs: as they cannot serve it, or its last step, or launch, ran
             eagerly and the next one would as well.
@@ -97,7 +97,7 @@ class ServedGeneration:
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self.over, self.words = False, 0
         self._unserved = 0  # calls after the prefill that are no steps of one token
-        self._beams, self._edits = beams, edits
+        self._beams, self.edits = beams, edits
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
         self._order: Any = None  # of the same kind: the row that each row goes on from
         # Kinds of cache in calls of this thread with another one: guidance makes such calls, or it was replaced.
@@ -165,7 +165,7 @@ class ServedGeneration:
                     rows, dtype=torch.int32, device=self._store.position.device
                 )
             self._move_to(length)
-        elif self._edits:
+        elif self.edits:
             decoder.load_masks(kwargs, rows, self._length)
         self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
         if not decoder.trusts(self._length):

@@ -191,3 +191,28 @@ def test_steps_that_the_model_prepares_itself_are_not_launched_together(
             assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.slower[Reason.ONE_TOKEN]
         assert "runs in Python at every step" in str(graphs.report())
+
+
+def test_a_model_prepares_as_many_steps_as_without_graphs(llama: Any, plain: Any, device: torch.device) -> None:
+    """A check of end tokens that is one step late has one more step prepared, which a method of the user's sees."""
+    batch = tiny.prompts([7], device)
+    end = int(plain.generate(**batch, **GREEDY)[0, 10])
+    counts: list[list[int]] = [[], []]
+    for model, lengths in zip((llama, plain), counts, strict=True):
+        own = model.prepare_inputs_for_generation
+
+        @functools.wraps(own)
+        def prepare(ids: Tensor, *args: Any, own: Any = own, lengths: list[int] = lengths, **kwargs: Any) -> Any:
+            lengths.append(ids.shape[1])
+            return own(ids, *args, **kwargs)
+
+        model.prepare_inputs_for_generation = prepare
+    with graphed(llama) as graphs:
+        for _ in range(2):
+            found, expected = (
+                model.generate(**batch, max_new_tokens=20, do_sample=False, eos_token_id=end)
+                for model in (llama, plain)
+            )
+            assert torch.equal(found, expected)
+        assert counts[0] == counts[1]
+        assert graphs.stats.replays

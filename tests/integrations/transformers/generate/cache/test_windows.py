@@ -105,3 +105,28 @@ def test_a_cache_changed_before_the_step_past_its_window_is_an_error(device: tor
 
     with graphed(model), pytest.raises(sg.StaleGraphError, match="changed between two steps"):
         model.generate(**tiny.prompts([3], device), **GREEDY, **{CACHE: cache}, logits_processor=[shortens])
+
+
+def test_kyutai_runs_eagerly_across_its_windows(device: torch.device) -> None:
+    """Its steps take a token and codes of audio per row, which no graph serves."""
+    codec = {
+        "model_type": "mimi",
+        "hidden_size": 32,
+        "num_filters": 8,
+        "upsampling_ratios": [8, 4],
+        "upsample_groups": 32,
+    }
+    codec |= {"codebook_size": 16, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16, "num_quantizers": 4}
+    codec |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    codec |= {"intermediate_size": 64, "sampling_rate": 16000, "frame_rate": 250.0, "sliding_window": WINDOW}
+    settings = MOSHI | {"codec_config": codec, "codebook_vocab_size": 17, "num_codebooks": 4, "frame_size": 64}
+    config = transformers.KyutaiSpeechToTextConfig(**settings, audio_bos_token_id=16, audio_pad_token_id=15)
+    make = transformers.KyutaiSpeechToTextForConditionalGeneration
+    plain, model = (tiny.build(lambda: make(config), device) for _ in range(2))
+    torch.manual_seed(0)
+    given = {"input_values": torch.randn(2, 1, 64 * 20).to(device), "max_new_tokens": 18, "do_sample": False}
+    expected = plain.generate(**given)
+    assert expected.shape[1] > WINDOW
+    with graphed(model) as graphs:
+        assert torch.equal(model.generate(**given), expected)
+        assert graphs.stats.eager[Reason.OPAQUE_ARGUMENT] == 1
