@@ -15,6 +15,7 @@ HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 FILLED = ("tests/module/test_filled_once.py",)
 ONCE = ("tests/module/test_done_once.py",)
 PROMPTS = ("tests/integrations/transformers/generate/test_prompts.py",)
+STEPS = "tests/integrations/transformers/generate"
 SLEEP = ("tests/sleeping/test_sleep.py", "tests/sleeping/test_parts_of_programs.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_refusals.py",)
@@ -818,6 +819,48 @@ MUTANTS = [
         "            undo.callback(lambda: after.put_back(after.changes()))\n",
         "",
         PROMPTS,
+    ),
+    Mutant(
+        "tokens that have left the window of a cache stay visible",
+        "integrations/transformers/generate/cache/store.py",
+        "return mask if self._left_at is None else mask * (self._left_at[: mask.shape[1]] > self.position)",
+        "return mask",
+        (f"{STEPS}/cache/test_windows.py",),
+    ),
+    Mutant(
+        "no step past a window is compared",
+        "integrations/transformers/generate/decoder.py",
+        "return bisect.bisect_right(self._step.store.layout.windows, length)",
+        "return 0",
+        (f"{STEPS}/cache/test_windows.py",),
+    ),
+    Mutant(
+        "masks that are edited between steps are those of the first one",
+        "integrations/transformers/generate/served.py",
+        "elif self.edits:",
+        "elif False:",
+        (f"{STEPS}/test_edited_masks.py",),
+    ),
+    Mutant(
+        "a token that hides itself is seen",
+        "integrations/transformers/generate/cache/store.py",
+        "self._present[:rows] = 1 if mask is None or mask.shape[1] == length else mask[:, length : length + 1]",
+        "self._present[:rows] = 1",
+        (f"{STEPS}/test_edited_masks.py",),
+    ),
+    Mutant(
+        "a generation whose graphs go is not handed its cache",
+        "integrations/transformers/generate/generation.py",
+        "served.hand_back()",
+        "pass",
+        (f"{STEPS}/test_interrupted.py",),
+    ),
+    Mutant(
+        "graphs are dropped while a step runs",
+        "integrations/transformers/generate/served.py",
+        "        with self.lock:\n            return self._serve(forward, args, kwargs)",
+        "        return self._serve(forward, args, kwargs)",
+        (f"{STEPS}/test_interrupted.py",),
     ),
     Mutant(
         "FlashAttention: a graph takes the longest query of its capture for that of every replay",

@@ -63,6 +63,7 @@ def test_generations_across_the_window_give_plain_tokens_and_leave_plain_caches(
                     torch.testing.assert_close(found.keys, expected.keys, rtol=1e-3, atol=1e-3)
                     torch.testing.assert_close(found.values, expected.values, rtol=1e-3, atol=1e-3)
         assert bool(graphs.stats.replays) is (name not in EAGER)
+        assert (Reason.GENERATION in graphs.stats.eager) is (name in EAGER)  # served past the window, too
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 2}, {"tokens_per_launch": 4}])
