@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplegraph.device.emulator.memory import Arena, living
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_span
+from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_reference, storage_span
 
 # A NaN of float32 and bfloat16 that computing with turns into another one: so an update in place shows, too.
 _POISON = b"\xbf\xff"
-_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
 _storage: Callable[[Any], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
 
 
@@ -52,7 +50,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _INSIDE.running = inside
         made = () if inside else _storages(result)
-        self._made.update({each._cdata: _reference(each) for each in made if each._cdata not in given})
+        self._made.update({each._cdata: storage_reference(each) for each in made if each._cdata not in given})
         return result
 
 
@@ -82,6 +80,9 @@ class EmulatedRegion(MemoryRegion):
     def give_back(self) -> None:
         self._held = [*self.storages()]
         super().give_back()
+
+    def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
+        """Let them be used: what reads them meets poison, and what was written shows when it wakes."""
 
     def copy_out(self, host: int, span: Span) -> None:
         ctypes.memmove(host, *span)

@@ -20,10 +20,10 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 PARTS = ("weights", "caches", "graphs")
 Segments = Mapping[Any, Sequence[Mapping[str, Any]]]  # of torch's allocator, by pool
 _CHUNK = 1 << 28  # bytes of one host buffer; a power of two, to which torch rounds pinned memory
-_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
-# Storages that refuse to be used while they sleep, by their keys, which no other storage gets while these references live.
+storage_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+# Storages that refuse to be used while they sleep, by their keys: no other storage gets one while its reference lives.
 _REFUSING: dict[int, tuple[Any, MemoryRegion]] = {}
-# Torch has these where it is built for a GPU.
+# Torch has both, from some release on, where it is built for a GPU.
 _refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _allow: Callable[[int], None] | None = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
@@ -121,8 +121,10 @@ class MemoryRegion(abc.ABC):
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
         """Let torch raise an error with this text whenever one of these storages is used, where torch can."""
-        for storage in storages if _refuse is not None and not self.device.emulated else ():
-            _REFUSING[storage._cdata] = _reference(storage), self
+        if _refuse is None or _allow is None:
+            return
+        for storage in storages:
+            _REFUSING[storage._cdata] = storage_reference(storage), self
             _refuse(storage._cdata, said)
 
     def allow_use(self) -> None:

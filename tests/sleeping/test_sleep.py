@@ -19,6 +19,7 @@ import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.select import graph_device
+from simplegraph.sleeping import regions
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -781,3 +782,32 @@ def test_a_write_to_a_static_input_that_sleeps_is_not_lost_unsaid(device: torch.
         with pytest.raises(sg.AsleepError, match=r"\(graphs\) was written while it slept"):
             sg.wake()
     assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_sleeps_is_refused_by_torch_until_it_wakes(monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
+    """Only a torch that is built for a GPU can refuse: here stand-ins note what it is told."""
+    refused: dict[int, str] = {}
+    monkeypatch.setattr(regions, "_refuse", refused.__setitem__)
+    monkeypatch.setattr(regions, "_allow", refused.pop)
+    monkeypatch.setattr(EmulatedRegion, "refuse_use", regions.MemoryRegion.refuse_use)
+    model, x, wanted = captured(torch.device("cpu"))
+    kept, weight = model[2].weight, model[0].weight.untyped_storage()._cdata
+    used = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.static_inputs().values())}
+    with torch.inference_mode(False):
+        optimizer = stepped(model, torch.optim.SGD, lr=0.1)
+    model.sleep()
+    assert refused.keys() == used
+    assert set(refused.values()) == {"Sequential is asleep: call wake() before its memory is read or written."}
+    with pytest.raises(sg.AsleepError):
+        optimizer.step()
+    if drops:
+        del optimizer, model[0]
+        gc.collect()
+    model.wake("weights")
+    assert weight not in refused
+    assert kept.untyped_storage()._cdata not in refused
+    model.wake()
+    assert not refused
+    if not drops:
+        assert same(answers(model, x), wanted)
