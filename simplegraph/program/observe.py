@@ -58,7 +58,7 @@ class PassedNumbers(NamedTuple):
 
     Attributes:
         func: the operator.
-        numbers: in the order of its arguments.
+        numbers: in the order of its arguments, but for defaults.
         line: the file and the number of the user's line; None if there is none.
     """
 
@@ -117,11 +117,13 @@ class NumbersSeen:
         if func is _LIFTED:
             self._note_data(args[0])
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
-            numeric = (argument(args, kwargs, *place) for place in facts_of(func).numeric)
-            found = [number for number in numeric if number.__class__ in _NUMBERS]
+            numeric = [(argument(args, kwargs, *place), default) for place, default in facts_of(func).numeric]
+            found = [(number, default) for number, default in numeric if number.__class__ in _NUMBERS]
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
             if found and (_makes_number(func, args, kwargs) or any(inexact)):
-                self.segments.append(PassedNumbers(func, tuple(found), running_line()))
+                # Torch passes a default only where something else follows it.
+                numbers = tuple(number for number, default in found if number != default)
+                self.segments.append(PassedNumbers(func, numbers, running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
@@ -225,7 +227,7 @@ def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _text(numbers: tuple[Any, ...]) -> str:
-    return ", ".join(f"{number:.6g}" for number in numbers)
+    return ", ".join(f"{number:.6g}" for number in numbers) or "the default"
 
 
 _OWN = __name__.partition(".")[0]  # no kernel of this library takes an address as a number
