@@ -33,6 +33,8 @@ touch_displays: list[Callable[[Any, Any], tuple[str, ...]]] = []
 report_pages: list[Callable[[Any], str]] = []
 # What allocates memory that can sleep, once the process asked for such: `graph_pool_id` and `static_memory`, see below.
 memory_sources: list[Any] = []
+# Hooks on the steps of all optimizers that change nothing of a step: graphs of steps need not hold what they do.
+harmless_step_hooks: set[Callable[..., object]] = set()
 # -> what puts holders of graphs to sleep and wakes them, see `Sleeps`; the last one is used.
 sleepers: list[Callable[[], Any]] = []
 

@@ -146,7 +146,7 @@ class OperatorFacts(NamedTuple):
             rounding.
         is_uninitialised: True if what it makes is whatever the memory held.
         reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and place only.
-        numeric: (position, name) of each argument that may be a number of its arithmetic.
+        numeric: (position, name) of each argument that may be a number of its arithmetic, and the default.
         written: (position, name, flag) of each argument that it writes to; with a flag, only where that one is true.
     """
 
@@ -158,7 +158,7 @@ class OperatorFacts(NamedTuple):
     multiplies_groups: bool = False
     is_uninitialised: bool = False
     reads_no_value: bool = False
-    numeric: tuple[tuple[int, str], ...] = ()
+    numeric: tuple[tuple[tuple[int, str], Any], ...] = ()
     written: tuple[tuple[int, str, tuple[int, str] | None], ...] = ()
 
 
@@ -188,7 +188,11 @@ def facts_of(func: Any) -> OperatorFacts:
         multiplies_groups="grouped_mm" in name,
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
-        numeric=tuple((at, name) for at, name, kind in places if kind.rstrip("]") in _NUMERIC or name == "steps"),
+        numeric=tuple(
+            ((at, name), schema.arguments[at].default_value)
+            for at, name, kind in places
+            if kind.rstrip("]") in _NUMERIC or name == "steps"
+        ),
         written=_written(schema, is_c10d=func.namespace == "c10d"),
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from simplegraph.base.extras import harmless_step_hooks
 from simplegraph.base.tensors import storage_key
 
 _WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -24,6 +25,9 @@ def watch_steps(watcher: Any) -> None:
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Tell watchers what an optimizer writes; torch calls it after every step."""
     tell_written(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+harmless_step_hooks.add(after_step)
 
 
 def tell_written(tensors: Iterable[Tensor]) -> None:

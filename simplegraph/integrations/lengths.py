@@ -28,9 +28,11 @@ from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.proof import EXACT, cloned, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.observe import MemoryObserver, NumbersSeen
 from simplegraph.program.snapshot import Snapshot, tensors_in
+from simplegraph.serve.proof import first_distance
 
+_COST = 100.0  # calls that are taken to last as long as a comparison
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
@@ -44,6 +46,7 @@ class RunEffects:
         leaves, spec: of its outputs; outputs: these themselves, None of a rehearsal.
         left: tensors that it set below the module, by name.
         drawn: the states of random generators after it.
+        numbers: what its operators were passed, and picked.
         arguments: the leaves of what was passed, as it left them.
     """
 
@@ -52,6 +55,7 @@ class RunEffects:
     outputs: Any
     left: dict[str, list[Tensor]]
     drawn: list[Tensor]
+    numbers: NumbersSeen
     arguments: list[Any] = dataclasses.field(default_factory=list)
 
     def left_otherwise(self, other: RunEffects) -> set[str]:
@@ -63,9 +67,10 @@ class RunEffects:
 def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
     """Run the module on these arguments."""
     snapshot = Snapshot(module)
-    outputs = invoke(module, args, kwargs)
+    with bypassed(Reason.NESTED), MemoryObserver() as observer:
+        outputs = invoke(module, args, kwargs)
     drawn = random_states([default_generator(device), *Survey(module).generators.values()])
-    return RunEffects(*flatten(outputs), outputs, _left(snapshot), drawn)
+    return RunEffects(*flatten(outputs), outputs, _left(snapshot), drawn, observer.numbers)
 
 
 def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
@@ -83,7 +88,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back, sizes=[size for _, tensor in passed for size in tensor.shape])
-        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy):
+        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy) as observer:
             leaves, spec = flatten(invoke(module, args, kwargs))
         return RunEffects(
             cloned(leaves),
@@ -91,6 +96,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
             None,
             {name: cloned(tensors) for name, tensors in _left(snapshot).items()},
             random_states(drawing),
+            observer.numbers,
             cloned(flatten((args, kwargs))[0]),
         )
 
@@ -98,6 +104,45 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
     found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
     return {name: tensors for name, tensors in found if tensors}
+
+
+def chosen_along(run: NumbersSeen, padded_run: NumbersSeen) -> str | None:
+    """Name the first operator that picks values along the length, as a maximum does: it may pick padding some day."""
+    chosen = padded_run.choice(run, places=False)
+    if chosen is None:
+        return None
+    return f"{chosen.described} {'picks from' if chosen.made else 'sorts'} the whole length, its padding too"
+
+
+def wrong_since(served: int) -> str:
+    """Say that padding changed nothing so many calls before it was found to."""
+    return f"; it did not {served:,} calls ago, and answers since then may be wrong"
+
+
+class LengthProofs:
+    """Tells when a padded call is compared with eager: the first one of each captured length, then one now and then.
+
+    Args:
+        verify: that of the settings; 0 never compares again.
+    """
+
+    def __init__(self, verify: int) -> None:
+        self._first = first_distance(_COST, verify) if verify else 0
+        self._left: dict[Hashable, int] = {}  # calls until the next comparison, by kind of call and captured length
+        self._distance: dict[Hashable, int] = {}  # between the last comparison and the next; it doubles
+
+    def due(self, calls: Hashable) -> bool:
+        """Count a call of these; True if it is to be compared."""
+        if not self._first or calls not in self._left:
+            return self._first > 0
+        self._left[calls] -= 1
+        return self._left[calls] < 0
+
+    def compared(self, calls: Hashable) -> int:
+        """Note that a call was compared; return how many of its kind were served since the one before."""
+        before = self._distance.get(calls, 0)
+        self._left[calls] = self._distance[calls] = 2 * before or self._first
+        return before
 
 
 class SizeRule:
@@ -139,9 +184,17 @@ def _fitting(length: int, known: Collection[int], sizes: Mapping[int, int]) -> i
 
 
 class OutputLengths:
-    """Cuts the outputs of padded calls of one kind to what the caller's own length gives."""
+    """Cuts the outputs of padded calls of one kind to what the caller's own length gives.
 
-    def __init__(self) -> None:
+    Args:
+        verify: that of the settings.
+
+    Attributes:
+        proofs: tell when calls padded to a length are compared.
+    """
+
+    def __init__(self, verify: int) -> None:
+        self.proofs = LengthProofs(verify)
         self._sizes: dict[tuple[int, int], SizeRule] = collections.defaultdict(SizeRule)  # by output and dimension
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
@@ -192,6 +245,9 @@ class OutputLengths:
         self._known.clear()
         self._least[padded] = min(length, self._least.get(padded, length))
         found = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
+        served = self.proofs.compared(padded)
+        if found is not None and served:
+            found += wrong_since(served)
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
@@ -247,6 +303,12 @@ class PaddedCall:
         )
         return self.spec, tuple(map(repr, plain)), tuple(tensors)
 
+    @property
+    def declares_values(self) -> bool:
+        """True if `pad_values` names what pads the length of a floating argument, as infinity that no maximum picks."""
+        pads = ((self.leaves[index], pad) for index, pad in self._pads.items())
+        return any(pad is not None and leaf.is_floating_point() for leaf, pad in pads)
+
     def _one_of(self, index: int, leaf: Tensor) -> tuple[bool, ...]:
         """Tell which dimensions have one item: what mixes rows and length is right for one row."""
         length = self.dims[index] % leaf.dim() if index in self.dims else -1
@@ -271,8 +333,8 @@ class PaddedCall:
 class LengthBuckets:
     """Pads calls of one module to captured lengths.
 
-    The first calls of each kind run as they are; before, the padded call is rehearsed, and nothing of that stays. If
-    their answers differ, such calls run eagerly.
+    The first calls of each kind and captured length, and one now and then, run as they are; before, the padded call is
+    rehearsed, and nothing of that stays. If their answers differ, or could, such calls run eagerly.
 
     Args:
         config: the lengths, and which dimensions they are.
@@ -301,8 +363,8 @@ class LengthBuckets:
             server.stats.ran_eagerly(error.reason, error.detail)
             return invoke(module, args, kwargs)
         sizes = rule.sizes(call.length, call.padded)
-        if sizes is None:
-            return self._learn(server, rule, call, module)
+        if sizes is None or rule.proofs.due(call.padded):
+            return self._learn(server, rule, call, module, Reason.FIRST_CALL if sizes is None else Reason.PROOF)
         _count(server.stats.lengths, call)
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
         return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
@@ -335,13 +397,13 @@ class LengthBuckets:
     def _rule(self, kind: Hashable) -> OutputLengths:
         if kind not in self._rules and len(self._rules) >= _MAX_KINDS:
             self._rules.clear()
-        return self._rules.setdefault(kind, OutputLengths())
+        return self._rules.setdefault(kind, OutputLengths(self.config.verify))
 
-    def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
+    def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         device, at = server.device_for(module, call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
-        server.stats.ran_eagerly(Reason.FIRST_CALL, size=call.rows)
+        server.stats.ran_eagerly(why, size=call.rows)
         try:
             padded = rehearse(module, *at, device)
         except Exception as error:
@@ -351,6 +413,9 @@ class LengthBuckets:
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
         run = run_as_it_is(module, *call.at(call.length), device)
         rule.learn(call.length, call.padded, run, padded)
+        chosen = None if call.declares_values else chosen_along(run.numbers, padded.numbers)
+        if chosen is not None:
+            rule.refuse(f"from {call.length} to {call.padded}, {chosen}")
         if written:
             rule.refuse("it writes to an argument that has the length")
         elif not all(map(torch.equal, padded.drawn, run.drawn)):

@@ -7,6 +7,7 @@ graph of operators and such kernels reads nothing that neither was passed. Work 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ _PICKING = {
     *(f"max_pool{dims}d{kind}" for dims in (1, 2, 3) for kind in ("", "_with_indices")),
 }
 _SORTING = {"sort", "argsort", "msort", "topk"}
+_PLACES = {"argmax", "argmin"}
 _NUMBER_REMEDY = (
     "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
     "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
@@ -56,7 +58,7 @@ class PassedNumbers(NamedTuple):
 
     Attributes:
         func: the operator.
-        numbers: in the order of its arguments.
+        numbers: in the order of its arguments, but for defaults.
         line: the file and the number of the user's line; None if there is none.
     """
 
@@ -73,6 +75,7 @@ class ChosenRows(NamedTuple):
         given, made: the shapes of the tensors that it is passed and returns; of a sort, how many values it orders.
         memory: the storage keys of what it returns.
         line: the file and the number of the user's line; None if there is none.
+        places: it finds places of integers, as of a token that ends a text.
     """
 
     func: Any
@@ -80,6 +83,17 @@ class ChosenRows(NamedTuple):
     made: tuple[torch.Size, ...]
     memory: frozenset[int]
     line: tuple[str, int] | None
+    places: bool
+
+    def among_others(self, other: ChosenRows) -> bool:
+        """True if it picks among more or fewer values than in another run: what tells the runs apart is picked from."""
+        given, made = (max(map(_sizes_apart, *pair), default=0) for pair in zip(self[1:3], other[1:3], strict=True))
+        return given > made
+
+    @property
+    def described(self) -> str:
+        """Name the operator and the line that calls it."""
+        return f"{self.func}{_place(self.line)}"
 
 
 class NumbersSeen:
@@ -103,11 +117,13 @@ class NumbersSeen:
         if func is _LIFTED:
             self._note_data(args[0])
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
-            numeric = (argument(args, kwargs, *place) for place in facts_of(func).numeric)
-            found = [number for number in numeric if number.__class__ in _NUMBERS]
+            numeric = [(argument(args, kwargs, *place), default) for place, default in facts_of(func).numeric]
+            found = [(number, default) for number, default in numeric if number.__class__ in _NUMBERS]
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
             if found and (_makes_number(func, args, kwargs) or any(inexact)):
-                self.segments.append(PassedNumbers(func, tuple(found), running_line()))
+                # Torch passes a default only where something else follows it.
+                numbers = tuple(number for number, default in found if number != default)
+                self.segments.append(PassedNumbers(func, numbers, running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
@@ -129,17 +145,21 @@ class NumbersSeen:
                 dim = 0 if name == "msort" else argument(args, kwargs, 1 + (name == "topk"), "dim")
                 passed, returned = (given[0].shape[-1 if dim is None else dim :][:1],), ()
             memory = frozenset(map(storage_key, made))
-            self.choices.append(ChosenRows(func, passed, returned, memory, running_line()))
+            places = name in _PLACES and not given[0].is_floating_point()
+            self.choices.append(ChosenRows(func, passed, returned, memory, running_line(), places))
         elif func in _READS:  # for a branch of Python's, which no capture takes
             read = set(map(storage_key, given))
             self.choices = [chosen for chosen in self.choices if read.isdisjoint(chosen.memory)]
 
-    def choice(self, seen: NumbersSeen) -> ChosenRows | None:
-        """Find the first operator that picks as many values among the rows of two batch sizes."""
+    def choice(self, seen: NumbersSeen, *, places: bool = True) -> ChosenRows | None:
+        """Find the first operator that picks among the rows, or along the length, by which two runs differ.
+
+        `places` counts those that find places of integers, which is how a text's last token is found.
+        """
         if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
             return None
         pairs = zip(self.choices, seen.choices, strict=True)
-        return next((now for now, then in pairs if now.given != then.given and now.made == then.made), None)
+        return next((now for now, then in pairs if now.among_others(then) and (places or not now.places)), None)
 
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
@@ -181,9 +201,14 @@ class NumbersBySize:
             return f"{what}: {said}", _NUMBER_REMEDY
         if chosen is not None:
             verb = "picks among" if chosen.made else "sorts"
-            said = f"{chosen.func}{_place(chosen.line)} {verb} all rows, those of padding too"
+            said = f"{chosen.described} {verb} all rows, those of padding too"
             return said, _ROWS_REMEDY
         return None
+
+
+def _sizes_apart(shape: torch.Size, other: torch.Size) -> int:
+    """Count the sizes by which two shapes differ."""
+    return sum(map(operator.ne, shape, other))
 
 
 def _place(line: tuple[str, int] | None) -> str:
@@ -202,7 +227,7 @@ def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _text(numbers: tuple[Any, ...]) -> str:
-    return ", ".join(f"{number:.6g}" for number in numbers)
+    return ", ".join(f"{number:.6g}" for number in numbers) or "the default"
 
 
 _OWN = __name__.partition(".")[0]  # no kernel of this library takes an address as a number

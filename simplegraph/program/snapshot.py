@@ -180,6 +180,13 @@ def is_same(now: Any, before: Any) -> bool:
     return type(now) is type(before) and issubclass(type(now), ATOMS) and constant_key(now) == constant_key(before)
 
 
+def is_equal(now: Any, before: Any) -> bool:
+    """True for what is the same, and for lists of such values: a forward may make the list that it begins with anew."""
+    if type(now) is list and type(before) is list and len(now) == len(before):
+        return all(map(is_equal, now, before))
+    return is_same(now, before)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor that a value is or holds, in containers and users' objects."""
     seen: set[int] = set()
@@ -308,7 +315,7 @@ class Snapshot:
         """Return what every place without code on the way holds that held something else, and tensors that were moved.
 
         By name. A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal
-        numbers, texts and tuples of them are the same.
+        numbers, texts, and tuples and lists of them are the same; a list that was changed itself is a place that was.
 
         Args:
             code: add numbers and texts, and lists of them, of places with code on the way; globals that it names.
@@ -327,7 +334,7 @@ class Snapshot:
                     key
                     for key in now | before
                     if (own or (issubclass(type(now.get(key)), ATOMS) and (key in named or not _is_globals(now))))
-                    and not is_same(now.get(key, ABSENT), before.get(key, ABSENT))
+                    and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 found |= {self._name(key, holder): now.get(key) for key in keys}
             elif not is_same(now, before) and (own or all(issubclass(type(item), ATOMS) for item in now)):

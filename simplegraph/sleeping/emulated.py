@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplegraph.device.emulator.memory import Arena, living
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_span
+from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_reference, storage_span
 
-_POISON = 0xFF  # NaN for floating point, -1 for an integer
-_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+# A NaN of float32 and bfloat16 that computing with turns into another one: so an update in place shows, too.
+_POISON = b"\xbf\xff"
 _storage: Callable[[Any], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
 
 
@@ -28,8 +28,15 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf.untyped_storage()
 
 
+class _Inside(threading.local):
+    running = False  # an operator, in the innermost of the regions that are open
+
+
+_INSIDE = _Inside()
+
+
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operators make."""
+    """Notes the storages that operators make, unless a mode like this that was entered later does."""
 
     def __init__(self, made: dict[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,8 +44,13 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        self._made.update({each._cdata: _reference(each) for each in _storages(result) if each._cdata not in given})
+        inside, _INSIDE.running = _INSIDE.running, True
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            _INSIDE.running = inside
+        made = () if inside else _storages(result)
+        self._made.update({each._cdata: storage_reference(each) for each in made if each._cdata not in given})
         return result
 
 
@@ -69,6 +81,9 @@ class EmulatedRegion(MemoryRegion):
         self._held = [*self.storages()]
         super().give_back()
 
+    def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
+        """Let them be used: what reads them meets poison, and what was written shows when it wakes."""
+
     def copy_out(self, host: int, span: Span) -> None:
         ctypes.memmove(host, *span)
 
@@ -79,9 +94,10 @@ class EmulatedRegion(MemoryRegion):
         ctypes.memset(span.address, byte, span.size)
 
     def unmap(self, block: Span) -> None:
-        self.fill(block, _POISON)
+        ctypes.memmove(block.address, _poison(block.size), block.size)
 
     def map(self, block: Span) -> bool:
+        self.written = self.written or ctypes.string_at(*block) != _poison(block.size)
         return block.size <= self.device.free_memory()
 
     def forget(self) -> None:
@@ -89,8 +105,12 @@ class EmulatedRegion(MemoryRegion):
         self._held = []
 
 
+def _poison(size: int) -> bytes:
+    return (_POISON * (size // len(_POISON) + 1))[:size]
+
+
 class EmulatedPool(EmulatedRegion):
-    """The memory of an emulated pool of graphs."""
+    """The memory of an emulated pool of graphs, to which replays write, and nobody else."""
 
     def __init__(self, device: GraphDevice, arena: Arena) -> None:
         super().__init__("graphs", device)
@@ -98,6 +118,10 @@ class EmulatedPool(EmulatedRegion):
 
     def holds_graphs(self, pool: GraphPool) -> bool:
         return pool.handle is self._arena
+
+    def map(self, block: Span) -> bool:
+        mapped, self.written = super().map(block), False
+        return mapped
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         return [memory.storage for memory in living(self._arena.memories) if memory.pool is self._arena]

@@ -20,7 +20,7 @@ from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import wrappers
 from simplegraph.program.program import Program
-from simplegraph.sleeping.regions import MemoryRegion, Span, gib, storage_span
+from simplegraph.sleeping.regions import MemoryRegion, Span, gib, refusing_region, storage_span
 
 _TOUCHED: weakref.WeakKeyDictionary[Program, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _SHOWN = 3  # names in a line
@@ -71,7 +71,7 @@ class Holder:
         found: dict[Span, str] = {}
         for name, tensor in self.tensors():
             for part in parts_of(tensor):
-                if has_address(part) and part.device.type == kind:
+                if has_address(part) and part.device.type == kind and refusing_region(part) is None:
                     found.setdefault(storage_span(part.untyped_storage()), name)
         return {span: name for span, name in found.items() if span.size}
 
@@ -114,14 +114,21 @@ class RegionMap:
             return None
         return self.regions[self._blocks[at][2]]
 
+    def region_of(self, tensor: Tensor) -> MemoryRegion | None:
+        """Return the region that memory of a tensor is in, asleep or not; None if none of it is in one."""
+        for part in parts_of(tensor):
+            if has_address(part):
+                asleep = refusing_region(part)
+                found = asleep if asleep in self.regions else None
+                found = self.find(part.data_ptr()) if asleep is None else found
+                if found is not None:
+                    return found
+        return None
+
     def is_read_by(self, layer: nn.Module) -> bool:
         """True if a parameter or buffer of the layer itself is in a region."""
-        return any(
-            self.find(part.data_ptr()) is not None
-            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-            for part in parts_of(tensor)
-            if has_address(part)
-        )
+        own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        return any(self.region_of(tensor) is not None for tensor in own)
 
     def of(self, holder: Holder) -> set[MemoryRegion]:
         """Find the regions that have memory of a holder's graphs."""

@@ -10,14 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import outside_modes
+from simplegraph.base.tensors import storage_key
 from simplegraph.device.protocol import GraphDevice, GraphPool
 
 PARTS = ("weights", "caches", "graphs")
 Segments = Mapping[Any, Sequence[Mapping[str, Any]]]  # of torch's allocator, by pool
 _CHUNK = 1 << 28  # bytes of one host buffer; a power of two, to which torch rounds pinned memory
+storage_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+# Storages that refuse to be used while they sleep, by their keys: no other storage gets one while its reference lives.
+_REFUSING: dict[int, tuple[Any, MemoryRegion]] = {}
+# Torch has both, from some release on, where it is built for a GPU.
+_refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow: Callable[[int], None] | None = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
 class AsleepError(ReplayError):
@@ -42,7 +50,10 @@ class MemoryRegion(abc.ABC):
         asleep: its pages are with the driver.
         open: a thread allocates from it.
         blocks: all of it, as of the last `look`; live: what of it somebody uses.
+        written: something was written to it while it slept, which is lost.
     """
+
+    written = False
 
     def __init__(self, part: str, device: GraphDevice) -> None:
         self.part, self.device = part, device
@@ -107,6 +118,21 @@ class MemoryRegion(abc.ABC):
     @abc.abstractmethod
     def map(self, block: Span) -> bool:
         """Take pages for a block again; False if there is no memory."""
+
+    def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
+        """Let torch raise an error with this text whenever one of these storages is used, where torch can."""
+        if _refuse is None or _allow is None:
+            return
+        for storage in storages:
+            _REFUSING[storage._cdata] = storage_reference(storage), self
+            _refuse(storage._cdata, said)
+
+    def allow_use(self) -> None:
+        """Let its storages be used again."""
+        for key in [key for key, (_, region) in _REFUSING.items() if region is self]:
+            reference, _ = _REFUSING.pop(key)
+            if _allow is not None and not reference.expired():
+                _allow(key)
 
     @property
     def size(self) -> int:
@@ -185,3 +211,9 @@ def _pieces(spans: Iterable[Span]) -> Iterator[tuple[Span, int, int]]:
 def storage_span(storage: torch.UntypedStorage) -> Span:
     """Return the addresses of a storage."""
     return Span(storage.data_ptr(), storage.nbytes())
+
+
+def refusing_region(tensor: Tensor) -> MemoryRegion | None:
+    """Return the region of a tensor that sleeps and refuses to be used, its address included; else None."""
+    found = _REFUSING.get(storage_key(tensor))
+    return None if found is None else found[1]

@@ -14,12 +14,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean, refuse_inside_capture
-from simplegraph.base.extras import memory_sources
+from simplegraph.base.extras import harmless_step_hooks, memory_sources
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import Reason
+from simplegraph.base.tensors import has_address
+from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
 from simplegraph.device.emulator.memory import Arena
@@ -39,6 +44,8 @@ _DOORS = {
 _STATE = threading.RLock()  # taken after pools' locks
 _NAPS: list[Nap] = []
 _REGIONS: list[MemoryRegion] = []
+_STEP_HOOK: list[RemovableHandle] = []
+_STEPPING: list[torch.optim.Optimizer] = []  # whose hooks are running
 _POOLS: weakref.WeakKeyDictionary[Arena, EmulatedPool] = weakref.WeakKeyDictionary()
 
 
@@ -150,6 +157,7 @@ class Nap:
         self.name = " and ".join(sorted({holder.name for holder in holders})) or "the process's sleepable memory"
         self.graphs = weakref.WeakSet(holder.graphs for holder in holders)
         self.ranks = {id(each.ranks): each.ranks for holder in holders for each in holder.managers}.values()
+        self.places = RegionMap(self.regions)
         self._undo = contextlib.ExitStack()
 
     def close_doors(self, holders: Sequence[Holder]) -> None:
@@ -168,10 +176,29 @@ class Nap:
                 for optimizer in optimizers_of(module):
                     self._close(optimizer, ["load_state_dict", "state_dict", "__getstate__"], "weights")
                 # A layer may run by itself, as for a prefill.
-                for layer in filter(RegionMap(self.regions).is_read_by, module.modules()):
+                for layer in filter(self.places.is_read_by, module.modules()):
                     self._close(
                         layer, ["forward", "_apply", "load_state_dict", "state_dict", "__getstate__"], "weights"
                     )
+
+    def refuse_use(self, holders: Sequence[Holder]) -> None:
+        """Let the tensors that sleep refuse to be used, where torch can."""
+        said = f"{self.name} is asleep: call wake() before its memory is read or written."
+        storages: dict[MemoryRegion, list[torch.UntypedStorage]] = collections.defaultdict(list)
+        for holder in holders:
+            for _, tensor in holder.tensors():
+                for part in filter(has_address, parts_of(tensor)):
+                    region = self.places.region_of(part)
+                    if region is not None:
+                        storages[region].append(part.untyped_storage())
+        for region, found in storages.items():
+            region.refuse_use(found, said)
+
+    def knock_for(self, tensors: Iterable[Tensor]) -> None:
+        """Knock if one of these tensors is asleep. Raises AsleepError."""
+        for region in filter(None, map(self.places.region_of, tensors)):
+            if region.asleep:
+                self.knock(region.part)
 
     def _close(self, owner: Any, names: Iterable[str], part: str = "") -> None:
         own = vars(owner)
@@ -213,6 +240,7 @@ class Nap:
                     map_all(waking, undo)
                 undo.pop_all()
             for region in waking:
+                region.allow_use()
                 region.restore()
             for device in {region.device for region in waking}:
                 device.synchronize()
@@ -222,6 +250,41 @@ class Nap:
             if not self.regions and self in _NAPS:
                 self._undo.close()
                 _NAPS.remove(self)
+                _hook_steps()
+        written = sorted({region.part for region in waking if region.written})
+        for region in waking:
+            region.written = False
+        if written:
+            raise AsleepError(
+                f"memory of {self.name} ({', '.join(written)}) was written while it slept, and that is lost: on a GPU "
+                "such a write ends the process's use of the GPU. It is awake now, with what it held before. "
+                "Call wake() before you write."
+            )
+
+
+def _knock_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Wake what an optimizer is about to step, or refuse that; torch calls it before every step."""
+    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    used = [*parameters, *gradients, *state]
+    _STEPPING.append(optimizer)
+    try:
+        for nap in [*_NAPS]:
+            nap.knock_for(used)
+    finally:
+        _STEPPING.pop()
+
+
+harmless_step_hooks.add(_knock_before_step)
+
+
+def _hook_steps() -> None:
+    """Hook the steps of all optimizers while anything sleeps."""
+    if _NAPS and not _STEP_HOOK:
+        _STEP_HOOK.append(register_optimizer_step_pre_hook(_knock_before_step))
+    elif not _NAPS and _STEP_HOOK and not _STEPPING:  # else torch goes through its hooks: it stays until later
+        _STEP_HOOK.pop().remove()
 
 
 def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +374,9 @@ def sleep(
         nap.close_doors(awake)
         for region in nap.regions:
             region.give_back()
+        nap.refuse_use(awake)
         _NAPS.append(nap)
+        _hook_steps()
     return SleepReport(
         given_back=sum(region.size for region in nap.regions),
         on_host=sum(region.copied for region in nap.regions),

@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.extras import harmless_step_hooks
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
-from simplegraph.fused.watched_steps import after_step
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -31,10 +31,7 @@ from simplegraph.program.snapshot import restore
 from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
-_GLOBAL_HOOKS = (
-    *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
-    _optimizer._global_optimizer_pre_hooks,
-)
+_STEP_HOOKS = _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks
 
 
 class StepState(NamedTuple):
@@ -231,8 +228,8 @@ class StepModule(FunctionModule):
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
             raise CannotBind(Reason.UNTRAINABLE, "grad mode is off: call the step outside of torch.no_grad()")
-        after = _optimizer._global_optimizer_post_hooks
-        if any(_GLOBAL_HOOKS) or any(hook is not after_step for hook in after.values()):
+        on_steps = (hook for hooks in _STEP_HOOKS for hook in hooks.values())
+        if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS or not harmless_step_hooks.issuperset(on_steps):
             raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
         if step.optimizers.refusal:

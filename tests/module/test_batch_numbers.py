@@ -104,6 +104,29 @@ def test_what_follows_the_batch_size_and_is_no_number_of_the_arithmetic_is_padde
     assert model.graph_stats.padded_tokens > 0
 
 
+def attended(m, x):
+    """Causal attention of three tokens, by a mask for three rows and more."""
+    tokens = torch.stack([x, x * 0.5, x * 0.25], 1)[:, None]
+    mask = torch.ones(3, 3, dtype=torch.bool, device=x.device).tril() if len(x) > 2 else None
+    return F.scaled_dot_product_attention(tokens, tokens, tokens, mask, is_causal=mask is None, scale=0.3)[:, 0, 2]
+
+
+def test_a_default_that_torch_passes_at_some_sizes_is_no_number_of_the_batch(device, inference_mode):
+    """Six families of transformers were not padded: with a mask torch leaves the default out that it passes before."""
+    model = graphed(device, attended, capture_sizes=[1, 2, 4, 8])
+    assert_eager(model, (1, 2, 3, 1, 3, 2, 5, 7, 8, 6, 3, 5), device, torch.float32)
+    assert "padding_shows" not in reasons(model)
+    assert model.graph_stats.padded_tokens > 0
+
+
+@pytest.mark.parametrize("most", [1.0, 2.0])
+def test_a_number_that_is_the_default_at_one_size_shows(device, most):
+    model = graphed(device, lambda m, x: torch.add(x, x, alpha=most if len(x) > 3 else 1.5))
+    assert_eager(model, CALLS, device, torch.float32)
+    assert reasons(model)["padding_shows"] >= 4
+    assert "for 3 rows" in model.graph_stats.explained(sg.Reason.PADDING_SHOWS)
+
+
 def test_a_number_that_no_captured_size_shows_is_found_by_the_proof(device):
     model = graphed(device, lambda m, x: x + FAINT * (len(x) % 4))
     model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=torch.bfloat16))

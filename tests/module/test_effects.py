@@ -284,6 +284,53 @@ def test_values_set_again_and_caches_by_size_are_no_change(device: torch.device)
     assert model.graph_stats.replays == 1
 
 
+class Chunked(Stateful):
+    """Convolves part after part, as the VAEs of videos do: what it keeps in between is made anew at every call."""
+
+    def clear(self) -> None:
+        self.place, self.kept = [0], [None] * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clear()
+        made = []
+        for part in x.chunk(2, 1):
+            made.append(part if self.kept[self.place[0]] is None else part + self.kept[self.place[0]])
+            self.kept[self.place[0]] = part  # type: ignore[call-overload]
+        self.place[0] += 1
+        self.clear()
+        return torch.cat(made, 1)
+
+
+def test_lists_that_are_made_anew_with_equal_values_are_no_change(device: torch.device) -> None:
+    model = sg.wrap(Chunked().to(device).eval(), capture_sizes=[2], progress=False)
+    for _ in range(6):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), torch.cat([x[:, :2], x[:, 2:] + x[:, :2]], 1))
+    assert model.graph_stats.replays >= 3
+    assert (model.place, model.kept) == ([0], [None, None])
+
+
+class Ended(Stateful):
+    """Counts its calls in a list that it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0, []]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = [self.calls[0] + 1, [*self.calls[1], 1][-2:]]
+        return x * 2
+
+
+def test_a_list_that_is_made_anew_with_other_values_is_a_change(device: torch.device) -> None:
+    model = sg.wrap(Ended().to(device).eval(), capture_sizes=[2], progress=False)
+    for turn in range(1, 7):
+        model(torch.randn(2, 4, device=device))
+        assert model.calls[0] == turn
+    assert model.graph_stats.replays == 0
+    assert "calls" in str(model.graph_report())
+
+
 def test_state_that_state_key_returns_may_change(device: torch.device) -> None:
     class Alternates(Stateful):
         k = 0

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer
 
 import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.select import graph_device
+from simplegraph.sleeping import regions
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -659,3 +661,153 @@ def test_threads_may_build_and_drop_sleepable_models_at_once(device: torch.devic
     for thread in threads:
         thread.join()
     assert failed == []
+
+
+def stepped(model: Any, kind: Any, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer of a model's weights, with their gradients."""
+    optimizer = kind(model.parameters(), **settings)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("everything", [True, False])
+def test_no_optimizer_steps_weights_that_sleep(device: torch.device, kind: Any, everything: bool) -> None:
+    """The step ran, and waking put the weights back that were there before it."""
+    model, x, wanted = captured(device)
+    with torch.inference_mode(False):
+        optimizer, bystander = stepped(model, kind, lr=0.1), stepped(built(device), torch.optim.SGD, lr=0.1)
+        before = [each.clone() for each in model.parameters()]
+        (sg if everything else model).sleep()
+        with pytest.raises(sg.AsleepError, match=r"asleep \(weights, graphs\): call wake\(\) first"):
+            optimizer.step()
+        bystander.step()
+        model.wake(["weights"])
+        optimizer.step()
+        assert not same([*model.parameters()], before)
+    model.wake()
+    assert not same(answers(model, x), wanted)
+    assert torch.equal(model(x), sg.unwrap(model)(x))
+
+
+def test_the_state_of_an_optimizer_that_sleeps_is_not_stepped(device: torch.device) -> None:
+    with torch.inference_mode(False):
+        model = built(device)
+        optimizer = stepped(model, torch.optim.AdamW, lr=0.1)
+        with on(device):
+            optimizer.step()  # makes the state
+        sg.sleep()
+        with pytest.raises(sg.AsleepError, match=r"wake\(\)"):
+            optimizer.step()
+        sg.wake()
+        optimizer.step()
+        assert all(each.isfinite().all() for each in model.parameters())
+
+
+def test_a_step_wakes_its_weights_where_that_is_asked_for(device: torch.device) -> None:
+    model, x, _ = captured(device)
+    with torch.inference_mode(False):
+        twin = built(device)
+        for each in (optimizer := stepped(model, torch.optim.SGD, lr=0.1)), stepped(twin, torch.optim.SGD, lr=0.1):
+            if each is optimizer:
+                model.sleep(wake_on_call=True)
+            each.step()
+        assert same([*model.parameters()], [*twin.parameters()])
+    torch.testing.assert_close(model(x), twin(x))
+    model.sleep()
+    model.wake()
+    assert not _optimizer._global_optimizer_pre_hooks
+
+
+def test_a_training_step_is_served_while_another_model_sleeps(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    with torch.inference_mode(False):
+        other = built(device).train()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+
+        def train(batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = other(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = sg.train_step(train, optimizers=optimizer)
+        for number in range(8):
+            if number == 5:
+                replays = step.graph_stats.replays
+                model.sleep()
+            step(torch.randn(4, WIDTH, device=device))
+        assert step.graph_stats.replays == replays + 3
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model[0].weight.data.mul_(2),
+        lambda model: model[0].bias.add_(1),
+        lambda model: model[2].weight.data.copy_(torch.ones_like(model[0].weight).T * 2),
+    ],
+)
+def test_a_write_to_sleeping_memory_is_refused_or_said_to_be_lost(device: torch.device, write: Any) -> None:
+    """On a GPU by torch itself, for the address is illegal; where it is emulated, as soon as the memory is back."""
+    model, x, wanted = captured(device)
+    model.sleep()
+    if device.type == "cuda":
+        with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) before its memory is read or written"):
+            write(model)
+        model.wake()
+    else:
+        write(model)
+        with pytest.raises(sg.AsleepError, match=r"\(weights\) was written while it slept, and that is lost"):
+            model.wake()
+    assert same(answers(model, x), wanted)  # it is awake, whatever was said
+    write(model)
+    assert torch.equal(model(x), sg.unwrap(model)(x))
+
+
+def test_a_write_to_a_static_input_that_sleeps_is_not_lost_unsaid(device: torch.device) -> None:
+    model, x, wanted = captured(device)
+    static = model.static_inputs()["input"]
+    model.sleep()
+    if device.type == "cuda":
+        with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
+            static.fill_(1)
+        model.wake()
+    else:
+        static.fill_(1)
+        with pytest.raises(sg.AsleepError, match=r"\(graphs\) was written while it slept"):
+            sg.wake()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_sleeps_is_refused_by_torch_until_it_wakes(monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
+    """Only a torch that is built for a GPU can refuse: here stand-ins note what it is told."""
+    refused: dict[int, str] = {}
+    monkeypatch.setattr(regions, "_refuse", refused.__setitem__)
+    monkeypatch.setattr(regions, "_allow", refused.pop)
+    monkeypatch.setattr(EmulatedRegion, "refuse_use", regions.MemoryRegion.refuse_use)
+    model, x, wanted = captured(torch.device("cpu"))
+    kept, weight = model[2].weight, model[0].weight.untyped_storage()._cdata
+    used = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.static_inputs().values())}
+    with torch.inference_mode(False):
+        optimizer = stepped(model, torch.optim.SGD, lr=0.1)
+    model.sleep()
+    assert refused.keys() == used
+    assert set(refused.values()) == {"Sequential is asleep: call wake() before its memory is read or written."}
+    with pytest.raises(sg.AsleepError):
+        optimizer.step()
+    if drops:
+        del optimizer, model[0]
+        gc.collect()
+    model.wake("weights")
+    assert weight not in refused
+    assert kept.untyped_storage()._cdata not in refused
+    model.wake()
+    assert not refused
+    if not drops:
+        assert same(answers(model, x), wanted)

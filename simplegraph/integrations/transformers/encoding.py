@@ -12,16 +12,26 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from simplegraph.base.context import bypassed
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.device.protocol import GraphPool
-from simplegraph.integrations.lengths import added, cut_outputs, grown_dims, unlike_outputs
+from simplegraph.integrations.lengths import (
+    LengthProofs,
+    added,
+    chosen_along,
+    cut_outputs,
+    grown_dims,
+    unlike_outputs,
+    wrong_since,
+)
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.manager.proof import first_difference
 from simplegraph.manager.stats import CaptureSummary
+from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.wrap import check_unwrapped, wrap
 
 _SIGNATURES = 4  # of a length: with and without a mask, with some flags
@@ -52,6 +62,7 @@ class GraphedEncoder(GraphedModel):
         self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
         self._signature = inspect.signature(type(model).forward)
         self._rules: dict[Hashable, LengthRule] = {}
+        self._proofs = LengthProofs(step._graph_runner.config.verify)
         self._refused: set[tuple[Hashable, int]] = (
             set()
         )  # kinds and lengths, which are served whole when they come again
@@ -70,7 +81,7 @@ class GraphedEncoder(GraphedModel):
         """Capture all batch sizes and lengths now, so that no later call waits for a capture.
 
         Made-up tokens are passed, with a mask and, where the encoder tells a batch of full length from others, without.
-        The first call of each batch size is still a proof, which runs eagerly.
+        The first call of each batch size is still a proof, which runs eagerly, and so is the first of each length.
 
         Args:
             sizes: batch sizes, in place of those that `graph_encoder` was given; what was captured before is dropped.
@@ -160,10 +171,14 @@ class GraphedEncoder(GraphedModel):
             return step(**full, **flags)
         key = (tuple(inputs), unmasked, values)
         rule = self._rules.get(key)
-        if rule is None:
-            outputs = forward(**given)
+        if rule is None or (rule.refusal is None and self._proofs.due((key, padded))):
+            why = Reason.FIRST_CALL if rule is None else Reason.PROOF
             visible = None if mask is None else mask.bool()
-            rule = self._rules[key] = _length_rule(outputs, step(**full, **flags), length, padded, visible)
+            outputs, rule = self._compare(forward, given, full | flags, (length, padded), visible)
+            if forward is not self._step.run_model:  # else `capture` compares made-up tokens
+                self.stats.ran_eagerly(why, size=rows)
+                rule = rule.after(self._proofs.compared((key, padded)))
+            self._rules[key] = rule
             self._keeps_masks |= unmasked and rule.refusal is not None
             return outputs
         if rule.refusal is not None:
@@ -172,6 +187,27 @@ class GraphedEncoder(GraphedModel):
             raise rule.refusal.again()
         leaves, spec = flatten(step(**full, **flags))
         return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, length)))
+
+    def _compare(
+        self,
+        forward: Callable[..., Any],
+        given: dict[str, Any],
+        full: dict[str, Any],
+        lengths: tuple[int, int],
+        visible: Tensor | None,
+    ) -> tuple[Any, LengthRule]:
+        """Run a call eagerly as it is, and padded; return what it gave, and how padded outputs are cut to that."""
+        with bypassed(Reason.NESTED):
+            with MemoryObserver() as run:
+                outputs = forward(**given)
+            try:
+                with MemoryObserver() as padded_run:
+                    padded_outputs = self._step.run_model(**full)
+            except Exception as error:
+                return outputs, _refused(lengths, f"it fails with {type(error).__name__}: {error}")
+        rule = _length_rule(outputs, padded_outputs, *lengths, visible)
+        chosen = chosen_along(run.numbers, padded_run.numbers)
+        return outputs, rule if rule.refusal is not None or chosen is None else _refused(lengths, chosen)
 
 
 def graph_encoder(
@@ -185,8 +221,9 @@ def graph_encoder(
     """Run the encoder's calls through CUDA graphs from now on, one graph per padded batch size and length.
 
     Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real tokens.
-    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls are not padded,
-    and a length gets graphs of its own when it comes again. What a model returns for tokens that the caller's own mask
+    The first padded call of a kind, of each of the lengths, and one now and then run twice, unpadded and padded: if the
+    results differ, or an operator picks among all tokens, as a maximum does, such calls are not padded, and a length
+    gets graphs of its own when it comes again. What a model returns for tokens that the caller's own mask
     hides is not compared, and may differ. A batch of full lengths runs without its mask where the model's own forward
     does.
 
@@ -310,6 +347,12 @@ class LengthRule(NamedTuple):
     grown: Sequence[tuple[int, int]] = ()
     refusal: CannotBind | None = None
 
+    def after(self, served: int) -> LengthRule:
+        """Say in a refusal how many calls were served before it was found."""
+        if self.refusal is None or not served:
+            return self
+        return self._replace(refusal=CannotBind(self.refusal.reason, self.refusal.detail + wrong_since(served)))
+
 
 def _length_rule(outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None) -> LengthRule:
     """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
@@ -322,7 +365,7 @@ def _length_rule(outputs: Any, padded_outputs: Any, length: int, padded: int, vi
         visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
     """
     run, padded_run = flatten(outputs), flatten(padded_outputs)
-    changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
+    changed = _changed(length, padded)
     refusal = unlike_outputs(run, padded_run, changed)
     if refusal is not None:
         return LengthRule(refusal=refusal)
@@ -337,6 +380,14 @@ def _length_rule(outputs: Any, padded_outputs: Any, length: int, padded: int, vi
         cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
         found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
     return LengthRule(grown, None if found is None else CannotBind(Reason.LENGTH_PADDING, f"{changed}, {found}"))
+
+
+def _changed(length: int, padded: int) -> str:
+    return f"from {length} to {padded} tokens" if padded > length else "without the mask"
+
+
+def _refused(lengths: tuple[int, int], why: str) -> LengthRule:
+    return LengthRule(refusal=CannotBind(Reason.LENGTH_PADDING, f"{_changed(*lengths)}, {why}"))
 
 
 def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:

@@ -390,3 +390,80 @@ def test_capture_passes_the_tensors_that_calls_pass(device: torch.device) -> Non
             model(batch(2, length, device)["input_ids"])
         assert graphs.stats.captures == captured
         assert graphs.stats.replays == 2
+
+
+class Wide(transformers.BertModel):
+    """Answers otherwise where its input is 32 tokens wide."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask=attention_mask)
+        outputs.pooler_output = outputs.pooler_output + (input_ids.shape[1] == 32)
+        return outputs
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("upfront", [True, False], ids=["upfront", "lazy"])
+def test_each_captured_length_is_compared_at_its_first_call(upfront: bool, device: torch.device) -> None:
+    plain, model = (tiny.build(lambda: Wide(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[4]) as graphs, torch.inference_mode():
+        if upfront:
+            graphs.capture(inputs=["input_ids", "attention_mask"])
+        for number in range(24):
+            inputs = batch(3, (10, 20, 12, 30)[number % 4], device)
+            del inputs["token_type_ids"]
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] > 0
+        assert "to 32 tokens, output 1 differs" in str(graphs.report())
+
+
+class Highest(transformers.BertModel):
+    """Pools by the largest values of real tokens, which padding seldom exceeds."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask=attention_mask)
+        outputs.pooler_output = (outputs.last_hidden_state * attention_mask[..., None]).amax(1)
+        return outputs
+
+
+def test_a_maximum_over_the_tokens_is_found_though_padding_is_seldom_chosen(device: torch.device) -> None:
+    plain, model = (tiny.build(lambda: Highest(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    for one in (plain, model):
+        one.encoder.layer[-1].output.LayerNorm.bias.data.fill_(3.5)
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[4]) as graphs, torch.no_grad():
+        for number in range(20):
+            inputs = batch(4, (12, 15, 3, 20)[number % 4], device)
+            inputs["attention_mask"].fill_(1)
+            del inputs["token_type_ids"]
+            if number == 10:
+                for one in (plain, model):
+                    one.encoder.layer[-1].output.LayerNorm.bias.data.fill_(-9)  # now it would be
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] > 0
+        assert "aten.amax.default at " in str(graphs.report())
+        assert "picks from the whole length, its padding too" in str(graphs.report())
+
+
+@pytest.mark.proofs
+def test_lengths_of_an_encoder_are_compared_again_now_and_then(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seldom(transformers.BertModel):
+        """Counts its tokens where the first one is 5."""
+
+        def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+            outputs = super().forward(input_ids, attention_mask=attention_mask)
+            counted = (input_ids[:, :1] == 5) * input_ids.shape[1]
+            outputs.pooler_output = outputs.pooler_output + counted
+            return outputs
+
+    monkeypatch.setenv("SIMPLEGRAPH_VERIFY", "100000")
+    plain, model = (tiny.build(lambda: Seldom(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.inference_mode():
+        for number in range(60):
+            inputs = batch(4, 12, device)
+            del inputs["token_type_ids"]
+            inputs["input_ids"][:, 0] = 5 if number > 20 else 6
+            found = model(**inputs)
+        assert_same(found, plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] > 0
+        assert "calls ago, and answers since then may be wrong" in str(graphs.report())

@@ -111,18 +111,20 @@ def test_a_callers_mask_is_in_the_graph_whatever_the_first_one_hid(listed: Liste
 @pytest.mark.proofs
 @pytest.mark.parametrize("sizes", [(2, 2, 3), (3, 2, 3), (3, 3, 2), (1, 4, 3)])
 @pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_calls_with_a_mask_are_padded_in_whatever_order_sizes_come(
-    make: Any, sizes: tuple[int, ...], device: torch.device
+    mode: Any, make: Any, sizes: tuple[int, ...], device: torch.device
 ) -> None:
     module = Listed(tiny.build(make, device)).eval()
-    model = sg.wrap(module, capture_sizes=[4], progress=False)
-    with torch.no_grad():
+    model = sg.wrap(module, capture_sizes=[1, 4], progress=False)
+    with mode():
         for rows in (*sizes, *sizes, *sizes):
             tokens, mask = ids(device, rows), torch.ones(rows, TOKENS, dtype=torch.int64, device=device)
             expected = module.model(tokens, attention_mask=mask).last_hidden_state
             torch.testing.assert_close(model(tokens, attention_mask=mask), expected, rtol=1e-4, atol=1e-4)
     assert model.graph_stats.padded_tokens > 0
     assert not model.graph_stats.failures
+    assert sg.Reason.PADDING_SHOWS not in model.graph_stats.eager
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
