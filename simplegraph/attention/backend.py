@@ -165,7 +165,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Te
     return out
 
 
-@eager_break
+@eager_break(padded=True)
 def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
     # Every replay of the break runs this, so `live` is the metadata of that replay's step.
     result: object = backend.run(layer, q, out, backend.live)

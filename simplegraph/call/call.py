@@ -44,9 +44,11 @@ from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
 from simplegraph.manager.table import ProgramTable
-from simplegraph.program.breaks.step import BreakTrace, trace_between
+from simplegraph.program.breaks.rows import alike_rows, rows_between
+from simplegraph.program.breaks.step import BreakRows, BreakTrace, trace_between
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
+from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
 _ATTENTION = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
@@ -74,6 +76,7 @@ class Binding:
         called: True once a call went through eagerly, as it was.
         layouts: the ways its calls pass their arguments, by nesting.
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
+        break_rows: which dimensions of what breaks are passed and return hold rows; None until two sizes were seen.
         warm: warmup runs by padded size.
         ran: the batch sizes that ran eagerly as they were called, by nesting.
         proven: the batch sizes of which a replay equalled eager, by mode and descriptor.
@@ -104,6 +107,7 @@ class Binding:
     differentiates: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
+    break_rows: list[BreakRows | None] | None = None
     made: set[int] = dataclasses.field(default_factory=set)
     numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
     refused: HostError | None = None
@@ -139,6 +143,36 @@ class Binding:
         self.traces[rows] = trace
         while len(self.traces) > _TRACES:
             del self.traces[next(iter(self.traces))]
+        for other, seen in self.traces.items():
+            if other == rows or any(call.arguments is None for call in (*seen.calls, *trace.calls)):
+                continue
+            found = rows_between((other, seen), (rows, trace))
+            known = self.break_rows
+            if not isinstance(found, str) and known is not None and not all(map(alike_rows, known, found)):
+                found = f"eager breaks are passed or return rows in other dimensions at {rows} rows"
+            if isinstance(found, str):
+                self._refuse_cut(found)
+                return
+            self.break_rows = found
+
+    def _refuse_cut(self, found: str) -> CannotBind:
+        """Let padded calls run eagerly from now on: a break could not be passed the real rows alone."""
+        self.unsliceable = CannotBind(Reason.PADDING_SHOWS, f"{found}; capture this size, too")
+        for layout in self.layouts.values():
+            layout.plans.clear()
+        return self.unsliceable
+
+    def can_cut_breaks(self, padded: int) -> bool:
+        """True if what breaks are passed can be cut to the real rows once they were seen at the size `padded` too."""
+        return self.break_rows is not None or any(rows != padded for rows in self.traces)
+
+    def cut_breaks(self, program: Program, padded: int) -> None:
+        """Let the breaks of a padded graph be passed the real rows alone. Raises CannotBind if they cannot be."""
+        if self.break_rows is None:
+            raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "only one batch size has been seen so far")
+        found = program.cut_breaks_by(self.break_rows, padded)
+        if found is not None:
+            raise self._refuse_cut(found).again()
 
     def trace_at(self, rows: int) -> BreakTrace | None:
         """Find what the breaks return at a batch size, from a call of it, or else from calls of two others."""

@@ -100,6 +100,8 @@ class Plan:
         self._hosts = self._hosts if self.program.breaks else []
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
+        if self.padding and self.program.breaks:
+            call.binding.cut_breaks(self.program, self.padded)
 
     def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""

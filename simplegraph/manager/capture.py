@@ -380,7 +380,9 @@ class GraphCapture:
         """Find what is known of the job's breaks, from a warmup of its own where another size's does not tell."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
-        if self.table.trace(job.key) is None:
+        # A single one in the middle of serving may be of padded rows, and tells how arguments follow the batch.
+        known = self.table.traces.get(job.key) if self.lazy else self.table.trace(job.key)
+        if known is None:
             for error in self._warm_up_here(job, self._traced, self.rehearsing).values():
                 raise error
             self.state.put_back_notes()

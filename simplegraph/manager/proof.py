@@ -65,6 +65,7 @@ class ReplayProof(contextlib.ExitStack):
         self.draws, self.otherwise, self.drawn = False, "", ""
         self.replay_seconds = float("inf")
         self._scrambled = self.repeats = False  # memory holds other values on purpose
+        self._padding = 0
         self.written_inputs: set[str] = set()
 
     def run_eager(self, run: Callable[[], Any], rows: int = 0) -> tuple[Any, MemoryObserver]:
@@ -78,6 +79,7 @@ class ReplayProof(contextlib.ExitStack):
             Its result, and what it read and wrote.
         """
         observer, graph, program = MemoryObserver(rows=rows), self._graph, self._graph.program
+        self._padding = graph.descriptor.num_tokens - rows if rows else 0
         tape = None
         if program.breaks:
             from simplegraph.program.breaks.eager import BreakTape, played  # not loaded for full graphs
@@ -169,7 +171,7 @@ class ReplayProof(contextlib.ExitStack):
         before = random_states(generators)
         self._table.device.synchronize()
         started = time.perf_counter()
-        self._table.replay(self._played)
+        self._table.replay(self._played, self._padding)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
         if drew(generators, before):

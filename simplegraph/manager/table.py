@@ -237,7 +237,7 @@ class ProgramTable:
         program = graph.program
         replay = program.replay
         if program.breaks or _profiler_enabled():
-            with self._around(graph):
+            with self._around(graph, padding):
                 replay()
         else:  # an empty context would cost a microsecond
             replay()
@@ -249,7 +249,7 @@ class ProgramTable:
         graph.left -= 1
 
     @contextlib.contextmanager
-    def _around(self, graph: CapturedGraph) -> Any:
+    def _around(self, graph: CapturedGraph, padding: int) -> Any:
         """Set a profiler's range, and run wrapped modules that the breaks call eagerly: they belong to the replay."""
         with contextlib.ExitStack() as stack:
             if _profiler_enabled():  # under ``emit_nvtx`` an NVTX range, too
@@ -257,6 +257,7 @@ class ProgramTable:
                 stack.enter_context(torch.profiler.record_function(label))
             if graph.program.breaks:
                 stack.enter_context(bypassed(Reason.NESTED))
+                graph.program.pass_rows(graph.descriptor.num_tokens - padding if padding else 0)
             try:
                 yield
             except ResultChanged as error:

@@ -19,7 +19,7 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Mark, Segment, order_draws
 from simplegraph.program.breaks.marks import name_of, recording_breaks
-from simplegraph.program.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, rebuilt_call
+from simplegraph.program.breaks.step import Break, BreakArguments, BreakCall, BreakRows, BreakTrace, Cell, Place
 
 _KEPT_BYTES = 64 << 20  # of all that a program's breaks return: so much is kept until a replay is over
 
@@ -79,6 +79,7 @@ class Program:
         self.segments = tuple(step for step in self.steps if not isinstance(step, Break))
         self.replay = functools.partial(_replay_first, weakref.ref(self))
         self._marks: list[Mark] = []
+        self._rows = 0  # that breaks are passed now; 0 for all
         kept = sum(step.bridged_bytes for step in self.breaks) <= _KEPT_BYTES
         for step in self.breaks:
             step.keeps = kept
@@ -90,10 +91,28 @@ class Program:
             step.returned = None
         return found
 
+    def cut_breaks_by(self, dims: Sequence[BreakRows | None], padded: int) -> str | None:
+        """Let breaks be passed the real rows alone, in these dimensions; say why they cannot be, or return None."""
+        if len(dims) != len(self.breaks):
+            return f"{len(self.breaks)} eager breaks run at {padded} rows"
+        pairs = list(zip(self.breaks, dims, strict=True))
+        hindrances = (step.hindrance(rows, padded) for step, rows in pairs if rows is not None)
+        found = next(filter(None, hindrances), None)
+        for step, rows in pairs if found is None else ():
+            step.dims = step.dims or rows
+        return found
+
+    def pass_rows(self, rows: int) -> None:
+        """Let breaks be passed so many rows from now on; 0 for all there are."""
+        if rows != self._rows:
+            self._rows = rows
+            for step in self.breaks:
+                step.cut(rows)
+
     @property
     def held(self) -> list[Any]:
         """List everything kept for replays: outputs, and what breaks are passed and return."""
-        return [self.outputs, *[(step.args, step.kwargs, step.rebuilt, step.accepts) for step in self.breaks]]
+        return [self.outputs, *[(step.whole, step.accepts) for step in self.breaks]]
 
     def costs(self) -> list[StepCost]:
         """List its steps; the second replay of several steps was timed, and this waits for it to be over."""
@@ -309,38 +328,52 @@ class SegmentRecorder:
         held: Sequence[Any],
     ) -> Break:
         """Make the step that calls the function again, with its arguments or what stands for them."""
-        nested, parts = _without_graph_memory(call, spec, held, leaves)
-        deep = (child.type is not None for arguments in nested.children for child in arguments.children)
-        changing = any(deep) or any(isinstance(part, Cell) for part in parts)
-        rebuilt = functools.partial(rebuilt_call, nested, parts) if changing else None
-        args, kwargs = ((), {}) if rebuilt else nested.unflatten(parts)
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         changed = modes.changed_from(self._ambient)
         inside = functools.partial(modes.restored, changed, device_type) if changed else None
-        return Break(name, function, args, kwargs, rebuilt, inside)
+        return Break(name, function, _passed(call, spec, held, leaves), inside)
+
+
+def _passed(call: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
+    """Say how to put the arguments of a break together again from what replays hold.
+
+    Containers in there without graph memory are leaves: they stay the same objects, so that what is put into them
+    later is seen. The outer ones are made by every call.
+    """
+    nested: list[TreeSpec] = []
+    parts: list[Any] = []
+    places: list[int | None] = []
+    start = 0
+    for arguments, outer in zip(call, spec.children, strict=True):
+        values = arguments if type(arguments) is tuple else arguments.values()
+        children: list[TreeSpec] = []
+        for value, child in zip(values, outer.children, strict=True):
+            found = _without_graph_memory(value, child, held, leaves, start)
+            children.append(found.nested)
+            parts += found.parts
+            places += found.leaves
+            start += child.num_leaves
+        nested.append(dataclasses.replace(outer, children=tuple(children)))
+    return BreakArguments(dataclasses.replace(spec, children=tuple(nested)), parts, places)
 
 
 def _without_graph_memory(
-    value: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any]
-) -> tuple[TreeSpec, Sequence[Any]]:
-    """Say how to put a container together again from what replays hold.
-
-    Containers in it without graph memory are leaves: they stay the same objects, so that what is put into them
-    later is seen.
-    """
+    value: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any], start: int
+) -> BreakArguments:
+    """See `_passed`; the leaves of this value begin at `start`."""
     if spec.type is None:
-        return LEAF, held
-    opened = opened_once(value)
-    if opened is None or all(map(operator.is_, held, leaves)):
-        return LEAF, [value]
+        return BreakArguments(LEAF, held[start : start + 1], [start])
+    opened, end = opened_once(value), start + spec.num_leaves
+    if opened is None or all(map(operator.is_, held[start:end], leaves[start:end])):
+        return BreakArguments(LEAF, [value], [None])
     children: list[TreeSpec] = []
     parts: list[Any] = []
-    start = 0
+    places: list[int | None] = []
     for item, child in zip(opened[1], spec.children, strict=True):
-        end = start + child.num_leaves
-        nested, inside = _without_graph_memory(item, child, held[start:end], leaves[start:end])
-        children.append(nested)
-        parts += inside
-        start = end
-    return dataclasses.replace(spec, children=tuple(children)), parts
+        inside = _without_graph_memory(item, child, held, leaves, start)
+        children.append(inside.nested)
+        parts += inside.parts
+        places += inside.leaves
+        start += child.num_leaves
+    return BreakArguments(dataclasses.replace(spec, children=tuple(children)), parts, places)

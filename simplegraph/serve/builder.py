@@ -191,7 +191,8 @@ class GraphBuilder:
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
-        copied = {storage_key(leaf) for leaf, arg in zip(call.leaves, call.layout.args, strict=True) if is_copied(arg)}
+        passed, _ = flatten((args, kwargs))
+        copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
                 self.manager.table,
@@ -427,6 +428,8 @@ class GraphBuilder:
                 spec = graph.program.spec
                 if hasattr(spec.type, "make_plan"):  # with more than the forward's outputs
                     spec = spec.children[0]
+                if job.key in self.manager.table.traces:
+                    call.binding.note_trace(job.rows, self.manager.table.traces[job.key])
                 call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs[: spec.num_leaves], spec)
         if self.state is None:
             self.state = CapturedState(call.module)
@@ -439,6 +442,10 @@ class GraphBuilder:
         """
         binding, confirmed = call.binding, call.confirmed(self.reader)
         sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
+        for job in capture.jobs if call.breaks else ():
+            if (seen := self.manager.table.traces.get(job.key)) is not None:
+                binding.note_trace(job.rows, seen)
+        sliced = sliced and (not call.breaks or binding.break_rows is not None)
         if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)

@@ -51,7 +51,7 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
 def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
     """Say why an eager run would not do what the rest of the replay would have done; empty if it would."""
     table = builder.manager.table
-    if call.padding:
+    if call.padding and any(step.dims is None for step in steps):
         return "the batch was padded, and the break was passed the padding rows"
     if call.binding.draws:
         return "the forward draws random numbers"

@@ -504,7 +504,9 @@ class GraphRunner:
                 if call.padding and not call.confirmed(builder.reader):
                     call = call.at_exact_size()  # as the next of this size is, unless another size comes before
                 return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
-        if call.padding and not binding.outputs.can_cut(call.padded):
+        if call.padding and not (
+            binding.outputs.can_cut(call.padded) and (not call.breaks or binding.can_cut_breaks(call.padded))
+        ):
             return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
         if call.padding and not call.confirmed(builder.reader):
             return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)

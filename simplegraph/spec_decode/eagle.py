@@ -185,7 +185,7 @@ class EagleDrafter:
         self._begin(found, hidden)
 
     # An eager break: a piecewise graph does not know how many requests its rows belong to.
-    @eager_break
+    @eager_break(padded=True)
     def _begin(self, found: Tensor, hidden: Tensor) -> None:
         """Choose the first draft of each request: in a full graph of the padded requests, else of the real ones."""
         buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens

@@ -82,7 +82,7 @@ def recur(layer: int, *inputs: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-@eager_break
+@eager_break(padded=True)
 def _run(backend: RecurrentBackend, layer: int, inputs: tuple[Tensor, ...], out: Tensor) -> None:
     # Every replay of the break runs this, so `live` is the metadata of that replay's step.
     backend.run(layer, inputs, out, backend.live)

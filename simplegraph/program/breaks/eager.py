@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import operator
 import sys
+import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,15 +15,19 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import BreakError
-from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts, storage_key, wait_collectives
 from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.breaks.step import (
+    IN_THE_CALL,
+    Argument,
     Break,
     BreakCall,
     BreakTrace,
     Bridge,
+    Cell,
     Result,
+    Tail,
     classify_result,
     hand_on,
     memory_of,
@@ -59,6 +65,7 @@ class BreakTracer:
     ) -> None:
         self.operators, self._inputs = operators, inputs
         self.trace = BreakTrace(operators)
+        self._handed_on: list[Any] = []
         self._observer: MemoryObserver | None = observer
         self._device = device
 
@@ -76,8 +83,15 @@ class BreakTracer:
             leaf for leaf, made in zip(arguments, made_here, strict=True) if made or memory_of(leaf) in self._inputs
         ]
         owners = list(map(_owners, rewritten))
+        keys = {memory_of(leaf) for leaf in itertools.compress(arguments, made_here)}
+        # Blank until the break writes there: so its writes show.
+        blank, observer.blank = keys & observer.blank, observer.blank | keys
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
+        unwritten = keys & observer.blank
+        observer.blank -= unwritten - blank
+        filled = (keys - unwritten) | blank | (observer.written & set(self._inputs))
+        described = tuple(self._describe(leaf, own, filled) for leaf, own in zip(arguments, made_here, strict=True))
         leaves, spec = flatten(result)
         tensors = (part for leaf in leaves if issubclass(type(leaf), Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
@@ -89,7 +103,7 @@ class BreakTracer:
         more = map(operator.gt, map(_owners, rewritten), owners)
         kept = any(memory_of(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
         # Autograd keeps what a backward needs, and a handle of work that was begun what it works on.
-        hands_on = any(isinstance(result, Result) and result.make is hand_on for result in found)
+        hands_on = any(map(_is_handed_on, found))
         differentiable = torch.is_grad_enabled() or any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves)
         problem = _KEEPS if kept and not differentiable and not hands_on else None
         if before != [_geometry(leaf) for leaf in arguments]:
@@ -99,8 +113,20 @@ class BreakTracer:
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
         results = tuple(result for result in found if isinstance(result, Result))
         problem = problem or next((said for said in found if isinstance(said, str)), None)
-        self.trace.calls.append(BreakCall(function, made_here, spec, results, problem))
+        self._handed_on += [value for value, it in zip(leaves, found, strict=True) if _is_handed_on(it)]
+        self.trace.calls.append(BreakCall(function, made_here, spec, results, problem, described))
         return result
+
+    def _describe(self, leaf: Any, made: bool, filled: Collection[int]) -> Argument:
+        """Describe an argument, so that a call with another batch size can be compared."""
+        if not issubclass(type(leaf), Tensor) or leaf.layout is not torch.strided or is_wrapper(leaf):
+            if any(leaf is value for value in self._handed_on):
+                return Argument(Cell)
+            return Argument(_key_of(leaf))
+        key = memory_of(leaf)
+        of_the_call = made or key in self._inputs or leaf.device != self._device
+        kind = type(leaf), leaf.dtype, IN_THE_CALL if of_the_call else leaf.data_ptr()
+        return Argument(kind, (tuple(leaf.shape), leaf.stride()), key in filled)
 
     def finish(self, outputs: Any = None) -> BreakTrace:
         """Return the trace of the run, which returned these outputs and is over."""
@@ -111,7 +137,24 @@ class BreakTracer:
                 call = self.trace.calls[number]
                 self.trace.calls[number] = call._replace(problem=call.problem or _LEFT.format(use))
         self._observer = None
+        self._handed_on.clear()
         return self.trace
+
+
+def _is_handed_on(result: Result | str) -> bool:
+    return isinstance(result, Result) and result.make is hand_on
+
+
+def _key_of(leaf: Any) -> Any:
+    """Tell an object apart from that of another call, without keeping it alive."""
+    if issubclass(type(leaf), ATOMS):
+        return leaf
+    if issubclass(type(leaf), types.MethodType):
+        return _key_of(leaf.__self__), _key_of(leaf.__func__)
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return type(leaf)
 
 
 def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
@@ -232,7 +275,7 @@ class PlayedBreak(Break):
         self._differs, self._repeats = differs, repeats
 
     def replay(self) -> None:
-        """Put the recorded results and writes where the next segment reads them; a smaller batch is padded.
+        """Put the recorded results and writes where the next segment reads them, and pad them as a replay does.
 
         Raises:
             BreakError: they do not fit, or the segments before pass other values.
@@ -254,14 +297,26 @@ class PlayedBreak(Break):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
                 # Of padded rows something as large: it may be made of all of them.
-                if leaf.shape == bridge.target.shape and recorded.shapes != [
-                    getattr(it, "shape", None) for it in passed
-                ]:
+                if (
+                    self.dims is None
+                    and leaf.shape == bridge.target.shape
+                    and recorded.shapes != [getattr(it, "shape", None) for it in passed]
+                ):
                     raise BreakError(f"what eager break {self.name} returns is as large without padding rows")
                 self._fill(bridge.target, leaf)
+                if bridge.tail is not None:
+                    self._pad(bridge.tail)
             # Other tensors are arguments, or outside, and written already.
             elif not issubclass(type(leaf), Tensor) and (problem := accept(leaf)) is not None:
                 raise self._refused(problem)
+        for tail in self.tails:
+            self._pad(tail)
+
+    def _pad(self, tail: Tail) -> None:
+        if self._repeats():
+            tail.repeat_all()
+        else:
+            tail.repeat_last()
 
     def _fill(self, target: Tensor, copy: Tensor) -> None:
         """Copy what a smaller batch left, and pad it: by zeros or, so that these are no constant, by it again."""
@@ -321,6 +376,7 @@ def played(
     if [call.function for call in calls] != [step.function for step in program.breaks]:
         count = len(program.breaks)
         raise BreakError(f"the eager run called {len(calls)} eager breaks, the graph has {count} or others.")
+    program.pass_rows(0)
     for step, call in zip(program.breaks, calls, strict=True):
         step.effects = step.effects or call.effects
     left = iter(calls)

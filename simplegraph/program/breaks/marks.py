@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -154,7 +154,19 @@ def name_of(function: Any) -> str:
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])
 
 
-def eager_break(function: FunctionType) -> FunctionType:
+class PaddedBreak(functools.partial[Any]):
+    """A break that is passed padding rows, too."""
+
+
+@overload
+def eager_break(function: FunctionType) -> FunctionType: ...
+
+
+@overload
+def eager_break(*, padded: bool) -> Callable[[FunctionType], FunctionType]: ...
+
+
+def eager_break(function: Any = None, *, padded: bool = False) -> Any:
     """Run this function between two graph segments of a PIECEWISE capture, eagerly at every replay.
 
         @sg.eager_break
@@ -165,26 +177,32 @@ def eager_break(function: FunctionType) -> FunctionType:
     as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
     where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).
     The result must have the same structure, shapes and dtypes at every replay: let the function hold everything up to
-    where shapes are fixed again. In a padded batch it sees the padded rows, too. What it leaves behind elsewhere for
+    where shapes are fixed again. In a padded batch of a wrapped module it is passed the real rows and nothing else;
+    where these cannot be told from the padding rows, only exact sizes are replayed. What it leaves behind elsewhere for
     the forward to read keeps the size eager: return it.
 
     Args:
         function: a function or method; its Python code runs at every replay.
+        padded: pass padding rows, too: for attention that an engine plans for the padded batch.
 
     Raises:
         ConfigError: it is a class, a module, or its body does not run when it is called (a generator, async).
     """
+    if function is None:
+        return functools.partial(eager_break, padded=padded)
     _check_function(function)
     if getattr(function, "_simplegraph_break", False):
         return function
 
+    body = PaddedBreak(function) if padded else function
+
     @functools.wraps(function)
     def breaking(*args: Any, **kwargs: Any) -> Any:
-        recorder = recorder_of(function)
-        return function(*args, **kwargs) if recorder is None else recorder.call(function, args, kwargs)
+        recorder = recorder_of(body)
+        return function(*args, **kwargs) if recorder is None else recorder.call(body, args, kwargs)
 
     breaking._simplegraph_break = True  # type: ignore[attr-defined]
-    return breaking  # type: ignore[return-value]
+    return breaking
 
 
 def _check_function(function: Any) -> None:

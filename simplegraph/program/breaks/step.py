@@ -92,6 +92,37 @@ class Result(NamedTuple):
         return self.make(*self.fixed, *self.geometry, place)
 
 
+IN_THE_CALL = object()  # stands for where a tensor lies that the call was passed, or the forward made
+
+
+class Argument(NamedTuple):
+    """Describes one leaf of what a break is passed, to be compared with that of a call of another batch size.
+
+    Attributes:
+        kind: the class of a strided tensor, and where it lies if the forward was not passed it and did not make it; or
+            else the value or a reference.
+        geometry: shape and strides of a strided tensor; None for all else.
+        filled: True if it is a tensor of the forward that the break fills or writes to.
+    """
+
+    kind: Any
+    geometry: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    filled: bool = False
+
+
+class BreakRows(NamedTuple):
+    """Says which dimension of each leaf of a break's arguments and results holds the batch's rows; None if none does.
+
+    Attributes:
+        arguments, results: the dimensions.
+        filled: for each leaf of the arguments, True if the break fills rows that the next segment reads.
+    """
+
+    arguments: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    filled: tuple[bool, ...]
+
+
 class BreakCall(NamedTuple):
     """Record what a warmup saw of one call of a break.
 
@@ -100,6 +131,7 @@ class BreakCall(NamedTuple):
         made_here: for each leaf of the arguments, True if it is a tensor that the forward made.
         spec, results: how the result nests, and what its leaves are.
         problem: why no graph can have this break; None if it can.
+        arguments: describes each leaf of the arguments; None of a call that no warmup saw.
     """
 
     function: Callable[..., Any]
@@ -107,6 +139,7 @@ class BreakCall(NamedTuple):
     spec: TreeSpec
     results: tuple[Result, ...]
     problem: str | None = None
+    arguments: tuple[Argument, ...] | None = None
 
     @property
     def any_size(self) -> bool:
@@ -149,14 +182,15 @@ def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], ro
         results = []
         for result, same in zip(call.results, like.results, strict=True):
             geometry = _follow(result.geometry, same.geometry, (a, b), rows)
-            if result.make is not same.make or geometry is None or not all(map(_same, result.fixed, same.fixed)):
+            if result.make is not same.make or geometry is None or not all(map(same_value, result.fixed, same.fixed)):
                 return None
             results.append(result._replace(geometry=geometry))
-        calls.append(call._replace(results=tuple(results)))
+        calls.append(call._replace(results=tuple(results), arguments=None))
     return BreakTrace(first.operators, calls)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
+    """True if both are one object, or plain values that are equal."""
     return one is other or (
         issubclass(type(one), ATOMS) and type(one) is type(other) and constant_key(one) == constant_key(other)
     )
@@ -173,9 +207,84 @@ def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
     return one if one == other else None
 
 
-def rebuilt_call(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
-    """Build a replay's arguments, and those by name, among which are containers of graph memory, or cells."""
-    return spec.unflatten([leaf.value if issubclass(type(leaf), Cell) else leaf for leaf in leaves])
+class Tail(NamedTuple):
+    """The padding rows of a tensor that the next segment reads, which a break leaves as they are.
+
+    Attributes:
+        padding: these rows.
+        real: the rows before them; last: the last of these.
+        dim: which dimension holds them.
+    """
+
+    padding: Tensor
+    real: Tensor
+    last: Tensor
+    dim: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, dim: int, rows: int) -> Tail:
+        """Find them in a tensor with so many real rows."""
+        padding = tensor.narrow(dim, rows, tensor.shape[dim] - rows)
+        return cls(padding, tensor.narrow(dim, 0, rows), tensor.narrow(dim, rows - 1, 1), dim)
+
+    def repeat_last(self) -> None:
+        """Repeat the last real row: what was left there may be indices that are out of range."""
+        self.padding.copy_(self.last)
+
+    def repeat_all(self) -> None:
+        """Repeat the real rows over and over."""
+        places = torch.arange(self.padding.shape[self.dim], device=self.real.device) % self.real.shape[self.dim]
+        self.padding.copy_(self.real.index_select(self.dim, places))
+
+
+class BreakArguments(NamedTuple):
+    """Puts the arguments of a break together for a replay.
+
+    Attributes:
+        nested: how the parts nest.
+        parts: graph memory, cells, and objects that stay the same.
+        leaves: the place of each part among the leaves of what the forward passed; None of a container that stays.
+    """
+
+    nested: TreeSpec
+    parts: Sequence[Any]
+    leaves: Sequence[int | None]
+
+    @property
+    def fixed(self) -> bool:
+        """True if all replays may be passed the same containers."""
+        deep = (child.type is not None for arguments in self.nested.children for child in arguments.children)
+        return not any(deep) and not any(isinstance(part, Cell) for part in self.parts)
+
+    def __call__(self) -> Any:
+        """Build a replay's arguments, and those by name."""
+        return self.nested.unflatten([leaf.value if issubclass(type(leaf), Cell) else leaf for leaf in self.parts])
+
+    def cut(self, dims: Sequence[int | None], rows: int) -> BreakArguments:
+        """Return the same with the first rows of tensors whose rows lie in these dimensions."""
+        return self._replace(
+            parts=[
+                part if leaf is None or dims[leaf] is None else part.narrow(dims[leaf], 0, rows)
+                for part, leaf in zip(self.parts, self.leaves, strict=True)
+            ]
+        )
+
+    def tensor(self, leaf: int) -> Tensor | None:
+        """Return the tensor in this place; None if it is in a container that stays."""
+        return self.parts[self.leaves.index(leaf)] if leaf in self.leaves else None
+
+
+class _Form(NamedTuple):
+    """What a break is passed and takes at one number of rows; see `Break`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rebuilt: Callable[[], Any] | None
+    accepts: list[Accept]
+    tails: Sequence[Tail]
+
+
+_MOST_FORMS = 64  # of a break: a step with views of some tensors each
 
 
 @dataclasses.dataclass(eq=False)
@@ -185,27 +294,43 @@ class Break:
     Attributes:
         name: what reports call it.
         function: what is called.
-        args, kwargs: what with; graph memory among them is borrowed.
-        rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
+        whole: what the capture passed it; graph memory among that is borrowed.
         modes: re-enters grad mode, inference mode and autocast around the call, where the forward sets any.
+        args, kwargs: what it is called with at the current number of rows.
+        rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
+        tails: padding rows of what it is passed and fills, at the current number of rows.
         effects: why an eager run that repeats what ran before the call's end would differ from the first; empty if a
             proof saw nothing, None before one.
         keeps: what it returns is kept until the replay is over.
         returned: what it returned in the replay that is under way.
+        dims: which dimensions hold rows; None if it is passed padding rows, too.
     """
 
     name: str
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rebuilt: Callable[[], Any] | None
+    whole: BreakArguments
     modes: Callable[[], AbstractContextManager[None]] | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rebuilt: Callable[[], Any] | None = None
     spec: TreeSpec | None = None
     accepts: list[Accept] = dataclasses.field(default_factory=list)
+    tails: Sequence[Tail] = ()
     effects: str | None = None
     keeps: bool = False
     returned: Any = None
+    dims: BreakRows | None = None
+
+    def __post_init__(self) -> None:
+        self._forms: dict[int, _Form] = {}
+        self.pass_to(self.whole)
+
+    def pass_to(self, arguments: BreakArguments) -> None:
+        """Pass these arguments from now on."""
+        fixed = arguments.fixed
+        self.rebuilt = None if fixed else arguments.__call__
+        self.args, self.kwargs = arguments() if fixed else ((), {})
 
     def replay(self) -> None:
         """Call the function, and put what it returns where the next segment reads it.
@@ -229,8 +354,55 @@ class Break:
             problem = accept(leaf)
             if problem is not None:
                 raise self._refused(problem)
+        for tail in self.tails:
+            tail.repeat_last()
         if not self.keeps:
             self.returned = None
+
+    # Batches with padding rows.
+
+    def hindrance(self, dims: BreakRows, rows: int) -> str | None:
+        """Say why the break of a graph of so many rows cannot be passed fewer, in these dimensions; None if it can."""
+        for leaf, dim in enumerate(dims.arguments):
+            if dim is None:
+                continue
+            tensor = self.whole.tensor(leaf)
+            if tensor is None:
+                return f"eager break {self.name} is passed rows in a container that the forward did not make"
+            if tensor.dim() <= dim or tensor.shape[dim] != rows:
+                return f"eager break {self.name} is passed {shown(tensor)} at {rows} rows"
+        accepts = self._forms[0].accepts if self._forms else self.accepts
+        for accept, dim in zip(accepts, dims.results, strict=True):
+            taker = getattr(accept, "__self__", None)
+            if dim is not None and (not isinstance(taker, (Bridge, _InPlace)) or taker.target.shape[dim] != rows):
+                return f"eager break {self.name} returns something else at {rows} rows"
+        return None
+
+    def cut(self, rows: int) -> None:
+        """Pass so many rows from now on; 0 for all there are."""
+        if self.dims is None:
+            return
+        if not self._forms:
+            self._forms[0] = _Form(self.args, self.kwargs, self.rebuilt, self.accepts, ())
+        elif len(self._forms) == _MOST_FORMS and rows not in self._forms:
+            self._forms = {0: self._forms[0]}
+        form = self._forms.get(rows)
+        if form is None:
+            form = self._forms[rows] = self._cut_form(self.dims, rows)
+        self.args, self.kwargs, self.rebuilt, self.accepts, self.tails = form
+
+    def _cut_form(self, dims: BreakRows, rows: int) -> _Form:
+        accepts = [
+            accept if dim is None else accept.__self__.cut(dim, rows)  # type: ignore[attr-defined]
+            for accept, dim in zip(self._forms[0].accepts, dims.results, strict=True)
+        ]
+        tails = [
+            Tail.of(tensor, dim, rows)
+            for leaf, (dim, filled) in enumerate(zip(dims.arguments, dims.filled, strict=True))
+            if filled and dim is not None and (tensor := self.whole.tensor(leaf)) is not None
+        ]
+        self.pass_to(self.whole.cut(dims.arguments, rows))
+        return _Form(self.args, self.kwargs, self.rebuilt, accepts, tails)
 
     @property
     def bridged_bytes(self) -> int:
@@ -252,16 +424,27 @@ Entry = tuple[Any, Accept]  # what stands in for a result, and what takes it at 
 
 
 class Bridge:
-    """Memory where the next segment reads a tensor that the break made: each replay's is copied there."""
+    """Memory where the next segment reads a tensor that the break made: each replay's is copied there.
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
+    Attributes:
+        target: that memory, of the real rows.
+        tail: its padding rows, if it has some.
+    """
+
+    def __init__(self, target: Tensor, tail: Tail | None = None) -> None:
+        self.target, self.tail = target, tail
         self._kind = (target.shape, target.dtype, target.device, target.layout)
+
+    def cut(self, dim: int, rows: int) -> Accept:
+        """Return what takes so many rows."""
+        return Bridge(self.target.narrow(dim, 0, rows), Tail.of(self.target, dim, rows)).accept
 
     def accept(self, leaf: Any) -> str | None:
         if not issubclass(type(leaf), Tensor) or (leaf.shape, leaf.dtype, leaf.device, leaf.layout) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
         self.target.copy_(leaf.detach() if leaf.requires_grad else leaf)
+        if self.tail is not None:
+            self.tail.repeat_last()
         return None
 
 
@@ -274,7 +457,7 @@ def _bridge(
     return bridge, Bridge(place.keep(bridge)).accept
 
 
-def _pass_back(index: int, place: Place) -> Entry:
+def pass_back(index: int, place: Place) -> Entry:
     """Go on with an argument, given by its index among the leaves, which is where it should be already."""
     given, held = place.leaves[index], place.held[index]
 
@@ -282,30 +465,35 @@ def _pass_back(index: int, place: Place) -> Entry:
         expected = held.value if isinstance(held, Cell) else held
         return None if leaf is expected else f"{shown(leaf)} in place of its own argument"
 
-    return given, _same_memory(held) if isinstance(given, Tensor) else accept_argument
+    return given, _InPlace(held).accept if isinstance(given, Tensor) else accept_argument
 
 
-def _pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, place: Place) -> Entry:
+def pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, place: Place) -> Entry:
     """Go on with a view of an argument; the offset is from where that begins."""
     both = place.leaves[index], place.held[index]
     given, held = (tensor.as_strided(shape, stride, tensor.storage_offset() + offset) for tensor in both)
-    return given, _same_memory(held)
+    return given, _InPlace(held).accept
 
 
 def _outside(tensor: Tensor, place: Place) -> Entry:
     """Go on with a tensor from before the forward: the graph reads it where it is, so it must stay there."""
-    return tensor, _same_memory(tensor)
+    return tensor, _InPlace(tensor).accept
 
 
-def _same_memory(tensor: Tensor) -> Accept:
-    memory = lies_at(tensor)
+class _InPlace:
+    """Takes a tensor that is where the next segment reads it already."""
 
-    def accept_in_place(leaf: Any) -> str | None:
-        if leaf is tensor or (issubclass(type(leaf), Tensor) and lies_at(leaf) == memory):
+    def __init__(self, target: Tensor) -> None:
+        self.target, self._memory = target, lies_at(target)
+
+    def cut(self, dim: int, rows: int) -> Accept:
+        """Return what takes so many rows."""
+        return _InPlace(self.target.narrow(dim, 0, rows)).accept
+
+    def accept(self, leaf: Any) -> str | None:
+        if leaf is self.target or (issubclass(type(leaf), Tensor) and lies_at(leaf) == self._memory):
             return None
         return f"{shown(leaf)} at another address; it was in place at the warmup. Return a clone, or always that one"
-
-    return accept_in_place
 
 
 def _constant(value: Any, place: Place) -> Entry:
@@ -314,7 +502,7 @@ def _constant(value: Any, place: Place) -> Entry:
     def accept_constant(leaf: Any) -> str | None:
         return (
             None
-            if _same(leaf, value)
+            if same_value(leaf, value)
             else f"{shown(leaf)} in place of {shown(value)}, which the segments after it were captured with"
         )
 
@@ -348,7 +536,7 @@ def classify_result(
     if issubclass(type(leaf), ATOMS):
         return Result(_constant, (leaf,), any_size=leaf is None)
     if index is not None:
-        return Result(_pass_back, (index,), any_size=True)
+        return Result(pass_back, (index,), any_size=True)
     if not issubclass(type(leaf), Tensor):
         if issubclass(type(leaf), (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
             return "returns a generator, whose body would run after it"
@@ -362,7 +550,7 @@ def classify_result(
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
             return "returns its argument seen as another dtype; return a clone"
         offset = int(leaf.storage_offset() - arguments[shared].storage_offset())
-        return Result(_pass_view, (shared,), (tuple(leaf.shape), leaf.stride(), offset))
+        return Result(pass_view, (shared,), (tuple(leaf.shape), leaf.stride(), offset))
     if not made_here(leaf):
         return Result(_outside, (leaf,))
     if any(memory_of(other) == storage_key(leaf) and _overlap(other, leaf) for other in before):

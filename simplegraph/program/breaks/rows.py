@@ -1,0 +1,113 @@
+"""Finds which dimensions of what breaks are passed and return hold the rows of a batch, from runs of two sizes."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from simplegraph.program.breaks.marks import PaddedBreak, name_of
+from simplegraph.program.breaks.step import (
+    IN_THE_CALL,
+    Argument,
+    BreakRows,
+    BreakTrace,
+    Result,
+    pass_back,
+    pass_view,
+    same_value,
+)
+
+
+def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> list[BreakRows | None] | str:
+    """Find where breaks are passed and return the rows of a batch, from traces at two batch sizes.
+
+    Returns:
+        For each break its dimensions, None if it is to be passed padding rows, too. Or why a batch with padding rows
+        cannot be cut to the real ones.
+    """
+    (a, first), (b, second) = one, other
+    if [call.function for call in first.calls] != [call.function for call in second.calls]:
+        return f"other eager breaks run at {b} rows than at {a}"
+    found: list[BreakRows | None] = []
+    for call, like in zip(first.calls, second.calls, strict=True):
+        if isinstance(call.function, PaddedBreak):
+            found.append(None)
+            continue
+        name = name_of(call.function)
+        before, after = call.arguments or (), like.arguments or ()
+        if len(before) != len(after) or call.spec != like.spec or len(call.results) != len(like.results):
+            return f"eager break {name} is passed or returns another structure at {b} rows than at {a}"
+        try:
+            arguments = tuple(map(functools.partial(_argument_dim, a, b), before, after))
+            results = tuple(map(functools.partial(_result_dim, arguments, a, b), call.results, like.results))
+        except _FollowsOtherwise as why:
+            return f"eager break {name} {why}"
+        filled = (it.filled or also.filled for it, also in zip(before, after, strict=True))
+        found.append(BreakRows(arguments, results, tuple(filled)))
+    return found
+
+
+def alike_rows(one: BreakRows | None, other: BreakRows | None) -> bool:
+    """True if a break is passed and returns rows in the same dimensions."""
+    return one is other or (one is not None and other is not None and one[:2] == other[:2])
+
+
+class _FollowsOtherwise(Exception):
+    """Says why a tensor cannot be cut to the rows of a batch."""
+
+
+def _argument_dim(a: int, b: int, one: Argument, other: Argument) -> int | None:
+    if (one.geometry is None) is not (other.geometry is None) or not _same_kind(one.kind, other.kind):
+        raise _FollowsOtherwise("is passed a value, an object or memory that follows the number of rows")
+    if one.geometry is None or other.geometry is None:
+        return None
+    return _row_dim("is passed", (a, b), one.geometry, other.geometry)
+
+
+def _result_dim(arguments: Sequence[int | None], a: int, b: int, one: Result, other: Result) -> int | None:
+    if one.make is not other.make or not all(map(same_value, one.fixed, other.fixed)):
+        raise _FollowsOtherwise("returns a value or another kind of result that follows the number of rows")
+    if one.make is pass_back:
+        index: int = one.fixed[0]
+        return arguments[index]
+    if not one.geometry:
+        return None
+    if one.make is pass_view and one.geometry[2] != other.geometry[2]:
+        raise _FollowsOtherwise("returns a view of an argument whose beginning follows the number of rows")
+    # A new tensor is copied, so that it does not matter how its rows lie in memory.
+    strided = one.make is pass_view
+    return _row_dim("returns", (a, b), one.geometry[:2], other.geometry[:2], strided=strided)
+
+
+def _row_dim(
+    what: str, sizes: tuple[int, int], one: tuple[Any, ...], other: tuple[Any, ...], *, strided: bool = True
+) -> int | None:
+    """Return the one dimension that is as long as the batch at both sizes, None if all are the same."""
+    (shape, stride), (shape_after, stride_after) = one, other
+    if len(shape) != len(shape_after):
+        raise _FollowsOtherwise(f"{what} a tensor of {len(shape)} dimensions or of {len(shape_after)}")
+    pairs = list(zip(shape, shape_after, strict=True))
+    differing = [dim for dim, (length, length_after) in enumerate(pairs) if length != length_after]
+    if not differing:
+        dim = None
+    elif len(differing) == 1 and pairs[differing[0]] == sizes:
+        dim = differing[0]
+    else:
+        a, b = sizes
+        raise _FollowsOtherwise(f"{what} a tensor of shape {shape} at {a} rows and {shape_after} at {b}")
+    longer = [all(length > 1 for length in pair) for pair in pairs]
+    if strided and any(x != y for x, y, counts in zip(stride, stride_after, longer, strict=True) if counts):
+        raise _FollowsOtherwise(f"{what} a tensor in whose memory the rows of a batch are not outermost")
+    return dim
+
+
+def _same_kind(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_same_kind, one, other))
+    if one is IN_THE_CALL or other is IN_THE_CALL:  # warmups on static inputs do not tell these from other memory
+        return True
+    if type(one) is weakref.ref and type(other) is weakref.ref:
+        return one() is other() is not None
+    return same_value(one, other)
