@@ -6,17 +6,20 @@ The package's door has `simplegraph.integrations` fill them, so an extra works w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
 Notes = dict[str, int]
 StateKey = Callable[[Any], Hashable]
 
-# Entered around runs of a forward: (notes, as_captured) -> context. With `as_captured` the run is a capture, or an
-# eager run that replays are compared with; else it is an eager run, of which the context may note, under its own name,
-# what the captures after it must know. Notes are kept with the graphs.
-capture_contexts: list[Callable[[Notes, bool], AbstractContextManager[None]]] = []
+# notes -> a `simplegraph.program.probes.Probe` of every run and capture of one model. It may note of eager runs, under
+# its own name, what the captures after them must know. Notes are kept with the graphs.
+probes: list[Callable[[Notes], Any]] = []
+# (table, tensors to keep alive, forward, jobs) -> the probes of an engine's captures; the last one is used.
+engine_probes: list[Callable[[Any, Any, Any, Any], Any]] = []
+# (table, job, state, run) -> what an eager run returned, with which a replay was compared; the last one is used.
+batch_provers: list[Callable[[Any, Any, Any, Any], Any]] = []
 # module -> a function that reads Python state which its graphs depend on, or None.
 state_keys: list[Callable[[Any], StateKey | None]] = []
 # Called before captures, outside of locks: what is loaded in threads meanwhile, beside which nothing may be captured.
@@ -63,15 +66,6 @@ def wait_before_captures() -> None:
     """Call all `before_captures`."""
     for wait in tuple(before_captures):
         wait()
-
-
-@contextlib.contextmanager
-def entered(notes: Notes, *, as_captured: bool) -> Iterator[None]:
-    """Enter all `capture_contexts`."""
-    with contextlib.ExitStack() as stack:
-        for context in capture_contexts:
-            stack.enter_context(context(notes, as_captured))
-        yield
 
 
 def state_key_of(module: Any) -> StateKey | None:

@@ -5,17 +5,15 @@ What serves a module without being imported is registered here with the core, an
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from simplegraph.base.extras import (
-    Notes,
-    capture_contexts,
+    batch_provers,
+    engine_probes,
     length_servers,
+    probes,
     report_pages,
     runner_kinds,
     sleepers,
@@ -26,7 +24,9 @@ from simplegraph.base.extras import (
 
 def register() -> None:
     """Register all that; called once, by the package's door."""
-    capture_contexts.append(_transformers_masks)
+    engine_probes.append(_late("simplegraph.manager.observation", "engine_probes"))
+    batch_provers.append(_late("simplegraph.manager.proof", "prove_batch"))
+    probes.append(_late("simplegraph.integrations.mask_decisions", "MaskDecisions"))
     state_keys.append(_late("simplegraph.integrations.switches", "known_switches"))
     runner_kinds.append(
         _when("training", lambda _: importlib.import_module("simplegraph.training.runner").TrainingRunner)
@@ -45,11 +45,3 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 def _when(setting: str, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function that passes a configuration to `load` if it has the setting, and returns None without it."""
     return lambda config: load(config) if getattr(config, setting) else None
-
-
-def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    from simplegraph.integrations.transformers.masks import answering, counting
-
-    return answering(notes) if as_captured else counting(notes)

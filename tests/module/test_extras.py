@@ -1,4 +1,4 @@
-"""What extras register with the core: contexts around captures, Python state that is part of the key."""
+"""What extras register with the core: probes of runs and captures, Python state that is part of the key."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base import extras
+from simplegraph.program.probes import Probe, Run
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
 
 
-def test_a_context_tells_captures_and_the_runs_they_are_compared_with_from_other_runs(
+def test_a_probe_tells_captures_and_the_runs_they_are_compared_with_from_other_runs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it a library could not have a capture go the way that eager goes."""
     entered: list[tuple[bool, int]] = []
 
-    @contextlib.contextmanager
-    def answering(notes: dict[str, int], as_captured: bool) -> Iterator[None]:
-        entered.append((as_captured, notes.get("runs", 0)))
-        yield
-        if not as_captured:
-            notes["runs"] = notes.get("runs", 0) + 1
+    class Answering(Probe):
+        def __init__(self, notes: dict[str, int]) -> None:
+            self.notes = notes
 
-    monkeypatch.setattr(extras, "capture_contexts", [*extras.capture_contexts, answering])
+        @contextlib.contextmanager
+        def around(self, run: Run) -> Iterator[None]:
+            entered.append((run.as_recorded, self.notes.get("runs", 0)))
+            yield
+            if not run.as_recorded:
+                self.notes["runs"] = self.notes.get("runs", 0) + 1
+
+    monkeypatch.setattr(extras, "probes", [*extras.probes, Answering])
     model = sg.wrap(nn.Linear(3, 3).to(device).eval(), capture_sizes=[2], progress=False)
     for _ in range(4):
         x = torch.randn(2, 3, device=device)
