@@ -13,8 +13,8 @@ from typing import Any
 Notes = dict[str, int]
 StateKey = Callable[[Any], Hashable]
 
-# notes -> a `simplegraph.program.probes.Probe` of every run and capture of one model. It may note of eager runs, under
-# its own name, what the captures after them must know. Notes are kept with the graphs.
+# notes -> a `simplegraph.program.probes.Probe` of every run and capture of one model's graphs. It may note of eager
+# runs, under its own name, what the captures after them must know. Notes are kept with the graphs.
 probes: list[Callable[[Notes], Any]] = []
 # (table, tensors to keep alive, forward, jobs) -> the probes of an engine's captures; the last one is used.
 engine_probes: list[Callable[[Any, Any, Any, Any], Any]] = []

@@ -26,6 +26,7 @@ def register() -> None:
     """Register all that; called once, by the package's door."""
     engine_probes.append(_late("simplegraph.manager.observation", "engine_probes"))
     batch_provers.append(_late("simplegraph.manager.proof", "prove_batch"))
+    probes.append(lambda _: importlib.import_module("simplegraph.manager.touched").Inspection())
     probes.append(_late("simplegraph.integrations.mask_decisions", "MaskDecisions"))
     state_keys.append(_late("simplegraph.integrations.switches", "known_switches"))
     runner_kinds.append(

@@ -16,7 +16,7 @@ class MaskDecisions(Probe):
     """Counts decisions on masks in eager runs, and answers the questions before them in recordings.
 
     Args:
-        notes: how many decisions the recordings after an eager run must make.
+        notes: of a table: how many decisions the recordings after an eager run must make.
     """
 
     notes: Notes

@@ -106,7 +106,7 @@ class GraphCapture:
         Everything must be over that could have undone the captures.
         """
         for probe in reversed(self.probes):
-            summary = probe.inspect(self.jobs, summary)
+            summary = probe.inspect(self.table, self.jobs, summary)
         return summary
 
     def _run_session(self, num_warmups: int, rehearsals: int) -> None:

@@ -1,4 +1,4 @@
-"""What eager runs and recordings read and write: seen operator by operator, served with constants, inspected."""
+"""What eager runs and recordings read and write: seen operator by operator, and served with constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from simplegraph.base.modes import autocast_cache
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import CaptureJob, Forward, Key, ProgramTable
-from simplegraph.manager.touched import inspect_graphs
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.escapes import PythonState
@@ -87,7 +86,7 @@ def _eagerly(
 
 @dataclasses.dataclass(eq=False)
 class Observation(Probe):
-    """Observes the runs and recordings of one capture, and inspects what its graphs touch.
+    """Observes the runs and recordings of one capture.
 
     Looking costs time, so where the largest and the smallest size read the same memory, the others are taken to do so
     too.
@@ -155,10 +154,6 @@ class Observation(Probe):
             recorded.program.constants = list(self._host.served.values())
             self.reads |= self._host.reads
 
-    def inspect(self, jobs: Sequence[Any], summary: CaptureSummary) -> CaptureSummary:
-        """Drop graphs that touch memory which was given back; return what is left of those captured."""
-        return inspect_graphs(self.table, jobs, list(observed_tensors(self.observers)), summary)
-
 
 @dataclasses.dataclass(eq=False)
 class _EngineObservation(Observation):
@@ -166,9 +161,8 @@ class _EngineObservation(Observation):
 
     kept_alive: list[Tensor] = dataclasses.field(kw_only=True)
 
-    def inspect(self, jobs: Sequence[Any], summary: CaptureSummary) -> CaptureSummary:
-        """Inspect the graphs, and own what they read."""
-        summary = super().inspect(jobs, summary)
+    def inspect(self, table: ProgramTable, jobs: Sequence[Any], summary: CaptureSummary) -> CaptureSummary:
+        """Own what the graphs read."""
         read = (tensor for observer in self.observers for tensor in observer.external.values())
         self.kept_alive += [tensor.detach() for tensor in read]
         return summary

@@ -134,6 +134,8 @@ class CapturedGraph:
         operators: a hash of those that eager ran on as many rows as it has; None before it did.
         once: batch sizes of which one call equalled eager, of a graph whose capture noted what it did: at the next one
             eager has the note, and does that no more. None if it noted nothing.
+        freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
+            before its first proof: a graph that was replayed keeps what it keeps.
     """
 
     mode: CudaGraphMode
@@ -146,6 +148,7 @@ class CapturedGraph:
     tries: int = 0
     operators: int | None = None
     once: set[int] | None = None
+    freed: Callable[[], str | None] = lambda: None
 
     def unproven(self, rows: int) -> bool:
         """True if the next call of so many rows is to be compared with eager."""

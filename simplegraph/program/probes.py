@@ -115,8 +115,8 @@ class Probe:
     def after_recording(self, recorded: RecordedRun) -> None:
         """Look at what a run was recorded as; refuse it by raising a CaptureError."""
 
-    def inspect(self, jobs: Sequence[Any], summary: Any) -> Any:
-        """Look at captured graphs, and let go of what undoing needed; return the summary of those that are left."""
+    def inspect(self, table: Any, jobs: Sequence[Any], summary: Any) -> Any:
+        """Look at a table's captured graphs, and let go of what undoing needed; return the summary of those left."""
         return summary
 
     def undo(self, what: Undone, runs: Sequence[Run]) -> None:

@@ -48,7 +48,7 @@ class Noting(Probe):
     def after_recording(self, recorded: RecordedRun) -> None:
         self.note(f"after the recording of {recorded.run.rows}")
 
-    def inspect(self, jobs: Sequence[Any], summary: Any) -> Any:
+    def inspect(self, table: Any, jobs: Sequence[Any], summary: Any) -> Any:
         self.note("inspects")
         return summary
 
