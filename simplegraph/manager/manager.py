@@ -146,7 +146,7 @@ class CudaGraphManager(Sleeps):
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
-        self.table.probes += [make(self.table.constants.notes) for make in extras.probes]
+        self.table.probes += extras.installed.probes(self.table.constants.notes)
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))
@@ -254,7 +254,9 @@ class CudaGraphManager(Sleeps):
             InputError: the forward is a generator or a coroutine.
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
-        capture = self.new_capture(jobs, probes=extras.engine_probes[-1](self.table, self.kept_alive, forward, jobs))
+        capture = self.new_capture(
+            jobs, probes=extras.installed.engine_probes(self.table, self.kept_alive, forward, jobs)
+        )
         summary = capture.inspect(capture.run(self.config.num_warmups))
         self.table.raise_failure(summary.failed)
         return summary
@@ -296,7 +298,7 @@ class CudaGraphManager(Sleeps):
             if verify:
                 job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
                 with self.pool.lock:
-                    return extras.batch_provers[-1](  # type: ignore[no-any-return]
+                    return extras.installed.prove_batch(  # type: ignore[no-any-return]
                         self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor)
                     )
             return self._replay(graph, batch.padding)  # type: ignore[no-any-return]
@@ -350,7 +352,7 @@ class CudaGraphManager(Sleeps):
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
             capture = trial.new_capture(
-                jobs, probes=extras.engine_probes[-1](trial.table, trial.kept_alive, forward, jobs)
+                jobs, probes=extras.installed.engine_probes(trial.table, trial.kept_alive, forward, jobs)
             )
             summary = capture.run(self.config.num_warmups)
             for error in summary.failed.values():

@@ -70,7 +70,7 @@ def captured(
     manager = CudaGraphManager(device=device, capture_sizes=list(sizes), progress=False)
     x = torch.zeros(max(sizes), WIDTH, device=device)
     jobs = [CaptureJob(key, *key, lambda rows=key[1].num_tokens: forward(x[:rows])) for key in manager.descriptors()]
-    own = extras.engine_probes[-1](manager.table, manager.kept_alive, forward, jobs)
+    own = extras.installed.engine_probes(manager.table, manager.kept_alive, forward, jobs)
     capture = manager.new_capture(jobs, probes=[*own, *probes])
     summary = capture.inspect(capture.run(1))
     return manager, summary.failed
