@@ -137,8 +137,10 @@ class Observation(Probe):
                 observer if run.observed else contextlib.nullcontext(),
             ):
                 yield
-        finally:  # what one size did that no capture may come to, others would do, too, and are not observed
-            self.observers += [observer] if observer.refused else []
+        finally:
+            if observer.refused:  # what one size did that no capture may come to, others would do, too
+                self.observers.append(observer)
+                self.distrusts = True
         host.check_refused()
         self.observers += [observer] if run.observed else []
         recorded = [observer for observer in self.observers if observer.captures]
