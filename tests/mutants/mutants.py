@@ -245,6 +245,20 @@ MUTANTS = [
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
     ),
     Mutant(
+        "probes undo in the order of their list",
+        "program/probes.py",
+        "    for probe in reversed(probes):\n        probe.undo(what, runs)\n",
+        "    for probe in probes:\n        probe.undo(what, runs)\n",
+        ("tests/manager/test_probes.py",),
+    ),
+    Mutant(
+        "what one size did that no capture may come to is not looked for in others",
+        "manager/observation.py",
+        "                self.distrusts = True\n",
+        "                pass\n",
+        ("tests/module/test_unseen_kernels.py",),
+    ),
+    Mutant(
         "tensors that a capture leaves in Python are not looked for",
         "program/escapes.py",
         "if not recorded.searched:",
