@@ -47,6 +47,9 @@ class GraphCapture:
         lazy: this is a single capture in the middle of serving.
         retry: a size that failed gets a warmup of its own and a second try.
         probes: look on, after those of the table; see `simplegraph.program.probes`.
+
+    Attributes:
+        runs: warmups that went well, and recordings, in their order.
     """
 
     table: ProgramTable
@@ -57,7 +60,7 @@ class GraphCapture:
     probes: Sequence[Probe] = ()
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
-    _warmups: list[Run] = dataclasses.field(default_factory=list)
+    runs: list[Run] = dataclasses.field(default_factory=list, init=False)
     _traced: list[Run] = dataclasses.field(default_factory=list)  # warmups for what breaks return
 
     def __post_init__(self) -> None:
@@ -106,7 +109,7 @@ class GraphCapture:
         Everything must be over that could have undone the captures.
         """
         for probe in reversed(self.probes):
-            summary = probe.inspect(self.table, self.jobs, summary)
+            summary = probe.inspect(self, summary)
         return summary
 
     def _run_session(self, num_warmups: int, rehearsals: int) -> None:
@@ -145,7 +148,7 @@ class GraphCapture:
         """Observe the largest and the smallest; the others too, where these two read other memory."""
         jobs, table = self.jobs, self.table
         # A warmup shows what the first one reads, but for hooks, which it does not run.
-        first = len(jobs) - 1 if self._warmups and not table.hooks else 0
+        first = len(jobs) - 1 if self.runs and not table.hooks else 0
         observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
         with capture_bar(len(jobs), table.device, show=table.config.progress and self._ranks.rank == 0) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
@@ -182,18 +185,17 @@ class GraphCapture:
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> dict[str, CaptureError]:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""
         undo(self.probes, Undone.RECORDINGS)
-        warmups = len(self._warmups)
+        before = len(self.runs)
         if self._warm_up(job, rehearsed=True):
-            again, tried = {job.label: error}, self._warmups[warmups:]
+            again = {job.label: error}
         else:
             if isinstance(error, EscapeError):
                 for probe in self.probes:  # a cache that the warmup filled: the graph will read what is in it
                     probe.before_captures(again=True)
-            recording = self._new_run(job, recorded=True)
-            again = on_all_ranks(self.table, "capturing", [job], self._capture_one(session, recording))
-            tried = [*self._warmups[warmups:], recording]
+            recorded = self._capture_one(session, self._new_run(job, recorded=True))
+            again = on_all_ranks(self.table, "capturing", [job], recorded)
         if again or any(probe.refuses for probe in self.probes):  # then nothing needs what the warmup changed
-            undo(self.probes, Undone.SECOND_TRY, [*self._traced, *tried])
+            undo(self.probes, Undone.SECOND_TRY, [*self._traced, *self.runs[before:]])
         return again
 
     def _new_run(
@@ -235,6 +237,7 @@ class GraphCapture:
 
     def _recorded(self, session: CaptureSession, run: Run, trace: BreakTrace | None) -> Program:
         job: CaptureJob = run.job
+        self.runs.append(run)
         try:
             return session.capture(
                 lambda: self._run_captured(run),
@@ -266,7 +269,7 @@ class GraphCapture:
         run = self._new_run(job, rehearsed=rehearsed)
         errors = self._warm_up_here(run)
         if not errors:
-            self._warmups.append(run)
+            self.runs.append(run)
         return on_all_ranks(self.table, "warming up", [job], errors)
 
     def _warm_up_here(self, run: Run) -> dict[str, CaptureError]:

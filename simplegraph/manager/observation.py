@@ -109,6 +109,7 @@ class Observation(Probe):
         """Refuse what a run before showed that no capture may come to."""
         for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
             raise capture_error(refused, run.label)
+        run.owned = functools.partial(observed_tensors, self.observers)
 
     @contextlib.contextmanager
     def around(self, run: Run) -> Iterator[None]:
@@ -129,7 +130,7 @@ class Observation(Probe):
         constants, device = self.table.constants, self.table.device
         host = self._host = HostCapture(device.torch_device, constants.copies(job.key), job.name, job.arguments)
         observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
-        run.made, run.owned = observer.made, functools.partial(observed_tensors, self.observers)
+        run.made = observer.made
         followed = run.observed or constants.met_host or job.arguments
         try:
             with (
@@ -163,7 +164,7 @@ class _EngineObservation(Observation):
 
     kept_alive: list[Tensor] = dataclasses.field(kw_only=True)
 
-    def inspect(self, table: ProgramTable, jobs: Sequence[Any], summary: CaptureSummary) -> CaptureSummary:
+    def inspect(self, capture: Any, summary: CaptureSummary) -> CaptureSummary:
         """Own what the graphs read."""
         read = (tensor for observer in self.observers for tensor in observer.external.values())
         self.kept_alive += [tensor.detach() for tensor in read]

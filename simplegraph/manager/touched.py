@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,27 +24,21 @@ from simplegraph.base.reasons import explain_command
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
-from simplegraph.program.probes import Probe, RecordedRun
+from simplegraph.program.probes import Probe
 
 logger = logging.getLogger("simplegraph")
 
 
-@dataclasses.dataclass(eq=False)
 class Inspection(Probe):
     """Reads what captured graphs touch, and drops those that touch memory which was given back."""
 
-    _owned: Callable[[], Iterable[Tensor]] = tuple
-
-    def after_recording(self, recorded: RecordedRun) -> None:
-        """Note which tensors are kept alive because the forward was seen to read them."""
-        self._owned = recorded.run.owned
-
-    def inspect(self, table: ProgramTable, jobs: Sequence[CaptureJob], summary: CaptureSummary) -> CaptureSummary:
+    def inspect(self, capture: GraphCapture, summary: CaptureSummary) -> CaptureSummary:
         """Inspect the largest graph and the smallest, and others if these read what was given back."""
-        started = time.perf_counter()
-        read, self._owned = list(self._owned()), tuple
+        table, jobs, started = capture.table, capture.jobs, time.perf_counter()
+        read = list(next((run.owned() for run in reversed(capture.runs) if run.recorded), ()))
         with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
             refused = _inspect(table, jobs, read)
             if refused is None:

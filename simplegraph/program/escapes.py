@@ -114,7 +114,7 @@ class PythonState(Probe):
             earlier.release(runs)
             vars(self).update(vars(earlier))
 
-    def inspect(self, table: Any, jobs: Sequence[Any], summary: Any) -> Any:
+    def inspect(self, capture: Any, summary: Any) -> Any:
         """Remember nothing any more, so that nothing lives for that alone."""
         self.snapshot, self._earlier = Snapshot(), None
         return summary

@@ -39,7 +39,7 @@ class Run:
         observed: each of its operators is looked at.
         before_write: called with a tensor before an operator writes to memory from before the run, if that is observed.
         made: returns True for a tensor in memory that the run made, if it was observed.
-        owned: returns the tensors that probes own because the run read them.
+        owned: returns the tensors that probes own because this run, or one before it, read them.
         left: addresses of what a recording that failed had made and something owned.
         outputs: what an eager run returned; trace: its `BreakTrace`, if it has breaks.
     """
@@ -115,8 +115,8 @@ class Probe:
     def after_recording(self, recorded: RecordedRun) -> None:
         """Look at what a run was recorded as; refuse it by raising a CaptureError."""
 
-    def inspect(self, table: Any, jobs: Sequence[Any], summary: Any) -> Any:
-        """Look at a table's captured graphs, and let go of what undoing needed; return the summary of those left."""
+    def inspect(self, capture: Any, summary: Any) -> Any:
+        """Look at the graphs of a `GraphCapture`, and let go of what undoing needed; return the summary of the rest."""
         return summary
 
     def undo(self, what: Undone, runs: Sequence[Run]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Noting(Probe):
     def after_recording(self, recorded: RecordedRun) -> None:
         self.note(f"after the recording of {recorded.run.rows}")
 
-    def inspect(self, table: Any, jobs: Sequence[Any], summary: Any) -> Any:
+    def inspect(self, capture: Any, summary: Any) -> Any:
         self.note("inspects")
         return summary
 
@@ -195,3 +196,17 @@ def test_an_engine_whose_forward_keeps_a_tensor_is_refused_without_asking_for_pr
     failed = manager.capture(forward).failed
     assert "kept in the closure" in str(failed["batch size 2"])
     manager.reset()
+
+
+def test_a_capture_that_is_not_inspected_keeps_nothing_alive(device: torch.device) -> None:
+    """Probes of a table live as long as it; what one capture's runs read must not."""
+    manager = CudaGraphManager(device=device, capture_sizes=[2], progress=False)
+    x = torch.zeros(2, WIDTH, device=device)
+    jobs = [CaptureJob(key, *key, lambda x=x: x + 1) for key in manager.descriptors()]
+    probes = extras.installed.engine_probes(manager.table, [], jobs[0].run, jobs)
+    capture = manager.new_capture(jobs, probes=probes)
+    assert capture.run(1).captured == 1
+    read = weakref.ref(x)
+    del capture, probes, jobs, x
+    manager.reset()
+    assert read() is None
