@@ -8,7 +8,8 @@ writes, what the driver tells of a graph, a library's ways. Events reach a list 
     around              a run, eager or recorded; the list's first is the outermost
     after_recording     from the last to the first: what came last is let go of first
     inspect             when nothing can be undone any more; from the last to the first
-    undo                from the last to the first, so that each finds what those before it left
+    undo                from the last to the first, so that each finds what those before it left; all of them, even if
+                        one raises
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def around(probes: Sequence[Probe], run: Run) -> Iterator[None]:
 
 
 def undo(probes: Sequence[Probe], what: Undone, runs: Sequence[Run] = ()) -> None:
-    """Let all probes undo something, from the last to the first."""
-    for probe in reversed(probes):
-        probe.undo(what, runs)
+    """Let all probes undo something, from the last to the first, each even if another raises."""
+    with contextlib.ExitStack() as stack:
+        for probe in probes:
+            stack.callback(probe.undo, what, runs)

@@ -15,7 +15,7 @@ from simplegraph import CudaGraphManager
 from simplegraph.base import extras
 from simplegraph.base.errors import CaptureError
 from simplegraph.manager.table import CaptureJob
-from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
+from simplegraph.program.probes import Probe, RecordedRun, Run, Undone, undo
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "no_grad")
 
@@ -210,3 +210,15 @@ def test_a_capture_that_is_not_inspected_keeps_nothing_alive(device: torch.devic
     del capture, probes, jobs, x
     manager.reset()
     assert read() is None
+
+
+def test_a_probe_that_cannot_undo_keeps_no_other_from_undoing() -> None:
+    events: list[str] = []
+
+    class Breaks(Probe):
+        def undo(self, what: Undone, runs: Sequence[Run]) -> None:
+            raise ValueError(f"cannot undo {what.name}")
+
+    with pytest.raises(ValueError, match="cannot undo RUN"):
+        undo([Noting("outer", events), Breaks(), Noting("inner", events)], Undone.RUN)
+    assert events == ["inner undoes RUN", "outer undoes RUN"]

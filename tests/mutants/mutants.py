@@ -247,8 +247,8 @@ MUTANTS = [
     Mutant(
         "probes undo in the order of their list",
         "program/probes.py",
-        "    for probe in reversed(probes):\n        probe.undo(what, runs)\n",
-        "    for probe in probes:\n        probe.undo(what, runs)\n",
+        "        for probe in probes:\n            stack.callback(probe.undo, what, runs)\n",
+        "        for probe in reversed(probes):\n            stack.callback(probe.undo, what, runs)\n",
         ("tests/manager/test_probes.py",),
     ),
     Mutant(
