@@ -12,8 +12,6 @@ on stderr. ``logging.getLogger("simplegraph").setLevel(logging.ERROR)`` silences
 
 from __future__ import annotations
 
-import sys
-
 from simplegraph._lazy import public_names
 from simplegraph.integrations import register as _register
 
@@ -21,8 +19,6 @@ __version__ = "0.2.0"
 __all__, __getattr__ = public_names(__name__, __file__)
 __all__ += ["__version__"]
 _register()
-if "torch" in sys.modules:  # else `preload` may load it in the background
-    import simplegraph.serve.wrap  # noqa: F401  # the core, so that no first call has to load it
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ reasons         why a call ran the way it did
 errors          exceptions and their sentences
 failures        explains a failed capture: the user's line, the cause, the remedy
 context         if this thread's calls run eagerly, and what `describe` says of a batch
-extras          lists in which extras register what the core asks for
+extras          what the core asks of extras
 tensors         a tensor's memory, behind wrappers, too
 operators       operators as torch dispatches them
 objects         what the user's objects hold, read without running their code

@@ -1,42 +1,79 @@
-"""What extras register with the core, which asks these lists and names none of those that are in them.
+"""What the core asks of extras, which it does not import: one object that the package's door installs.
 
-The package's door has `simplegraph.integrations` fill them, so an extra works without being imported.
+An extra works without being imported: what is installed loads it when it is first asked.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 Notes = dict[str, int]
 StateKey = Callable[[Any], Hashable]
 
-# Entered around runs of a forward: (notes, as_captured) -> context. With `as_captured` the run is a capture, or an
-# eager run that replays are compared with; else it is an eager run, of which the context may note, under its own name,
-# what the captures after it must know. Notes are kept with the graphs.
-capture_contexts: list[Callable[[Notes, bool], AbstractContextManager[None]]] = []
-# module -> a function that reads Python state which its graphs depend on, or None.
-state_keys: list[Callable[[Any], StateKey | None]] = []
+
+class Extras(abc.ABC):
+    """Answers what the core asks."""
+
+    @abc.abstractmethod
+    def probes(self, notes: Notes) -> list[Any]:
+        """Make the probes of every run and capture of one model's graphs; see `simplegraph.program.probes`.
+
+        Args:
+            notes: what a probe notes of eager runs, under its own name, for the captures after them. They are kept with
+                the graphs.
+        """
+
+    @abc.abstractmethod
+    def engine_probes(self, table: Any, kept_alive: list[Any], forward: Any, jobs: Sequence[Any]) -> list[Any]:
+        """Make the probes of an engine's captures.
+
+        Args:
+            table: of the graphs.
+            kept_alive: is given the tensors that the graphs read.
+            forward: the engine's.
+            jobs: what is captured.
+        """
+
+    @abc.abstractmethod
+    def prove_batch(self, table: Any, job: Any, state: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Run an engine's batch eagerly, compare a replay of its graph with that, and return what eager returned."""
+
+    @abc.abstractmethod
+    def state_key(self, module: Any) -> StateKey | None:
+        """Return a function that reads Python state of a module which its graphs depend on; None if there is none."""
+
+    @abc.abstractmethod
+    def runner_kind(self, config: Any) -> Any:
+        """Return the class that serves the calls of a module wrapped with these settings; None for the core's own."""
+
+    @abc.abstractmethod
+    def lengths(self, config: Any) -> Any:
+        """Return what pads the lengths of calls before a wrapper's runner serves them; None if nothing does."""
+
+    @abc.abstractmethod
+    def touched_lines(self, module: Any, manager: Any) -> tuple[str, ...]:
+        """Say what the kernels of a module's graphs touch."""
+
+    @abc.abstractmethod
+    def report_page(self, report: Any) -> str:
+        """Return a report as a page of HTML."""
+
+    @abc.abstractmethod
+    def sleeper(self) -> Any:
+        """Return what puts holders of graphs to sleep and wakes them; see `Sleeps`."""
+
+
+installed: Extras = None  # type: ignore[assignment]  # until the package's door sets it
 # Called before captures, outside of locks: what is loaded in threads meanwhile, beside which nothing may be captured.
 before_captures: set[Callable[[], object]] = set()
-# configuration -> the class that serves the calls of a module wrapped with it, or None.
-runner_kinds: list[Callable[[Any], Any]] = []
-# configuration -> what pads the lengths of calls before a wrapper's runner serves them, or None.
-length_servers: list[Callable[[Any], Any]] = []
-# Called with (wrapper's name, reason, detail) at each eager call.
-eager_listeners: list[Callable[[str, Any, str], object]] = []
-# (module, its manager or None) -> lines about what the kernels of its graphs touch; the last one is used.
-touch_displays: list[Callable[[Any, Any], tuple[str, ...]]] = []
-# report -> it as a page of HTML; the last one is used.
-report_pages: list[Callable[[Any], str]] = []
 # What allocates memory that can sleep, once the process asked for such: `graph_pool_id` and `static_memory`, see below.
 memory_sources: list[Any] = []
 # Hooks on the steps of all optimizers that change nothing of a step: graphs of steps need not hold what they do.
 harmless_step_hooks: set[Callable[..., object]] = set()
-# -> what puts holders of graphs to sleep and wakes them, see `Sleeps`; the last one is used.
-sleepers: list[Callable[[], Any]] = []
 
 
 class Sleeps:
@@ -44,11 +81,11 @@ class Sleeps:
 
     def sleep(self, **options: Any) -> Any:
         """Give the memory of graphs, static inputs, caches and weights back until `wake`; see `simplegraph.sleep`."""
-        return sleepers[-1]().sleep(self, **options)
+        return installed.sleeper().sleep(self, **options)
 
     def wake(self, parts: Collection[str] | None = None) -> None:
         """Take the memory again, at the same addresses: of these parts, or of all; see `simplegraph.wake`."""
-        sleepers[-1]().wake(self, parts)
+        installed.sleeper().wake(self, parts)
 
 
 def graph_pool_id(device: Any, new_id: Callable[[], Any]) -> Any:
@@ -65,20 +102,3 @@ def wait_before_captures() -> None:
     """Call all `before_captures`."""
     for wait in tuple(before_captures):
         wait()
-
-
-@contextlib.contextmanager
-def entered(notes: Notes, *, as_captured: bool) -> Iterator[None]:
-    """Enter all `capture_contexts`."""
-    with contextlib.ExitStack() as stack:
-        for context in capture_contexts:
-            stack.enter_context(context(notes, as_captured))
-        yield
-
-
-def state_key_of(module: Any) -> StateKey | None:
-    """Return a function that reads what `state_keys` find in a module; None if they find nothing."""
-    keys = [key for key in (find(module) for find in state_keys) if key is not None]
-    if len(keys) < 2:
-        return keys[0] if keys else None
-    return lambda called: tuple(key(called) for key in keys)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base import extras
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import HostError, InputError
-from simplegraph.base.extras import StateKey, state_key_of
+from simplegraph.base.extras import StateKey
 from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.nested import LEAF, TreeSpec, flatten
 from simplegraph.base.patches import plain
@@ -424,7 +425,7 @@ class KnownCalls:
         """
         autocast, settings, modes = autocast_dtype(device.type), TorchSettings(), function_modes()
         # The Python state that is part of the key: as declared, or else as extras know it, and a function's.
-        key = known = self._config.state_key or state_key_of(module)
+        key = known = self._config.state_key or extras.installed.state_key(module)
         if isinstance(module, FunctionModule):
             module.resolve()
             key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))

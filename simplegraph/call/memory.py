@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.probes import Probe, Run
 
 
 @dataclasses.dataclass(eq=False)
@@ -184,13 +185,11 @@ class Undo(contextlib.ExitStack):
             self._budget -= memory.nbytes
 
 
-@contextlib.contextmanager
-def rehearsal(
-    seen: MemoryInUse, table: ProgramTable, call: Call, observers: Sequence[MemoryObserver]
-) -> Iterator[Callable[[Tensor], object]]:
-    """Surround an extra eager run of a call's forward, and put back at its end what it wrote and drew.
+@dataclasses.dataclass(eq=False)
+class Rehearsals(Probe):
+    """Puts back what rehearsed runs of a call's forward wrote and drew.
 
-    The module's memory is copied before the run, if it is not too much: kernels that torch does not dispatch write
+    The module's memory is copied before such a run, if it is not too much: kernels that torch does not dispatch write
     unseen. Of other memory, what other runs wrote, too, is copied before an operator writes there, as far as the copies
     fit. What this run alone writes may be a cache that it fills, and that Python takes to be filled from now on.
 
@@ -199,20 +198,31 @@ def rehearsal(
         table: of the call's graphs.
         call: whose forward runs.
         observers: of runs since then.
-
-    Yields:
-        What the run's observer calls before a write.
     """
-    saved, budget = seen.save(table, call), copy_limit(table.device.free_memory())
-    with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:
 
-        def copy(tensor: Tensor) -> None:
-            if (key := storage_key(tensor)) in seen.written or any(
-                key in each.written or each.made(tensor) for each in observers
-            ):
-                undo.copy(tensor)
+    seen: MemoryInUse
+    table: ProgramTable
+    call: Call
+    observers: Sequence[MemoryObserver]
 
-        yield copy
+    @contextlib.contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Put back at the end of a rehearsed run what it changed."""
+        if not run.rehearsed:
+            yield
+            return
+        seen, device = self.seen, self.table.device
+        saved, budget = seen.save(self.table, self.call), copy_limit(device.free_memory())
+        with Undo(saved, drawn_generators(self.call, device.torch_device), budget=budget) as undo:
+
+            def copy(tensor: Tensor) -> None:
+                if (key := storage_key(tensor)) in seen.written or any(
+                    key in each.written or each.made(tensor) for each in self.observers
+                ):
+                    undo.copy(tensor)
+
+            run.before_write = copy
+            yield
 
 
 def invoke_watched(

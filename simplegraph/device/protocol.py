@@ -237,21 +237,6 @@ class GraphDevice(Protocol):
         One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
         """
 
-    def inventory(
-        self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
-    ) -> Inventory | None:
-        """Read what captured segments of a pool touch.
-
-        Args:
-            pool: what they were captured into.
-            segments: captured, and not reset.
-            known: what their owner keeps alive.
-            every: list also what kernels touch that touch only memory which is accounted for.
-
-        Returns:
-            None where there is no driver that could tell.
-        """
-
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         """Return the same memory without owning it, or `tensor` itself where that is impossible.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from simplegraph.base.tensors import has_address, parts
+from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import readable
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.guard.survey import held_tensors
@@ -44,7 +45,7 @@ def _read_touches(table: ProgramTable) -> None:
     for graph in table.graphs.values():
         before = graph.counters.inventory
         if before is not None:
-            every = table.device.inventory(table.pool, graph.program.segments, table.accounted, every=True)
+            every = take_inventory(table.device, table.pool, graph.program.segments, table.accounted, every=True)
             graph.counters.inventory = every or before
 
 

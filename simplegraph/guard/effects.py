@@ -19,7 +19,7 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
-from simplegraph.program.session import PythonState, holds_graph_memory
+from simplegraph.program.escapes import PythonState, holds_graph_memory
 from simplegraph.program.snapshot import NEAR, Snapshot, in_memory
 
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
@@ -56,8 +56,8 @@ class ModuleState(PythonState):
         """True if the forward changes Python state at every run."""
         return bool(self._counted.names)
 
-    def remember(self) -> None:
-        super().remember()
+    def before_captures(self, *, again: bool = False) -> None:
+        super().before_captures(again=again)
         self._values = self._function.values.now() if self._function else []
 
     def put_back(self) -> list[str]:

@@ -1,55 +1,83 @@
 """CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged.
 
-What serves a module without being imported is registered here with the core, and loaded when it is first needed.
+What the core asks of extras is answered here; each is imported when it is first asked.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from simplegraph.base.extras import (
-    Notes,
-    capture_contexts,
-    length_servers,
-    report_pages,
-    runner_kinds,
-    sleepers,
-    state_keys,
-    touch_displays,
-)
+from simplegraph.base import extras
+from simplegraph.base.extras import Extras, Notes, StateKey
+
+if TYPE_CHECKING:
+    from simplegraph.program.probes import Probe
+
+
+class LateExtras(Extras):
+    """Imports an extra when it is first asked."""
+
+    def probes(self, notes: Notes) -> list[Probe]:
+        """Make those that inspect what graphs touch, and that decide on masks as eager does."""
+        from simplegraph.integrations.mask_decisions import MaskDecisions
+        from simplegraph.manager.touched import Inspection
+
+        return [Inspection(), MaskDecisions(notes)]
+
+    def engine_probes(self, table: Any, kept_alive: list[Any], forward: Any, jobs: Sequence[Any]) -> list[Probe]:
+        """Make those that observe operators, and put Python's state back."""
+        from simplegraph.manager.observation import engine_probes
+
+        return engine_probes(table, kept_alive, forward, jobs)
+
+    def prove_batch(self, table: Any, job: Any, state: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Compare a replay of an engine's batch with an eager run."""
+        from simplegraph.manager.proof import prove_batch
+
+        return prove_batch(table, job, state, run)
+
+    def state_key(self, module: Any) -> StateKey | None:
+        """Read the switches of known libraries."""
+        from simplegraph.integrations.switches import known_switches
+
+        return known_switches(module)
+
+    def runner_kind(self, config: Any) -> Any:
+        """Return the runner of forward and backward graphs if the settings ask for these."""
+        if not config.training:
+            return None
+        from simplegraph.training.runner import TrainingRunner
+
+        return TrainingRunner
+
+    def lengths(self, config: Any) -> Any:
+        """Return buckets of lengths if the settings name some."""
+        if not config.lengths:
+            return None
+        from simplegraph.integrations.lengths import LengthBuckets
+
+        return LengthBuckets(config)
+
+    def touched_lines(self, module: Any, manager: Any) -> tuple[str, ...]:
+        """Say what the kernels of a module's graphs touch."""
+        from simplegraph.doctor.touches import touched_lines
+
+        return touched_lines(module, manager)
+
+    def report_page(self, report: Any) -> str:
+        """Return a report as a page of HTML."""
+        from simplegraph.doctor.page import page
+
+        return page(report)
+
+    def sleeper(self) -> Any:
+        """Return the module that puts holders of graphs to sleep."""
+        from simplegraph.sleeping import sleeper
+
+        return sleeper
 
 
 def register() -> None:
-    """Register all that; called once, by the package's door."""
-    capture_contexts.append(_transformers_masks)
-    state_keys.append(_late("simplegraph.integrations.switches", "known_switches"))
-    runner_kinds.append(
-        _when("training", lambda _: importlib.import_module("simplegraph.training.runner").TrainingRunner)
-    )
-    length_servers.append(_when("lengths", _late("simplegraph.integrations.lengths", "LengthBuckets")))
-    report_pages.append(_late("simplegraph.doctor.page", "page"))
-    touch_displays.append(_late("simplegraph.doctor.touches", "touched_lines"))
-    sleepers.append(lambda: importlib.import_module("simplegraph.sleeping.sleeper"))
-
-
-def _late(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports and calls another."""
-    return lambda *args: getattr(importlib.import_module(module), name)(*args)
-
-
-def _when(setting: str, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that passes a configuration to `load` if it has the setting, and returns None without it."""
-    return lambda config: load(config) if getattr(config, setting) else None
-
-
-def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    from simplegraph.integrations.transformers.masks import answering, counting
-
-    return answering(notes) if as_captured else counting(notes)
+    """Let the core ask these; called once, by the package's door."""
+    extras.installed = LateExtras()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from simplegraph.integrations.handle import Handle
 from simplegraph.manager.stats import GraphReport
 
 _SHOWN = 4  # names in a line
@@ -44,7 +45,7 @@ class PartsReport:
 
 
 @dataclasses.dataclass(repr=False, eq=False)
-class GraphedParts:
+class GraphedParts(Handle):
     """Handle of a model whose parts go through graphs: has their reports, and `remove` to undo it.
 
     As a context manager it calls `remove` at the end. It can be dropped: the parts stay as they are.
@@ -68,34 +69,31 @@ class GraphedParts:
         for holder, attribute in places:
             setattr(holder, attribute, wrapped)
 
+    @property
+    def graphed(self) -> Iterable[Any]:
+        """The wrapped parts."""
+        return self.parts.values()
+
     def take_out(self, name: str) -> None:
         """Put back what was in the places of a part, and drop its graphs."""
+        self._put_back(name)
+        self.parts.pop(name).reset_graphs()
+
+    def put_back(self) -> None:
+        """Put the model's own parts back; a second call does nothing."""
+        for name in self.parts:
+            self._put_back(name)
+
+    def _put_back(self, name: str) -> None:
         wrapped = self.parts[name]
         for holder, attribute, original in self._before.pop(name, ()):
             if getattr(holder, attribute, None) is wrapped:  # else somebody has replaced it since
                 setattr(holder, attribute, original)
-        wrapped.reset_graphs()
 
     def report(self) -> PartsReport:
         """Report captures, replays and what ran eagerly, for each part."""
         return PartsReport({name: part.graph_report() for name, part in self.parts.items()}, self.skipped)
 
-    def reset(self) -> None:
-        """Drop all graphs; later calls capture again."""
-        for part in self.parts.values():
-            part.reset_graphs()
-
-    def remove(self) -> None:
-        """Put the model's own parts back and drop the graphs; a second call does nothing."""
-        for name in self.parts:
-            self.take_out(name)
-
     def __repr__(self) -> str:
         """Show the model and its parts that have graphs."""
         return f"<{type(self).__name__} of {type(self.model).__name__}: {', '.join(self.parts)}>"
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()

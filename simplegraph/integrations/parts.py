@@ -174,7 +174,6 @@ def _sift(
         if replays and not eager and operators >= least:
             continue
         graphs.take_out(name)
-        del graphs.parts[name]
         if replays and not eager:
             graphs.skipped[name] = f"fewer operators than {least}, which a graph is not worth"
             continue

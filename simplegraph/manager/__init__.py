@@ -3,7 +3,11 @@
 manager    `CudaGraphManager`, for engines
 table      the Programs by key, what failed, and the one way to replay
 capture    warmups, capture sessions, second tries, other ranks
-proof      compares a replay with what eager ran
 stats      counters, and the report
-touched    asks the driver what graphs touch
+
+What a manager does not import, but is asked for through `simplegraph.base.extras`:
+
+observation  sees what runs and recordings read and write
+proof        compares a replay with what eager ran
+touched      asks the driver what graphs touch
 """

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from simplegraph.base import extras
 from simplegraph.base.config import AttentionCGSupport, BatchDim, CudaGraphConfig, CudaGraphMode, PadRule
 from simplegraph.base.errors import ConfigError, InputError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
@@ -29,7 +30,6 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
-from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.manager.table import (
     CapturedGraph,
@@ -40,7 +40,6 @@ from simplegraph.manager.table import (
     ProgramTable,
 )
 from simplegraph.program.program import Program
-from simplegraph.program.session import PythonState
 
 if sys.version_info >= (3, 11):
     from typing import Unpack as Unpack
@@ -147,6 +146,7 @@ class CudaGraphManager(Sleeps):
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
+        self.table.probes += extras.installed.probes(self.table.constants.notes)
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))
@@ -254,9 +254,10 @@ class CudaGraphManager(Sleeps):
             InputError: the forward is a generator or a coroutine.
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
-        capture = self.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs]))
+        capture = self.new_capture(
+            jobs, probes=extras.installed.engine_probes(self.table, self.kept_alive, forward, jobs)
+        )
         summary = capture.inspect(capture.run(self.config.num_warmups))
-        self.kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
         return summary
 
@@ -297,7 +298,7 @@ class CudaGraphManager(Sleeps):
             if verify:
                 job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
                 with self.pool.lock:
-                    return prove_batch(  # type: ignore[no-any-return]
+                    return extras.installed.prove_batch(  # type: ignore[no-any-return]
                         self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor)
                     )
             return self._replay(graph, batch.padding)  # type: ignore[no-any-return]
@@ -350,7 +351,9 @@ class CudaGraphManager(Sleeps):
         trial.hooks.extend(self.hooks)
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
-            capture = trial.new_capture(jobs, state=PythonState([forward], [job.rows for job in jobs]))
+            capture = trial.new_capture(
+                jobs, probes=extras.installed.engine_probes(trial.table, trial.kept_alive, forward, jobs)
+            )
             summary = capture.run(self.config.num_warmups)
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import BreakError, InputError, VerificationError
-from simplegraph.base.extras import entered
 from simplegraph.base.nested import constant_key, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
@@ -21,6 +20,7 @@ from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.probes import Run, around
 
 
 class Effects(NamedTuple):
@@ -86,7 +86,7 @@ class ReplayProof(contextlib.ExitStack):
 
             tape = BreakTape(breaking_operators(), observer, self._memory.copied)
         # The observer is asked first, as in a warmup: it sees reads that are served.
-        with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
+        with recording_breaks(tape), around(self._table.probes, Run(as_recorded=True)), observer:
             result = wait_collectives(run())
         self.rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
         self._after = after = self._memory.copy()

@@ -14,12 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from simplegraph.base import extras
 from simplegraph.base.errors import CaptureError, ConfigError
-from simplegraph.base.extras import eager_listeners, report_pages
 from simplegraph.base.reasons import Reason, explain_command
 from simplegraph.device.protocol import Inventory
 
 logger = logging.getLogger("simplegraph")
+
+# Called with (wrapper's name, reason, detail) at each eager call.
+_eager_listeners: list[Callable[[str, Reason, str], object]] = []
 
 # Reasons of the normal course, and those that a failed capture or proof warned of, or that cost no speed; the others
 # are worth a warning.
@@ -240,7 +243,7 @@ class GraphStats:
         self.eager[reason] += 1
         if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
             self._eager_sizes[size] += 1
-        for listener in (*eager_listeners,):
+        for listener in (*_eager_listeners,):
             listener(self.name, reason, detail)
         smaller = reason is Reason.BATCH_TOO_LARGE and (size or 0) < max(self._eager_sizes, default=0)
         learns = reason in _EXPECTED or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)  # by this very call
@@ -345,7 +348,7 @@ class GraphReport:
         """
         if Path(path).suffix.lower() in (".json", ".txt", ".csv", ".pdf", ".png"):
             raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
-        Path(path).write_text(report_pages[-1](self), encoding="utf-8")
+        Path(path).write_text(extras.installed.report_page(self), encoding="utf-8")
 
     def graphs(self) -> list[GraphCounters]:
         """Return the counters of each graph, by mode and size."""
@@ -531,5 +534,5 @@ def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], Non
     """
     if not callable(callback):
         raise ConfigError(f"on_eager was given {callback!r}; expected a function of (name, reason, detail).")
-    eager_listeners.append(callback)
-    return lambda: eager_listeners.remove(callback)
+    _eager_listeners.append(callback)
+    return lambda: _eager_listeners.remove(callback)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
 from simplegraph.program.breaks.step import BreakTrace, ResultChanged
-from simplegraph.program.host_modes import HostArguments
+from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
+
+if TYPE_CHECKING:
+    from simplegraph.program.host_modes import HostArguments
 
 logger = logging.getLogger("simplegraph")
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
@@ -48,7 +51,6 @@ class CaptureJob:
         name: names a tensor that the forward found somewhere, for messages; None if it cannot.
         part: of a training call, "forward" or "backward"; "" for a whole call.
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
-        ended: called when its recording is over.
         refused: why it cannot be captured, if a run showed that.
         arguments: the CPU tensors that the forward is passed, where the graph is of another device.
     """
@@ -63,7 +65,6 @@ class CaptureJob:
     exact: bool = False
     part: str = ""
     follows: Key | None = None
-    ended: Callable[[], object] = bool
     refused: HostError | None = None
     arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
 
@@ -133,6 +134,8 @@ class CapturedGraph:
         operators: a hash of those that eager ran on as many rows as it has; None before it did.
         once: batch sizes of which one call equalled eager, of a graph whose capture noted what it did: at the next one
             eager has the note, and does that no more. None if it noted nothing.
+        freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
+            before its first proof: a graph that was replayed keeps what it keeps.
     """
 
     mode: CudaGraphMode
@@ -145,6 +148,7 @@ class CapturedGraph:
     tries: int = 0
     operators: int | None = None
     once: set[int] | None = None
+    freed: Callable[[], str | None] = lambda: None
 
     def unproven(self, rows: int) -> bool:
         """True if the next call of so many rows is to be compared with eager."""
@@ -211,6 +215,7 @@ class ProgramTable:
         accounted: the memory that the last captures were seen to read, and that was kept alive then.
         traces: what warmups learnt of breaks, by key.
         unowned: addresses that graphs touch and that are in no tensor's memory.
+        probes: of extras; they look on at every run and capture.
     """
 
     config: CudaGraphConfig
@@ -227,6 +232,7 @@ class ProgramTable:
     accounted: list[KnownMemory] = dataclasses.field(default_factory=list)
     unowned: set[int] = dataclasses.field(default_factory=set)
     traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
+    probes: list[Probe] = dataclasses.field(default_factory=list)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
 

@@ -21,37 +21,35 @@ from torch import Tensor
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.failures import BREAK
 from simplegraph.base.reasons import explain_command
+from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, CaptureJob, Key, ProgramTable, on_all_ranks
+from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
+from simplegraph.program.probes import Probe
 
 logger = logging.getLogger("simplegraph")
 
 
-def inspect_graphs(
-    table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor], summary: CaptureSummary
-) -> CaptureSummary:
-    """Read what captured graphs touch, and drop those that touch memory which was given back; return what is left.
+class Inspection(Probe):
+    """Reads what captured graphs touch, and drops those that touch memory which was given back."""
 
-    Args:
-        table: of the graphs.
-        jobs: what was captured, largest first.
-        read: tensors that the forward was seen to read, which are kept alive.
-        summary: of the capture.
-    """
-    started = time.perf_counter()
-    with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
-        refused = _inspect(table, jobs, read)
-        if refused is None:
-            return summary  # alike on all ranks
-        dropped = on_all_ranks(table, "inspecting", jobs, refused)
-        failed = {job: dropped[job.label] for job in jobs if job.label in dropped}
-        table.forget(failed)
-    table.add_failures(failed, OTHERS_TOO)
-    parts = {**summary.parts, "inventory": time.perf_counter() - started}
-    captured = summary.captured - len(failed)
-    return dataclasses.replace(summary, captured=captured, failed={**summary.failed, **dropped}, parts=parts)
+    def inspect(self, capture: GraphCapture, summary: CaptureSummary) -> CaptureSummary:
+        """Inspect the largest graph and the smallest, and others if these read what was given back."""
+        table, jobs, started = capture.table, capture.jobs, time.perf_counter()
+        read = list(next((run.owned() for run in reversed(capture.runs) if run.recorded), ()))
+        with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
+            refused = _inspect(table, jobs, read)
+            if refused is None:
+                return summary  # alike on all ranks
+            dropped = on_all_ranks(table, "inspecting", jobs, refused)
+            failed = {job: dropped[job.label] for job in jobs if job.label in dropped}
+            table.forget(failed)
+        table.add_failures(failed, OTHERS_TOO)
+        parts = {**summary.parts, "inventory": time.perf_counter() - started}
+        captured = summary.captured - len(failed)
+        return dataclasses.replace(summary, captured=captured, failed={**summary.failed, **dropped}, parts=parts)
 
 
 def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor]) -> dict[str, CaptureError] | None:
@@ -69,10 +67,12 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     ends = {job.key: job for job in (*captured[:1], *captured[-1:])}
     known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)]
     found: dict[str, Inventory] = {}
+    for job in captured:
+        table.graphs[job.key].freed = functools.partial(_freed_since, weakref.ref(table), job.key)
     for job in ends.values():
         graph = table.graphs[job.key]
         kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
-        graph.counters.inventory = inventory = table.device.inventory(table.pool, graph.program.segments, kept)
+        graph.counters.inventory = inventory = take_inventory(table.device, table.pool, graph.program.segments, kept)
         if inventory is None:
             return None
         found[job.label] = inventory
@@ -102,9 +102,9 @@ def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
     """
     table = table_ref()
     graph = None if table is None else table.graphs.get(key)
-    if table is None or graph is None or graph.counters.inventory is not None:
+    if graph is None or graph.counters.inventory is not None:
         return
-    if (freed := freed_since(table, graph)) is not None:
+    if (freed := _freed_since(table_ref, key)) is not None:
         graph.counters.inventory = None  # so that the next replay is refused, too
         raise StaleGraphError(
             f"{graph.counters.label} cannot be replayed: {freed}, and a replay would find there whatever came next. "
@@ -112,14 +112,13 @@ def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
         )
 
 
-def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
-    """Say which kernel touches memory that was given back since a graph's capture; None if none is known to.
-
-    Only before its first proof, or if it was not read yet: a graph that was replayed keeps what it keeps.
-    """
-    if graph.counters.proof and graph.counters.inventory is not None:
+def _freed_since(table_ref: weakref.ref[ProgramTable], key: Key) -> str | None:
+    """Say which kernel touches memory that was given back since a graph's capture; see `CapturedGraph.freed`."""
+    table = table_ref()
+    graph = None if table is None else table.graphs.get(key)
+    if table is None or graph is None or (graph.counters.proof and graph.counters.inventory is not None):
         return None
-    found = table.device.inventory(table.pool, graph.program.segments, ())
+    found = take_inventory(table.device, table.pool, graph.program.segments, ())
     if found is None:
         return None
     freed = _freed(found)

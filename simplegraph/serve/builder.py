@@ -22,7 +22,7 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call, is_copied
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, drawn_generators, held_generators, invoke_watched, rehearsal
+from simplegraph.call.memory import MemoryInUse, Rehearsals, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan, make_plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
@@ -31,14 +31,15 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey, device_of_state
-from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.escapes import KEPT_REMEDY, kept_by
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.session import KEPT_REMEDY, kept_by
+from simplegraph.program.probes import Probe, Run
 
 logger = logging.getLogger("simplegraph")
 
@@ -65,6 +66,7 @@ class GraphBuilder:
         ran_on: the GPU that the latest eager run without a tensor there moved its inputs to, where no weight is on one;
             None if it did not.
         unsettled: settings that each of the latest eager runs changed.
+        probes: further ones, of captures.
     """
 
     manager: CudaGraphManager
@@ -74,6 +76,7 @@ class GraphBuilder:
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
     ran_on: torch.device | None = None
     unsettled: list[str] = dataclasses.field(default_factory=list)
+    probes: Sequence[Probe] = ()
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
@@ -331,47 +334,40 @@ class GraphBuilder:
             *(call.module, manager.device, manager.pool, counted, inputs.storages),
             sizes=[*(job.rows for job in jobs), call.padded // 2, call.padded // 2 + 1],  # of `_observe_second_size`
         )
-        observers: list[MemoryObserver] = []
+        observation = Observation(manager.table)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
         retry = not lazy or not own_size or bool(manager.table.constants.notes)
-        capture = manager.new_capture(
-            jobs,
-            lazy=lazy or following,
-            retry=retry,
-            rehearsing=functools.partial(rehearsal, self.seen, manager.table, call, observers),
-            state=state,
-            observers=observers,
-        )
+        rehearsals = Rehearsals(self.seen, manager.table, call, observation.observers)
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
         num_warmups = manager.config.num_warmups
 
-        def warmed_up() -> None:
+        def before_captures() -> None:
             if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
                 # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
                 if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
-                    self._check_devices(call, jobs[0].arguments, capture.observers)
-                self._observe_second_size(call, inputs, capture)
-                if num_warmups > 1:
-                    capture.rehearse_warmups(num_warmups, already=int(not watched))
+                    self._check_devices(call, jobs[0].arguments, observation.observers)
+                self._observe_second_size(call, inputs, rehearsals, state)
 
+        probes = [rehearsals, observation, state, _BeforeCaptures(before_captures), *self.probes]
+        capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
         # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
         # noted. No other thread draws before that.
         with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
-            afterwards.callback(self.note_seen, call, inputs, capture)
+            afterwards.callback(self.note_seen, call, inputs, observation)
             try:
-                summary = capture.run(0 if lazy or watched else 1, warmed_up)
+                summary = capture.run(0 if lazy or watched else 1, 0 if lazy or num_warmups < 2 else num_warmups)
                 _check_settings(call)
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
         if jobs and jobs[0].arguments is not None:  # all of them follow the same
             self._learn_hosts(call, jobs[0].arguments)
-        self._note_made(call, jobs, capture)
-        unknown = call.never_compared() if any(observer.unseen for observer in capture.observers) else []
+        self._note_made(call, jobs, observation)
+        unknown = call.never_compared() if any(observer.unseen for observer in observation.observers) else []
         if kept:
             why = kept_by(kept), KEPT_REMEDY
         elif unknown:
@@ -397,24 +393,24 @@ class GraphBuilder:
             names = ", ".join(sorted({*arguments.moved, *arguments.read}))
             raise CannotBind(Reason.WRONG_DEVICE, f"{names} on the CPU")
 
-    def _note_made(self, call: Call, jobs: Sequence[CaptureJob], capture: GraphCapture) -> None:
+    def _note_made(self, call: Call, jobs: Sequence[CaptureJob], observation: Observation) -> None:
         """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
         table = self.manager.table
         programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
         outputs = (
             (at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if issubclass(type(leaf), Tensor)
         )
-        call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in capture.observers)}
+        call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in observation.observers)}
 
-    def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
+    def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
         """Take note of what runs were seen to read and write, beside these buffers of their own."""
-        for observer in capture.observers:
+        for observer in observation.observers:
             call.binding.note_written(observer, inputs.memory)
             call.binding.learn_numbers(self.manager.table, observer.numbers)
         host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
         own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
-        self.keep_external(call, capture.observers, own)
-        self.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
+        self.keep_external(call, observation.observers, own)
+        self.seen.read.values |= {place: tensor for place, tensor in observation.reads.items() if place[0] not in own}
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
@@ -435,7 +431,7 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
@@ -451,15 +447,16 @@ class GraphBuilder:
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.copied_part(call.padded, other, reference=True))
         args, kwargs = call.spec.unflatten(leaves)
-        with capture.rehearsing() as before_write:
+        run = Run(rows=other, rehearsed=True)
+        with rehearsals.around(run):
             try:
                 result, observer, trace = self._run_on_capture_stream(
-                    call, args, kwargs, rows=other, before_write=before_write
+                    call, args, kwargs, rows=other, before_write=run.before_write
                 )
             except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
                 logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
                 return
-        capture.state.release([observer])
+        state.release([observer])
         binding.learn_outputs(other, *flatten(result))
         binding.learn_numbers(self.manager.table, observer.numbers)
         self.reader.learn(other, leaves, call.spec)
@@ -517,6 +514,18 @@ class GraphBuilder:
             return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 
         return run
+
+
+@dataclasses.dataclass(eq=False)
+class _BeforeCaptures(Probe):
+    """Calls a function once all real runs are over, and Python's state is remembered."""
+
+    function: Callable[[], object]
+
+    def before_captures(self, *, again: bool = False) -> None:
+        """Call it, but for a second try."""
+        if not again:
+            self.function()
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
-from simplegraph.manager.touched import freed_since
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import NEAR, Snapshot
 
@@ -93,7 +92,7 @@ class _CallProof:
                 f"unknown memory that {self._label} writes",
                 learn_writes(self._owner, self._call, proof, observer, memory),
             )
-            gone = freed_since(self._table, plan.graph)
+            gone = plan.graph.freed()
             if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
                 unknown, found, freed = False, gone, True  # it may not be replayed at all
             elif not unknown:

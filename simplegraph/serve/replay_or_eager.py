@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
+from simplegraph.base import extras
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode, check_settings
 from simplegraph.base.context import CALLS, CallContext, bypassed, described_batch
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
-from simplegraph.base.extras import Sleeps, length_servers, runner_kinds, touch_displays
+from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
@@ -210,7 +211,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
         lines = tuple(line for each in kept if each is not None for line in each.lines())
-        touched = touch_displays[-1](modules, self.graph_manager) if pointers else ()
+        touched = extras.installed.touched_lines(modules, self.graph_manager) if pointers else ()
         return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
 
     @property
@@ -263,7 +264,7 @@ class GraphRunner:
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
-        self.lengths = next(filter(None, (find(config) for find in length_servers)), None)
+        self.lengths = extras.installed.lengths(config)
         self._known = KnownCalls(config)
         self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None
 
@@ -656,5 +657,5 @@ def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
 def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
     """Make the runner that the settings ask for."""
     known = config.from_env()
-    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
+    kind = extras.installed.runner_kind(known) or GraphRunner
     return kind(config, pool, ranks)

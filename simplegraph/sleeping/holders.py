@@ -14,6 +14,7 @@ from simplegraph.base.errors import InputError
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
+from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import readable
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
 from simplegraph.guard.survey import held_tensors
@@ -163,7 +164,7 @@ def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
         ]
         for graph in table.graphs.values():
             if graph.program not in _TOUCHED:
-                found = table.device.inventory(table.pool, graph.program.segments, known)
+                found = take_inventory(table.device, table.pool, graph.program.segments, known)
                 _TOUCHED[graph.program] = () if found is None else tuple(_foreign(found))
             kept += [f"{holder.name}: {line}" for line in _TOUCHED[graph.program]]
     return list(dict.fromkeys(kept))

@@ -18,10 +18,11 @@ from simplegraph.call.call import Binding, Call
 from simplegraph.call.inputs import InputSet
 from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
-from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.observation import Observation
 from simplegraph.manager.stats import where_failed
 from simplegraph.manager.table import CaptureJob
+from simplegraph.program.probes import Probe, RecordedRun
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.training.gradients import replicas_refused, set_up_backwards
 from simplegraph.training.notes import BackwardNotes, HookWatch
@@ -133,12 +134,13 @@ class PairBuilder(GraphBuilder):
         invoke = functools.partial(invoke_watched, call, self.reader)
         recording = self._recording = Recording(call, invoke, leaves, inputs, self.notes(call), state_key)
         jobs = recording.jobs(key, held_generators(call))
+        self.probes = [_TapeEnd(recording)]
         set_up_backwards(device)
         try:
             failed = self.build(call, inputs, jobs, lazy=True).failed
         finally:
             recording.tape.outputs.clear()
-            self._recording = None
+            self._recording, self.probes = None, ()
         if not failed and (cause := self._foreign_output(jobs, inputs)):
             failed = table.refuse(jobs[:1], cause, "Return a clone.")
         if failed:
@@ -150,12 +152,12 @@ class PairBuilder(GraphBuilder):
         self.leaves, around = leaves, (table, inputs, self.state, self.seen.guards(call))
         return PairPlan(call, *around, jobs, recording, self._read, self.last)
 
-    def note_seen(self, call: Call, inputs: InputSet, capture: GraphCapture, buffers: Iterable[Tensor] = ()) -> None:
+    def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
         """Take note of what runs were seen to read and write, and of what backwards read."""
         if self._recording is not None:
             buffers = [buffer for buffer in self._recording.gradients if buffer is not None]
-        super().note_seen(call, inputs, capture, buffers)
-        self._read = {key for observer in capture.observers[1:] for key in observer.external}
+        super().note_seen(call, inputs, observation, buffers)
+        self._read = {key for observer in observation.observers[1:] for key in observer.external}
 
     def _foreign_output(self, jobs: Sequence[CaptureJob], inputs: InputSet) -> str:
         """Describe an output in memory that the graph does not write: a copy would not be what eager returns."""
@@ -168,3 +170,15 @@ class PairBuilder(GraphBuilder):
         if found is None:
             return ""
         return f"an output of shape {tuple(found.shape)} is memory of the module, or a view of it"
+
+
+@dataclasses.dataclass(eq=False)
+class _TapeEnd(Probe):
+    """Lets go of a forward's outputs once the last backward is recorded: no recording may use their memory before."""
+
+    recording: Recording
+
+    def after_recording(self, recorded: RecordedRun) -> None:
+        """Let go of them after the last backward."""
+        if recorded.run.key == self.recording.last:
+            self.recording.tape.outputs.clear()

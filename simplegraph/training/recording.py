@@ -250,6 +250,7 @@ class Recording:
         notes: what eager backwards showed; held: all tensors of the module that may want gradients.
         backwards: for each, the numbers of the outputs that it takes gradients of, and of the leaves that get some.
         gradients: buffers for the gradients of outputs.
+        last: the key of the backward that is captured last.
         retains: the first backward leaves what it reads.
     """
 
@@ -273,6 +274,7 @@ class Recording:
         # Not in the pool: they are filled between the two graphs.
         self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
         self.backwards: list[tuple[frozenset[int], list[int]]] = []
+        self.last: Hashable = None
         # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
@@ -290,7 +292,7 @@ class Recording:
         }
         if not alone:
             runs["backward, of all outputs"] = functools.partial(self._backward, everything, last=True)
-        last = list(runs)[-1]
+        self.last = key, list(runs)[-1]
         return [
             CaptureJob(
                 (key, part),
@@ -301,7 +303,6 @@ class Recording:
                 self._leaves.name_of,
                 part=part,
                 follows=None if part == "forward" else (key, "forward"),
-                ended=self.tape.outputs.clear if part == last else bool,
                 refused=call.binding.refused,
                 arguments=self._host_arguments,
             )

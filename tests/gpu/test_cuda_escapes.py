@@ -19,7 +19,8 @@ from simplegraph.base.errors import CaptureError, EmulatorError
 from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.emulator.device import emulator
 from simplegraph.device.protocol import GraphPool
-from simplegraph.program.session import CaptureSession, PythonState
+from simplegraph.program.escapes import PythonState
+from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture
 from tests.gpu.modules import captured, mlp
 
@@ -107,13 +108,13 @@ def test_a_kept_tensor_is_refused_by_name_and_nothing_else_is_alive_in_the_pool(
     with CaptureSession(cuda, pool, thorough=True) as session:
         before = session.capture(lambda: x + 1, label="batch size 8")
         with pytest.raises(CaptureError, match="a place that the code does not lead to") as error:
-            session.capture(run, label="batch size 4")
+            session.capture(run, label="batch size 4", probes=[PythonState()])
         assert "undefined" in str(error.value)  # nothing is deleted from places whose former content is not known
         forget()
         state = PythonState([run])
-        state.remember()
+        state.before_captures()
         with pytest.raises(CaptureError, match="exists only inside the graph") as error:
-            session.capture(run, label="batch size 4", state=state)
+            session.capture(run, label="batch size 4", probes=[state])
         assert name in str(error.value)
         assert "undefined" not in str(error.value)
         del error
@@ -157,7 +158,7 @@ def test_a_librarys_workspace_that_begins_in_a_capture_is_no_escape(cuda: CudaDe
     a @ a  # the handle itself cannot be made in a capture
     torch._C._cuda_clearCublasWorkspaces()
     with CaptureSession(cuda, pool, thorough=True) as session:
-        programs = [session.capture(lambda: a @ a, label="batch size 2") for _ in range(3)]
+        programs = [session.capture(lambda: a @ a, label="batch size 2", probes=[PythonState()]) for _ in range(3)]
     for program in programs:
         program.replay()
         torch.testing.assert_close(program.result(), a @ a)
@@ -170,7 +171,7 @@ def test_a_librarys_workspace_that_begins_in_a_capture_is_no_escape(cuda: CudaDe
 def test_random_numbers_and_empty_segments_leave_nothing_alive(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     with CaptureSession(cuda, pool, thorough=True) as session:
         for run in (lambda: x + torch.rand_like(x), lambda: nn.functional.dropout(x), lambda: x, lambda: x.view(2, 4)):
-            session.capture(run, label="batch size 8")
+            session.capture(run, label="batch size 8", probes=[PythonState()])
             assert cuda.left_alive(pool) == set()
 
 
@@ -181,7 +182,7 @@ class Cyclic:
 
 def test_a_cycle_is_no_escape(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     with CaptureSession(cuda, pool, thorough=False) as session:
-        program = session.capture(lambda: Cyclic(x * 2).y + 1, label="batch size 8")
+        program = session.capture(lambda: Cyclic(x * 2).y + 1, label="batch size 8", probes=[PythonState()])
     program.replay()
     torch.testing.assert_close(program.result(), x * 2 + 1)
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import CaptureError
 from simplegraph.device.select import graph_device
-from simplegraph.program import session
+from simplegraph.program import escapes
+from simplegraph.program.escapes import PythonState
 from simplegraph.program.program import Program
-from simplegraph.program.session import CaptureSession, PythonState
+from simplegraph.program.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -196,8 +197,8 @@ def capture(run: Callable[[], Any]) -> Program:
     graphs = graph_device("cuda" if torch.cuda.is_available() else "cpu")
     with CaptureSession(graphs, graphs.new_pool(), thorough=False) as session:
         state = PythonState([run])
-        state.remember()
-        return session.capture(run, label="batch size 4", state=state)
+        state.before_captures()
+        return session.capture(run, label="batch size 4", probes=[state])
 
 
 @pytest.mark.parametrize(("keep", "name", "gone"), KEEPERS, ids=[keeper[0].__name__ for keeper in KEEPERS])
@@ -241,7 +242,7 @@ def test_a_tensor_that_another_thread_holds_for_a_moment_does_not_escape(
         asked.set()
         told.wait(10)
 
-    monkeypatch.setattr(session, "time", types.SimpleNamespace(sleep=moment, perf_counter=time.perf_counter))
+    monkeypatch.setattr(escapes, "time", types.SimpleNamespace(sleep=moment, perf_counter=time.perf_counter))
     threads = []
 
     def run() -> Tensor:

@@ -16,7 +16,6 @@ from torch._subclasses import FakeTensorMode
 import simplegraph as sg
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
-from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.emulator.memory import EmulatorSegment
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
@@ -48,11 +47,11 @@ def tell(monkeypatch: pytest.MonkeyPatch, found: Callable[[int], list[Touch]]) -
     """Let the device tell this of the first inventory asked for, the second, ...; return the counts of known memory."""
     asked: list[int] = []
 
-    def inventory(self: Any, pool: Any, segments: Any, known: Any, *, every: bool = False) -> Inventory:
+    def inventory(device: Any, pool: Any, segments: Any, known: Any, *, every: bool = False) -> Inventory:
         asked.append(len(known))
         return Inventory(3, found(len(asked)), seconds=1.0)
 
-    monkeypatch.setattr(EmulatorDevice, "inventory", inventory)
+    monkeypatch.setattr(touched, "take_inventory", inventory)
     return asked
 
 

@@ -1,4 +1,4 @@
-"""What extras register with the core: contexts around captures, Python state that is part of the key."""
+"""What the core asks of extras: probes of runs and captures, Python state that is part of the key."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base import extras
+from simplegraph.base.extras import StateKey
+from simplegraph.integrations import LateExtras
+from simplegraph.program.probes import Probe, Run
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
 
 
-def test_a_context_tells_captures_and_the_runs_they_are_compared_with_from_other_runs(
+def test_a_probe_tells_captures_and_the_runs_they_are_compared_with_from_other_runs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it a library could not have a capture go the way that eager goes."""
     entered: list[tuple[bool, int]] = []
 
-    @contextlib.contextmanager
-    def answering(notes: dict[str, int], as_captured: bool) -> Iterator[None]:
-        entered.append((as_captured, notes.get("runs", 0)))
-        yield
-        if not as_captured:
-            notes["runs"] = notes.get("runs", 0) + 1
+    class Answering(Probe):
+        def __init__(self, notes: dict[str, int]) -> None:
+            self.notes = notes
 
-    monkeypatch.setattr(extras, "capture_contexts", [*extras.capture_contexts, answering])
+        @contextlib.contextmanager
+        def around(self, run: Run) -> Iterator[None]:
+            entered.append((run.as_recorded, self.notes.get("runs", 0)))
+            yield
+            if not run.as_recorded:
+                self.notes["runs"] = self.notes.get("runs", 0) + 1
+
+    class Extras(LateExtras):
+        def probes(self, notes: dict[str, int]) -> list[Probe]:
+            return [*super().probes(notes), Answering(notes)]
+
+    monkeypatch.setattr(extras, "installed", Extras())
     model = sg.wrap(nn.Linear(3, 3).to(device).eval(), capture_sizes=[2], progress=False)
     for _ in range(4):
         x = torch.randn(2, 3, device=device)
@@ -47,9 +58,12 @@ class Scaled(nn.Module):
 
 def test_state_that_extras_read_is_part_of_the_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would use the old value for ever."""
-    names: list[Any] = ["first", "second"]
-    finds = [lambda module, name=name: lambda called: getattr(called, name) for name in names]
-    monkeypatch.setattr(extras, "state_keys", [*extras.state_keys, *finds])
+
+    class Extras(LateExtras):
+        def state_key(self, module: Any) -> StateKey | None:
+            return lambda called: (called.first, called.second)
+
+    monkeypatch.setattr(extras, "installed", Extras())
     model = sg.wrap(Scaled().to(device).eval(), capture_sizes=[2], progress=False)
     for first, second in ((1.0, 1.0), (3.0, 1.0), (1.0, 5.0), (1.0, 1.0)) * 2:
         model.first, model.second = first, second

@@ -18,6 +18,7 @@ import simplegraph as sg
 from simplegraph import Reason
 from simplegraph.device import memory
 from simplegraph.device.emulator.device import emulator
+from simplegraph.program.probes import Run
 from simplegraph.program.session import CaptureSession
 from tests.module.answers import reasons
 
@@ -183,9 +184,9 @@ def test_sizes_whose_kernels_read_a_table_are_captured_once(monkeypatch: pytest.
     """A warmup that did not see what Triton's kernels read had every size captured a second time, and observed."""
     module, labels, capture = Remembers(stand_in_triton(monkeypatch)).eval(), [], CaptureSession.capture
 
-    def counted(session: CaptureSession, *args: Any, label: str, **kwargs: Any) -> Any:
-        labels.append(label)
-        return capture(session, *args, label=label, **kwargs)
+    def counted(session: CaptureSession, *args: Any, about: Run, **kwargs: Any) -> Any:
+        labels.append(about.label)
+        return capture(session, *args, about=about, **kwargs)
 
     monkeypatch.setattr(CaptureSession, "capture", counted)
     model = sg.wrap(module, capture_sizes=[1, 2, 4, 8], batch_dims={"x": 0}, progress=False)

@@ -227,8 +227,8 @@ MUTANTS = [
     Mutant(
         "runs beside the calls leave their effects",
         "call/memory.py",
-        "    with Undo(saved, drawn_generators(call, table.device.torch_device), budget=budget) as undo:\n",
-        "    with Undo(None, (), budget=0) as undo:\n",
+        "        with Undo(saved, drawn_generators(self.call, device.torch_device), budget=budget) as undo:\n",
+        "        with Undo(None, (), budget=0) as undo:\n",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
     ),
     Mutant(
@@ -246,10 +246,24 @@ MUTANTS = [
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
     ),
     Mutant(
+        "probes undo in the order of their list",
+        "program/probes.py",
+        "        for probe in probes:\n            stack.callback(probe.undo, what, runs)\n",
+        "        for probe in reversed(probes):\n            stack.callback(probe.undo, what, runs)\n",
+        ("tests/manager/test_probes.py",),
+    ),
+    Mutant(
+        "what one size did that no capture may come to is not looked for in others",
+        "manager/observation.py",
+        "                self.distrusts = True\n",
+        "                pass\n",
+        ("tests/module/test_unseen_kernels.py",),
+    ),
+    Mutant(
         "tensors that a capture leaves in Python are not looked for",
-        "program/session.py",
-        "refuse_escapes(self.device, self.pool, label, own=own, state=state, observed=observed)",
-        "pass",
+        "program/escapes.py",
+        "if not recorded.searched:",
+        "if recorded.searched:",
         ESCAPES,
     ),
     Mutant(
@@ -627,15 +641,15 @@ MUTANTS = [
     Mutant(
         "what a rehearsal writes outside of the module stays",
         "serve/builder.py",
-        "rows=other, before_write=before_write\n",
+        "rows=other, before_write=run.before_write\n",
         "rows=other\n",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
         "what the warmup of a second try writes outside of the module stays",
         "manager/capture.py",
-        "if self._warm_up(job, self.rehearsing):",
-        "if self._warm_up(job):",
+        "if self._warm_up(job, rehearsed=True):",
+        "if self._warm_up(job, rehearsed=False):",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
@@ -676,7 +690,7 @@ MUTANTS = [
     Mutant(
         "what a second try changed stays where its forward is refused",
         "manager/capture.py",
-        "if again or self.state.refuses:",
+        "if again or any(probe.refuses for probe in self.probes):",
         "if again:",
         ESCAPES,
     ),

@@ -19,7 +19,7 @@ import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.select import graph_device
-from simplegraph.sleeping import regions
+from simplegraph.sleeping import holders, regions
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -275,11 +275,11 @@ def test_what_the_driver_says_of_unknown_memory_is_named_with_its_kernel(
     model, x, wanted = captured(device)
     known: list[KnownMemory] = []
 
-    def inventory(self: object, pool: object, segments: object, accounted: Any, **options: object) -> Inventory:
+    def inventory(device: object, pool: object, segments: object, accounted: Any, **options: object) -> Inventory:
         known.extend(accounted)
         return Inventory(touches=[Touch("scale", 0x7F0000000480, 0, kind, "", certain=True)])
 
-    monkeypatch.setattr(EmulatorDevice, "inventory", inventory)
+    monkeypatch.setattr(holders, "take_inventory", inventory)
     with pytest.raises(sg.ConfigError, match=rf"{kind.value}, read by the kernel scale"):
         model.sleep(foreign="refuse")
     assert same(answers(model, x), wanted)

@@ -104,9 +104,6 @@ class MetaDevice:
     def left_alive(self, pool: GraphPool) -> set[int]:
         return set()
 
-    def inventory(self, pool: GraphPool, segments: Any, known: Any, *, every: bool = False) -> None:
-        return None
-
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         return tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
@@ -21,7 +22,10 @@ PACKAGE = f"{ROOT / 'simplegraph'}/"
 
 
 class Trace:
-    """Notes the package's functions that are called while it is entered, comprehensions and lambdas apart."""
+    """Notes the package's functions that are called while it is entered.
+
+    Comprehensions, lambdas and the bodies of classes, which run where their file is first imported, are not counted.
+    """
 
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
@@ -30,6 +34,8 @@ class Trace:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(PACKAGE) or code.co_name.startswith("<"):
+            return
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
             return
         self.functions.add(code)
         caller = frame.f_back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -15,17 +14,14 @@ from torch import Tensor
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.extras import graph_pool_id, wait_before_captures
-from simplegraph.device.cuda import allocator, forks
+from simplegraph.device.cuda import forks
 from simplegraph.device.cuda.allocator import Allocations, owned_addresses, segments
-from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
+from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, new_stream, unjoined_operations
 from simplegraph.device.cuda.graph import CudaPool, CudaSegment, OwnedGraph, graveyard
-from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
-from simplegraph.device.kernels import launched_by_torch
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, Inventory, KnownMemory, order_draws
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, order_draws
 
 logger = logging.getLogger("simplegraph")
 
-_MOST_FORMER = 1 << 11  # ranges; each costs every inventory half a microsecond
 _MOST_RELEASED = 32 << 20  # bytes of released pools that may stay with the allocator
 
 
@@ -53,6 +49,10 @@ class CudaDevice:
 
     Captures use ``thread_local`` error mode, so that other threads may go on using the device, and one
     stream for the whole process: cuBLAS workspaces and allocator blocks belong to a stream.
+
+    Attributes:
+        allocations: which memory of the allocator is a library's.
+        former: ranges that the allocator had when an inventory asked.
     """
 
     emulated = False
@@ -70,8 +70,8 @@ class CudaDevice:
         self._stream = _own_stream(self.torch_device)
         self._lasting = {0, self._stream.cuda_stream}  # raw handles of streams that are never destroyed
         self.drawing_stream = 0
-        self._allocations = Allocations(self.torch_device)
-        self._former: set[tuple[int, int]] = set()  # ranges that the allocator had when it was asked
+        self.allocations = Allocations(self.torch_device)
+        self.former: set[tuple[int, int]] = set()
         self._released = 0  # bytes of pools that the allocator may still hold
         self._thread = threading.local()
         # On the path of every replay, so without a Python frame of their own.
@@ -115,7 +115,7 @@ class CudaDevice:
         pool.handle.anchors.clear()  # each ends with the last tensor that was borrowed from its pool
 
     def keep_workspaces(self) -> None:
-        self._allocations.keep_workspaces(self.dtype)
+        self.allocations.keep_workspaces(self.dtype)
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class CudaDevice:
                 caller.wait_stream(self._stream)
 
     def own_allocations(self) -> contextlib.AbstractContextManager[None]:
-        return self._allocations.in_captures()
+        return self.allocations.in_captures()
 
     def wait_for(self, stream: int) -> None:
         current = torch.cuda.current_stream(self.torch_device)
@@ -258,25 +258,6 @@ class CudaDevice:
         if not (_CAN_COMPARE and torch._C._cuda_checkPoolLiveAllocations(self.index, handle.id, handle.owned)):
             handle.owned = owned_addresses(handle.id)
         return handle.owned
-
-    def inventory(
-        self, pool: GraphPool, segments: Sequence[CudaSegment], known: Sequence[KnownMemory], *, every: bool = False
-    ) -> Inventory:
-        driver = cuda_driver()
-
-        def places() -> Places:
-            present = [each for each in allocator.segments() if each["device"] == self.index]
-            own, others = pool.handle.anchors, self._allocations.workspaces
-            found = Places(present, own, others, known, self._former, device_memory(driver))
-            self._former = found.present | (self._former if len(self._former) < _MOST_FORMER else set())
-            return found
-
-        try:
-            with torch.cuda.device(self.torch_device):
-                graphs = [each.raw_graph for each in segments]
-                return read_inventory(driver, graphs, places, every=every, plain=launched_by_torch)
-        except Exception as error:  # a report is not worth a capture
-            return Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry

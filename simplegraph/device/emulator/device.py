@@ -27,7 +27,7 @@ from simplegraph.device.emulator.memory import (
 )
 from simplegraph.device.emulator.recording import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
-from simplegraph.device.protocol import GraphPool, KnownMemory
+from simplegraph.device.protocol import GraphPool
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
@@ -235,11 +235,6 @@ class EmulatorDevice:
         recording = self._thread.recording
         begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
         return begun | {memory.address for memory in arena.of_group(reusable=False)}
-
-    def inventory(
-        self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
-    ) -> None:
-        """Return None: a replay here refuses memory that was freed by itself."""
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         memory = self._captured(tensor)

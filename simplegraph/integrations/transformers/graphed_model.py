@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin
@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.patches import subclass
 from simplegraph.base.reasons import Reason
+from simplegraph.integrations.handle import Handle
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
 from simplegraph.manager.stats import GraphReport, GraphStats
 
@@ -28,10 +29,9 @@ _TEXTS = {
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
 logger = logging.getLogger("simplegraph")
-HandleType = TypeVar("HandleType", bound="GraphedModel")
 
 
-class GraphedModel:
+class GraphedModel(Handle):
     """Handle of a model whose calls go through graphs: has its counters, and `remove` to undo it.
 
     As a context manager it calls `remove` at the end.
@@ -65,14 +65,14 @@ class GraphedModel:
         """Show the class of the model and what came of its calls."""
         return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
 
-    def reset(self) -> None:
-        """Drop the graphs and the memory that they read; later calls capture again."""
-        self._step.reset_graphs()
+    @property
+    def graphed(self) -> Iterable[Any]:
+        """The wrapped step of the model."""
+        return (self._step,)
 
-    def remove(self) -> None:
-        """Restore the model's own methods and drop the graphs; a second call does nothing."""
+    def put_back(self) -> None:
+        """Restore the model's own methods; a second call does nothing."""
         restore_methods(self.model, self)
-        self.reset()
 
     def give_way(self) -> None:
         """Remove these graphs for later ones of the same model, and say so in the log and in `report`."""
@@ -82,12 +82,6 @@ class GraphedModel:
             self.stats.name,
         )
         self.stats.name += ", replaced by later graphs"
-        self.remove()
-
-    def __enter__(self: HandleType) -> HandleType:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
 

@@ -1,0 +1,54 @@
+"""Take the inventory of captured graphs: ask the driver what they touch, where there is one."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from simplegraph.device.cuda import allocator
+from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.cuda.driver import cuda_driver
+from simplegraph.device.protocol import GraphDevice, GraphPool, Inventory, KnownMemory
+
+_MOST_FORMER = 1 << 11  # ranges; each costs every inventory half a microsecond
+
+
+def take_inventory(
+    device: GraphDevice, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
+) -> Inventory | None:
+    """Read what captured segments of a pool touch.
+
+    Args:
+        device: where they were captured.
+        pool: what they were captured into.
+        segments: captured, and not reset.
+        known: what their owner keeps alive.
+        every: list also what kernels touch that touch only memory which is accounted for.
+
+    Returns:
+        None where there is no driver that could tell: a replay of the emulator refuses freed memory by itself.
+    """
+    if not isinstance(device, CudaDevice):
+        return None
+    # Not loaded where there is no driver to ask.
+    from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
+    from simplegraph.device.kernels import launched_by_torch
+
+    driver, cuda = cuda_driver(), device
+
+    def places() -> Places:
+        present = [segment for segment in allocator.segments() if segment["device"] == cuda.index]
+        own, others = pool.handle.anchors, cuda.allocations.workspaces
+        found = Places(present, own, others, known, cuda.former, device_memory(driver))
+        cuda.former = found.present | (cuda.former if len(cuda.former) < _MOST_FORMER else set())
+        return found
+
+    try:
+        with torch.cuda.device(cuda.torch_device):
+            graphs = [segment.raw_graph for segment in segments]
+            return read_inventory(driver, graphs, places, every=every, plain=launched_by_torch)
+    except Exception as error:  # a report is not worth a capture
+        return Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))

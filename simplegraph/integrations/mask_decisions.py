@@ -1,0 +1,37 @@
+"""Has captures decide on masks as eager does, once transformers is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+from simplegraph.base.extras import Notes
+from simplegraph.program.probes import Probe, Run
+
+
+@dataclasses.dataclass(eq=False)
+class MaskDecisions(Probe):
+    """Counts decisions on masks in eager runs, and answers the questions before them in recordings.
+
+    Args:
+        notes: of a table: how many decisions the recordings after an eager run must make.
+    """
+
+    notes: Notes
+
+    @contextlib.contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Count decisions in an eager run that belongs to a graph; answer where a recording would be answered."""
+        if "transformers" not in sys.modules:
+            yield
+            return
+        from simplegraph.integrations.transformers.masks import answering, counting
+
+        counted = run.key is not None and not run.recorded
+        with (
+            counting(self.notes) if counted else contextlib.nullcontext(),
+            answering(self.notes) if run.as_recorded else contextlib.nullcontext(),
+        ):
+            yield

@@ -1,0 +1,178 @@
+"""What eager runs and recordings read and write: seen operator by operator, and served with constants."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.failures import capture_error
+from simplegraph.base.modes import autocast_cache
+from simplegraph.base.tensors import wait_collectives
+from simplegraph.manager.stats import CaptureSummary
+from simplegraph.manager.table import CaptureJob, Forward, Key, ProgramTable
+from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
+from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.escapes import PythonState
+from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
+from simplegraph.program.observe import MemoryObserver, observed_tensors
+from simplegraph.program.probes import Probe, RecordedRun, Run, around
+
+
+def run_observed(
+    table: ProgramTable,
+    run: Callable[[], Any],
+    key: Key | None = None,
+    *,
+    traced: bool = False,
+    rows: int = 0,
+    inputs: Collection[int] = (),
+    arguments: HostArguments | None = None,
+    before_write: Callable[[Tensor], object] = id,
+) -> tuple[Any, MemoryObserver, BreakTrace | None]:
+    """Run a forward eagerly, and note what it reads and writes.
+
+    Args:
+        table: of the graphs that it is a warmup of; it gets their constants.
+        run: the forward.
+        key: whose warmup it is, a graph's or that of several; None if it is none.
+        traced: note what its breaks return, too.
+        rows: its batch size, if known.
+        inputs: storage keys of its tensors.
+        arguments: the CPU tensors that it is passed, where it runs on another device.
+        before_write: see `MemoryObserver`.
+    """
+    about = Run(key=key, rows=rows, before_write=before_write)
+    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments)
+    with around(table.probes, about), watching as observer:
+        outputs = about.outputs = wait_collectives(run())
+    return outputs, observer, about.trace
+
+
+@contextlib.contextmanager
+def _eagerly(
+    table: ProgramTable,
+    run: Run,
+    *,
+    traced: bool,
+    inputs: Collection[int] = (),
+    arguments: HostArguments | None = None,
+) -> Iterator[MemoryObserver]:
+    """Observe an eager run, and keep the constants of a warmup; see `run_observed`."""
+    observer = MemoryObserver(rows=run.rows, before_write=run.before_write)
+    tracer = None
+    if traced:
+        from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
+
+        tracer = BreakTracer(breaking_operators(), observer, table.device.torch_device, inputs)
+    host = HostWarmup(table.device.torch_device, arguments)
+    following = contextlib.nullcontext() if run.key is None else host.following(observer)
+    # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
+    casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
+    # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
+    with casts, recording_breaks(tracer), following, observer:
+        yield observer
+    if run.key is not None:
+        table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host)
+    if tracer is not None:
+        run.trace = tracer.finish(run.outputs)
+
+
+@dataclasses.dataclass(eq=False)
+class Observation(Probe):
+    """Observes the runs and recordings of one capture.
+
+    Looking costs time, so where the largest and the smallest size read the same memory, the others are taken to do so
+    too.
+
+    Args:
+        table: of the graphs.
+
+    Attributes:
+        observers: of runs and recordings, in their order.
+        reads: CPU tensors from before whose values recordings took, by their place in memory.
+        distrusts: True if two sizes read other memory, or one did what no capture may come to.
+    """
+
+    table: ProgramTable
+    observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
+    reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    _host: HostCapture | None = None  # of the recording under way
+
+    def before_capture(self, run: Run) -> None:
+        """Refuse what a run before showed that no capture may come to."""
+        for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
+            raise capture_error(refused, run.label)
+        run.owned = functools.partial(observed_tensors, self.observers)
+
+    @contextlib.contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """See the operators of a run; constants that an eager one moved to the device are served to a recording."""
+        job: CaptureJob = run.job
+        if run.recorded:
+            with self._recorded(run, job):
+                yield
+            return
+        traced = job.mode is CudaGraphMode.PIECEWISE
+        with _eagerly(self.table, run, traced=traced, arguments=job.arguments) as observer:
+            yield
+        run.made = observer.made
+        self.observers.append(observer)
+
+    @contextlib.contextmanager
+    def _recorded(self, run: Run, job: CaptureJob) -> Iterator[None]:
+        constants, device = self.table.constants, self.table.device
+        host = self._host = HostCapture(device.torch_device, constants.copies(job.key), job.name, job.arguments)
+        observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
+        run.made = observer.made
+        followed = run.observed or constants.met_host or job.arguments
+        try:
+            with (
+                host.following(observer if run.observed else None) if followed else contextlib.nullcontext(),
+                observer if run.observed else contextlib.nullcontext(),
+            ):
+                yield
+        finally:
+            if observer.refused:  # what one size did that no capture may come to, others would do, too
+                self.observers.append(observer)
+                self.distrusts = True
+        host.check_refused()
+        self.observers += [observer] if run.observed else []
+        recorded = [observer for observer in self.observers if observer.captures]
+        # A warmup shows what the first one reads, where its recording was not observed.
+        seen = recorded if len(recorded) > 1 else [*self.observers[:1], *recorded]
+        self.distrusts = any(
+            observer.refused or observer.external.keys() != seen[0].external.keys() for observer in seen
+        )
+
+    def after_recording(self, recorded: RecordedRun) -> None:
+        """Let the program own the constants that it reads."""
+        if self._host is not None:
+            recorded.program.constants = list(self._host.served.values())
+            self.reads |= self._host.reads
+
+
+@dataclasses.dataclass(eq=False)
+class _EngineObservation(Observation):
+    """Observes the captures of an engine's forward, and keeps alive what the graphs read, in `kept_alive`."""
+
+    kept_alive: list[Tensor] = dataclasses.field(kw_only=True)
+
+    def inspect(self, capture: Any, summary: CaptureSummary) -> CaptureSummary:
+        """Own what the graphs read."""
+        read = (tensor for observer in self.observers for tensor in observer.external.values())
+        self.kept_alive += [tensor.detach() for tensor in read]
+        return summary
+
+
+def engine_probes(
+    table: ProgramTable, kept_alive: list[Tensor], forward: Forward, jobs: Sequence[CaptureJob]
+) -> list[Probe]:
+    """Make the probes of an engine's captures: operators are observed, and Python's state is put back."""
+    return [_EngineObservation(table, kept_alive=kept_alive), PythonState([forward], [job.rows for job in jobs])]

@@ -1,0 +1,218 @@
+"""Find what captures changed in Python's objects, and put it back.
+
+Tensors of a capture that Python keeps outside the graph, in a global, a closure, a cache, anywhere, are found and
+refused: a replay rewrites such memory, and until the first one it is undefined, so it means nothing to its keeper.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import math
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.errors import EscapeError
+from simplegraph.base.tensors import has_address, is_wrapper, parts
+from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
+from simplegraph.program.snapshot import DEPTH, Snapshot, in_memory, tensors_in
+
+_Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
+_GRACE = 20  # ms in which other threads may let go of a tensor
+_MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
+_NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
+
+
+class MakesMemory(Protocol):
+    """A run that tells which memory it made, such as a `Run` or an observer of one."""
+
+    @property
+    def made(self) -> Callable[[Tensor], bool]:
+        """Return a function that is true for a tensor in memory that the run made."""
+
+
+class PythonState(Probe):
+    """Remembers what captures may change in Python's objects: what code can reach.
+
+    Args:
+        roots: modules, functions and other objects that captures run.
+        sizes: numbers of rows that captures have, and runs beside them that are undone.
+
+    Attributes:
+        noted: True once notes were put back: a graph may do at every replay what eager does once.
+    """
+
+    def __init__(self, roots: Iterable[Any] = (), sizes: Iterable[int] = ()) -> None:
+        self._roots = list(roots)
+        self._sizes = tuple(sizes)
+        self.snapshot = Snapshot()
+        self.noted = self.collected = False  # collected: all garbage there was
+        self._earlier: PythonState | None = None  # before a second try
+
+    def before_captures(self, *, again: bool = False) -> None:
+        """Remember it as it is: what real runs changed stays."""
+        self.put_back_notes()  # of a run that was undone, if this was remembered before
+        self.snapshot = Snapshot(*self._roots, code=DEPTH)
+
+    def after_recording(self, recorded: RecordedRun) -> None:
+        """Refuse a capture that left tensors of its graph in Python objects, and put back what these held.
+
+        Memory that no tensor of Python owns belongs to a library, such as cuBLAS for its workspace.
+
+        Raises:
+            EscapeError: tensors were left.
+        """
+        if not recorded.searched:
+            return
+        device, pool, own = recorded.device, recorded.pool, recorded.held
+        if not device.left_alive(pool):
+            return
+        held = {_address(tensor) for tensor in (*_held_in(own), *recorded.run.owned())}
+        if not device.left_alive(pool) - held:
+            return
+        gc.collect(0)  # a cycle is no escape
+        kept = _tensors_at(device.left_alive(pool) - held)
+        if kept and not self.collected:  # once: it takes longer than twenty captures
+            self.collected = True
+            gc.collect()
+        # A thread of autograd lets go of its last gradient a moment after `backward` has returned.
+        for _ in range(_GRACE):
+            if not _living(kept):
+                return
+            time.sleep(0.001)
+        own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
+        remedy = _RETURNED_REMEDY if any(address in own_memory for _, address in kept) else KEPT_REMEDY
+        names, undefined = _put_back(kept, self)
+        cause = kept_by(names)
+        if undefined:
+            remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
+        raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
+
+    def undo(self, what: Undone, runs: Sequence[Run]) -> None:
+        """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
+        if what is Undone.RUN:
+            self.put_back_notes()
+        elif what is Undone.RECORDING:
+            for run in runs:
+                if kept := _tensors_at(run.left):  # what the error's own frames hold stays there
+                    _put_back(kept, self)
+        elif what is Undone.RECORDINGS:
+            self.put_back()
+            self._earlier = copy.copy(self)
+        elif self._earlier is not None:
+            earlier, self._earlier = self._earlier, None
+            earlier.put_back()
+            earlier.release(runs)
+            vars(self).update(vars(earlier))
+
+    def inspect(self, capture: Any, summary: Any) -> Any:
+        """Remember nothing any more, so that nothing lives for that alone."""
+        self.snapshot, self._earlier = Snapshot(), None
+        return summary
+
+    def put_back(self) -> list[str]:
+        """Put modules back as they were; returns the names of places that held memory of a graph."""
+        return []
+
+    def put_back_notes(self) -> None:
+        """Put back notes under the numbers of rows: what they say is done, as that memory is filled, is undone."""
+        self.noted |= self.snapshot.put_back(sizes=self._sizes, notes_only=True)
+
+    def release(self, runs: Iterable[MakesMemory]) -> None:
+        """Let places hold what they held where they came to hold tensors that these runs made."""
+        self.snapshot.release(
+            functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
+        )
+
+
+def holds_graph_memory(value: Any, device: GraphDevice, pool: GraphPool) -> bool:
+    """True if a value is, or holds, a tensor that a capture into the pool made: it means nothing outside a replay."""
+    found = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
+    return any(device.in_pool(pool, part) for part in found)
+
+
+def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Sequence[str]]:
+    """Let places hold what they held; the names of those that held tensors, and of those that hold them still.
+
+    Nothing is taken away from a place whose former content is not known. What such a place holds is undefined, and as
+    NaN it shows.
+    """
+    names = state.put_back()
+    if not (found := _living(kept)):
+        return names, []
+    released = state.snapshot.release(lambda thing: any(thing is tensor for tensor in found))
+    names += [name for name in released if name not in names]
+    found.clear()
+    still = _living(kept)
+    for tensor in still:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(math.nan)
+    return names, [_UNSEEN] if still else []
+
+
+_UNSEEN = "a place that the code does not lead to"
+KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+_RETURNED_REMEDY = (
+    "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
+    "keep what the replay returns, where the forward was called."
+)
+
+
+def kept_by(names: Iterable[str]) -> str:
+    """Say that places of these names would keep tensors of a graph."""
+    return f"{', '.join(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
+
+
+def _held_in(own: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in these objects, and in what they hold."""
+    seen: set[int] = set()
+    left = list(own)
+    while left and len(seen) < _MAX_OBJECTS:
+        value = left.pop()
+        if id(value) in seen or issubclass(type(value), _NOT_HELD):
+            continue
+        seen.add(id(value))
+        if issubclass(type(value), Tensor):
+            yield from parts(value)
+        elif issubclass(type(value), types.FunctionType):
+            left += value.__closure__ or ()
+        else:
+            left += gc.get_referents(value)
+
+
+def _tensors_at(addresses: set[int]) -> list[_Found]:
+    """Find every tensor of Python that owns memory at one of these addresses; looks at all objects there are."""
+    if not addresses:
+        return []
+    with torch._C.DisableTorchFunctionSubclass():
+        things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
+        tensors = itertools.compress(things, map(kinds.__contains__, map(type, things)))  # there may be millions
+        return [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if _address(tensor) in addresses]
+
+
+def _living(tensors: Iterable[_Found]) -> list[Tensor]:
+    """Return the tensors that live, in the memory where they were found: a parameter may have its own again."""
+    living = ((reference(), address) for reference, address in tensors)
+    return [tensor for tensor, address in living if tensor is not None and _address(tensor) == address]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory that a tensor owns begins, 0 if it owns none: borrowed memory cannot be resized."""
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
+        return 0
+    try:
+        storage = tensor.untyped_storage()
+        owned = storage.resizable() and storage.device.type != "meta"  # a fake one, which compilers keep, warns
+        return storage.data_ptr() if owned else 0
+    except (RuntimeError, NotImplementedError, ValueError):  # fake, functional or not initialised
+        return 0
