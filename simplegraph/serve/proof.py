@@ -26,8 +26,8 @@ from simplegraph.program.snapshot import NEAR, Snapshot
 logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
-    "simplegraph.check(module, inputs) says more. If the forward mixes rows, set padding=False, or declare "
-    "pad_values; if it reads numbers or flags of Python, name them in state_key."
+    "simplegraph.check(module, inputs) says more, and tries what padding writes. If the forward mixes rows, set "
+    "padding=False, or declare pad_values; if it reads numbers or flags of Python, name them in state_key."
 )
 
 
@@ -74,6 +74,7 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._memory = owner.seen.save(self._table, call)
         self._generators = drawn_generators(call, self._table.device.torch_device)
+        self._shown = True  # what would differ
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
@@ -138,8 +139,8 @@ class _CallProof:
             if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
             if found is None and memory:
-                self._load(proof)
-                found = proof.wrong_write()
+                found = proof.written_in_part()
+                self._shown = found is None
             if proof.draws:
                 found = found or "it draws random numbers, and other ones for padding rows, too"
             found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
@@ -248,7 +249,8 @@ class _CallProof:
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
         if plan.padding and not freed:
-            text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
+            verb = "changes" if self._shown else "may change"
+            text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
             if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"
                 call.binding.refuse_padding(table, text, said, _REMEDY, warn=warn)
