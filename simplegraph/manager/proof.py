@@ -47,7 +47,6 @@ class ReplayProof(contextlib.ExitStack):
         replay_seconds: the time that the fastest replay took.
         otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
-        drawn: says that a replay drew some and it did not, where a capture noted what it did; else empty.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
     """
@@ -62,7 +61,7 @@ class ReplayProof(contextlib.ExitStack):
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self.draws, self.otherwise, self.drawn = False, "", ""
+        self.draws, self.otherwise = False, ""
         self.replay_seconds = float("inf")
         self.repeats = False
         self.written_inputs: set[str] = set()
@@ -153,17 +152,11 @@ class ReplayProof(contextlib.ExitStack):
     def _run_again(self) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
-        # Only where eager may have drawn before: other threads may draw meanwhile.
-        generators = () if self.draws or self._graph.once is None else self._graph.program.generators
-        before = random_states(generators)
         self._table.device.synchronize()
         started = time.perf_counter()
         self._table.replay(self._played)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
-        if drew(generators, before):
-            put_random_states(generators, before)
-            self.drawn = "it draws random numbers, eager draws none"
 
     def difference(
         self,
@@ -184,7 +177,7 @@ class ReplayProof(contextlib.ExitStack):
                 bits count.
             memory: compare memory, too.
         """
-        return self.drawn or first_difference(
+        return first_difference(
             self._parts(actual, memory=memory),
             self._parts(expected, memory=memory),
             names=[

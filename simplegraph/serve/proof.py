@@ -183,7 +183,8 @@ class _CallProof:
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return found and f"with {half} of {plan.rows} rows {found}"
         finally:
-            snapshot.put_back(snapshot.changes(), (half, plan.padded))
+            snapshot.take_notes()
+            snapshot.put_back(snapshot.changes())
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
@@ -240,11 +241,9 @@ class _CallProof:
         if failure is None:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
-            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if graph.once is None else graph.rows
-            first = graph.once is not None and call.batch not in graph.once
-            if self._ranks.any(f"a second proof of {self._label}", first) is first:  # else another rank needs one
-                distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
-                graph.prove(call.batch, known if alone else None, distance)
+            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
+            distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
+            graph.prove(call.batch, known, distance)
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
