@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.observe import WHOLE, MemoryObserver
 from simplegraph.program.probes import Run, around
+
+logger = logging.getLogger("simplegraph")
 
 
 class Effects(NamedTuple):
@@ -188,6 +191,25 @@ class ReplayProof(contextlib.ExitStack):
             noise=None if noise is None else self._parts(noise, memory=memory),
             tolerance=self.rounding if rounded else EXACT,
         )
+
+    def compare(self, replay: Callable[[], Effects], *, alike: bool) -> str | None:
+        """Say how replays differ from eager, or fail; None if they do not.
+
+        Args:
+            replay: begins where eager did, and replays.
+            alike: eager's kernels are the graph's, so that bits count; others may round otherwise.
+        """
+        try:
+            effects = replay()
+            found = self.beyond_noise(effects, self.expected, replay)
+            return found if alike or found is None else self.difference(effects, self.expected, rounded=True)
+        except Exception as error:
+            return self.failure(error)
+
+    def failure(self, error: Exception) -> str:
+        """Say that a replay failed."""
+        logger.debug("a run of %s failed in its proof", self._graph.counters.label, exc_info=error)
+        return f"a replay fails with {type(error).__name__}: {error}"
 
     def beyond_noise(
         self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True

@@ -122,15 +122,13 @@ class _CallProof:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
         if proof.otherwise:
             return proof.otherwise
+        again = functools.partial(self._replay, proof)
+        if not self._plan.padding:
+            self._plan.graph.operators = observer.operators
+            # Kernels are chosen by alignment and strides, too: another one may round otherwise.
+            return proof.compare(again, alike=self._plan.laid_alike(self._call.leaves))
         try:
-            again = functools.partial(self._replay, proof)
             first = again()
-            if not self._plan.padding:
-                self._plan.graph.operators = observer.operators
-                found = proof.beyond_noise(first, proof.expected, again)
-                # Kernels are chosen by alignment and strides, too: another one may round otherwise.
-                alike = self._plan.laid_alike(self._call.leaves)
-                return found if alike or found is None else proof.difference(first, proof.expected, rounded=True)
             # What was declared as padding may be written somewhere: then only real rows count.
             declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
@@ -150,8 +148,7 @@ class _CallProof:
                 found = proof.difference(first, proof.expected, rounded=True, memory=memory)
             return found
         except Exception as error:
-            logger.debug("a run of %s failed in its proof", self._label, exc_info=True)
-            return f"a replay fails with {type(error).__name__}: {error}"
+            return proof.failure(error)
 
     def _compare_parts(
         self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
