@@ -146,6 +146,7 @@ class OperatorFacts(NamedTuple):
             rounding.
         is_uninitialised: True if what it makes is whatever the memory held.
         reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and place only.
+        writes_all: True if it writes every element of what it writes to, whatever its values are.
         numeric: (position, name) of each argument that may be a number of its arithmetic, and the default.
         written: (position, name, flag) of each argument that it writes to; with a flag, only where that one is true.
     """
@@ -158,6 +159,7 @@ class OperatorFacts(NamedTuple):
     multiplies_groups: bool = False
     is_uninitialised: bool = False
     reads_no_value: bool = False
+    writes_all: bool = False
     numeric: tuple[tuple[tuple[int, str], Any], ...] = ()
     written: tuple[tuple[int, str, tuple[int, str] | None], ...] = ()
 
@@ -165,6 +167,7 @@ class OperatorFacts(NamedTuple):
 _EIGEN = {"_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"}
 _MADE_OF_EIGEN = {"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linalg_pinv"}  # may be
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_FILLING = {"copy_", "fill_", "zero_"}
 _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 
 
@@ -188,6 +191,7 @@ def facts_of(func: Any) -> OperatorFacts:
         multiplies_groups="grouped_mm" in name,
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
+        writes_all=torch.Tag.pointwise in func.tags or name in _FILLING or name.startswith("_foreach_"),
         numeric=tuple(
             ((at, name), schema.arguments[at].default_value)
             for at, name, kind in places

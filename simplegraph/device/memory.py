@@ -100,8 +100,6 @@ class SavedMemory:
         others: Iterable[tuple[str, Tensor]] = (),
         inputs: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        self._written = list(written)
-        self._written_by_breaks: set[int] = set()
         self.tensors, self.inputs = [*written, *others], list(inputs)
         storages = {storage_key(tensor): tensor.untyped_storage() for _, tensor in (*self.tensors, *self.inputs)}
         self._bytes = {key: _view(it, torch.uint8, 0, (it.nbytes(),), (1,)) for key, it in storages.items()}
@@ -123,14 +121,8 @@ class SavedMemory:
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
         """Copy some of it, given by storage keys, for breaks; what is returned puts it back."""
-        self._written_by_breaks.update(keys)
         known = [key for key in keys if key in self.keys]
         return functools.partial(self.put, self.copy(known), known)
-
-    @property
-    def written_by_segments(self) -> list[tuple[str, Tensor]]:
-        """Return what was seen to be written, but for what breaks write."""
-        return [entry for entry in self._written if storage_key(entry[1]) not in self._written_by_breaks]
 
     def seen_in(self, copies: Sequence[Tensor], tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """View `tensors`, or `inputs`, as they were when they were copied."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -36,11 +37,14 @@ from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.snapshot import Snapshot, names_in
 from simplegraph.serve.wrap import wrap
 
+logger = logging.getLogger("simplegraph")
+
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3, 100)
 _TRIED = (
     "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
-    "also for copies of the first row. Rows that depend on each other only for other data were not found"
+    "also for copies of the first row, and wrote the same to the module's memory. "
+    "Rows that depend on each other only for other data were not found"
 )
 
 
@@ -128,10 +132,12 @@ def check(
     """Try if a module or function can be captured, in one graph or in pieces, and if padding would change its outputs.
 
     It runs the forward several times eagerly (as called, padded with four different contents, and on half of the rows;
-    the same with copies of the first row), captures it, and compares replays with eager on new inputs. If a module with
-    eager breaks cannot be one full graph, each break is tried inline separately, to name those that prevent it. The
-    module's state and the default random generator are restored afterwards; memory that breaks write elsewhere (a KV
-    cache in a context) is not.
+    the same with copies of the first row), captures it, and compares replays with eager on new inputs. It runs once
+    more, as called and padded, on other values in memory of the module that the forward writes: a write shows then that
+    leaves a value as it was, as that of zeros to an empty slot of a cache. Let nothing else use that memory meanwhile.
+    If a module with eager breaks cannot be one full graph, each break is tried inline separately, to name those that
+    prevent it. The module's state and the default random generator are restored afterwards; memory that breaks write
+    elsewhere (a KV cache in a context) is not.
 
         report = sg.check(model, input_ids, positions)
         print(report)
@@ -357,7 +363,30 @@ class ModuleTrial:
         if first_difference(self._eager(self._leaves), self._eager(self._leaves)) is not None:
             return None
         found = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
-        return found or ""
+        return found or self._written_by_padding() or ""
+
+    def _written_by_padding(self) -> str | None:
+        """Say what of the module's memory rows of padding write otherwise than real rows do; it holds other values."""
+        written = {name: self._saved[name] for name in self.state_written if self._saved[name].is_floating_point()}
+        start = {name: -copy - 1 for name, copy in written.items()}
+        try:
+            padded = [self._padded(self._leaves, factor) for factor in _FILLS] if start else []
+            tried = [self._state_after(leaves, start) for leaves in (self._leaves, *padded)]
+        except Exception as error:
+            logger.debug("the forward fails with other values in %s: %s", ", ".join(start), error)
+            return None
+        found = (first_difference(other, tried[0], names=list(start)) for other in tried[1:])
+        return next((f"rows of padding write to the module's memory: {text}" for text in found if text), None)
+
+    def _state_after(self, leaves: Sequence[Any], start: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run eagerly with these values in memory of the module, and return what it holds then; all is put back."""
+        try:
+            for name, values in start.items():
+                self._state[name].detach().copy_(values)
+            self._run(cloned(leaves))
+            return [self._state[name].detach().clone() for name in start]
+        finally:
+            self._restore()
 
     def _mixed(self, leaves: Sequence[Any]) -> str | None:
         """Say how the rows of a batch differ if it is padded to twice its rows or cut to half of them, or None."""

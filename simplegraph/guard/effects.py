@@ -8,7 +8,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,6 @@ class ModuleState(PythonState):
         device, pool: where it is captured.
         counted: what every run changes, of the module.
         inputs: storage keys of the static inputs, which the caller never passed: no place keeps one.
-        sizes: see `PythonState`.
     """
 
     def __init__(
@@ -43,9 +42,8 @@ class ModuleState(PythonState):
         pool: GraphPool,
         counted: CountedState,
         inputs: Collection[int],
-        sizes: Iterable[int],
     ) -> None:
-        super().__init__([module], sizes)
+        super().__init__([module])
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
         self._function = module if isinstance(module, FunctionModule) else None
@@ -55,6 +53,11 @@ class ModuleState(PythonState):
     def refuses(self) -> bool:  # type: ignore[override]
         """True if the forward changes Python state at every run."""
         return bool(self._counted.names)
+
+    @property
+    def noted(self) -> bool:  # type: ignore[override]
+        """True if recordings noted something; what changes at every run, or in `state_key`, is no note."""
+        return not self._counted.names and not self._counted.in_key and super().noted
 
     def before_captures(self, *, again: bool = False) -> None:
         super().before_captures(again=again)
@@ -146,11 +149,13 @@ class CountedState:
 
     Attributes:
         names: the places, dotted from the module; None before the first capture.
+        in_key: True if the first captured run changed `state_key`.
         advanced: what the latest eager run advanced and a capture could not put back, by name.
     """
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
+        self.in_key = False
         self.advanced: set[str] = set()
         self._always: set[str] = set()  # what two eager runs in a row advanced
         self._changed: set[str] | None = None
@@ -194,8 +199,8 @@ class CountedState:
             yield
             complete = True
         finally:
-            in_key = state_key is not None and state_key(module) != key
-            names = [] if in_key else sorted(self._changed & run.changed())
+            self.in_key = state_key is not None and state_key(module) != key
+            names = [] if self.in_key else sorted(self._changed & run.changed())
             if complete or names:  # a capture that failed may not have come to what changes
                 self.names = sorted({*(self.names or ()), *names})
 

@@ -48,6 +48,7 @@ class RunEffects:
         drawn: the states of random generators after it.
         numbers: what its operators were passed, and picked.
         arguments: the leaves of what was passed, as it left them.
+        notes: the places in which it noted something, which was put back.
     """
 
     leaves: list[Any]
@@ -57,6 +58,7 @@ class RunEffects:
     drawn: list[Tensor]
     numbers: NumbersSeen
     arguments: list[Any] = dataclasses.field(default_factory=list)
+    notes: set[str] = dataclasses.field(default_factory=set)
 
     def left_otherwise(self, other: RunEffects) -> set[str]:
         """Name what this run and another set, and to something else."""
@@ -87,9 +89,12 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
     with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
         snapshot = Snapshot(module)
-        undo.callback(snapshot.put_back, sizes=[size for _, tensor in passed for size in tensor.shape])
-        with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy) as observer:
-            leaves, spec = flatten(invoke(module, args, kwargs))
+        undo.callback(snapshot.put_back)
+        try:
+            with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy) as observer:
+                leaves, spec = flatten(invoke(module, args, kwargs))
+        finally:
+            notes = snapshot.take_notes()
         return RunEffects(
             cloned(leaves),
             spec,
@@ -98,6 +103,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
             random_states(drawing),
             observer.numbers,
             cloned(flatten((args, kwargs))[0]),
+            {note.name for note in notes},
         )
 
 
@@ -198,6 +204,7 @@ class OutputLengths:
         self._sizes: dict[tuple[int, int], SizeRule] = collections.defaultdict(SizeRule)  # by output and dimension
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
+        self._notes: set[str] = set()
         self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
         self._compared: set[int] = set()
         self._least: dict[int, int] = {}  # by captured length, the least length that was compared with it
@@ -251,9 +258,12 @@ class OutputLengths:
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
+        if padded_run.notes and self._notes:
+            found = found or f"it notes something in {', '.join(sorted(padded_run.notes)[:5])}, as it did before"
+        self._notes |= padded_run.notes
         if found is not None:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
-        if not otherwise:  # once may be a cache that grew
+        if not otherwise and not padded_run.notes:  # once may be a cache that grew, or the first run of all
             self._compared.add(length)
 
 

@@ -32,6 +32,11 @@ _HELD_ATTENTION = (
     "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe."
 )
 
+_NOTE_REMEDY = (
+    "Do it for each batch size before graphs are captured. Or set padding=False and let calls capture, not "
+    "capture_graphs: each batch size then runs eagerly first."
+)
+
 
 @dataclasses.dataclass(eq=False)
 class GraphCapture:
@@ -93,6 +98,8 @@ class GraphCapture:
         free_before, before = table.device.free_memory(), table.stats.captures
         with table.releasing_unused_pool():  # whatever happens
             self._run_session(num_warmups, rehearsals)
+            if ranks.any("notes of recordings", any(probe.noted for probe in self.probes)):
+                self._capture_again()
         memory = any(isinstance(error, torch.OutOfMemoryError) for error in self._raised.values())
         if ranks.size == 1 and not self.lazy and not memory and all(job.label in self._raised for job in jobs):
             raise self._raised[jobs[0].label]
@@ -126,11 +133,9 @@ class GraphCapture:
                 self._capture_each(session)
             finally:  # whatever came of the others
                 undo(self.probes, Undone.RUN)
-                noted = any(probe.noted for probe in self.probes)
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
                     for job in (job for job in jobs if job.key in table.graphs):
-                        table.graphs[job.key].once = set() if noted else None
                         try:
                             table.graphs[job.key].program.wait()
                         except Exception as error:
@@ -138,6 +143,20 @@ class GraphCapture:
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
+
+    def _capture_again(self) -> None:
+        """Capture once more: what is noted again is the forward's doing, and no graph does what its note says."""
+        jobs, table = self.jobs, self.table
+        table.forget(jobs)
+        undo(self.probes, Undone.RECORDINGS)
+        self._failed.clear()
+        self._run_session(0, 0)
+        names = [name for probe in self.probes for name in probe.noted_twice()]
+        if self._ranks.any("notes of recordings, twice", bool(names)):
+            table.forget(jobs)
+            cause = f"its recording would note something in {', '.join(names[:5]) or 'Python, on another rank'}"
+            text = f"the graph of {{}} is dropped\n  {cause}, and does not do what the note says.\n  {_NOTE_REMEDY}"
+            self._failed |= {job.label: CaptureError(text.format(job.label), cause=cause) for job in jobs}
 
     def _warm_up_often(self, job: CaptureJob, num_warmups: int, *, rehearsed: bool = False) -> None:
         for _ in range(num_warmups):
@@ -166,9 +185,8 @@ class GraphCapture:
         Ranks meet once for all jobs: in between none waits for the slowest.
         """
         errors: dict[str, CaptureError] = {}
-        for last, job in zip([None, *jobs], jobs, strict=False):
-            if last is None or last.rows == job.rows:  # what an earlier capture noted, no replay may have done by then
-                undo(self.probes, Undone.RUN)
+        undo(self.probes, Undone.RUN)  # what runs before these noted counts for none of them
+        for job in jobs:
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= self._capture_one(session, self._new_run(job, recorded=True, observed=job.label in observed))

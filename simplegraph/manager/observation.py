@@ -175,4 +175,4 @@ def engine_probes(
     table: ProgramTable, kept_alive: list[Tensor], forward: Forward, jobs: Sequence[CaptureJob]
 ) -> list[Probe]:
     """Make the probes of an engine's captures: operators are observed, and Python's state is put back."""
-    return [_EngineObservation(table, kept_alive=kept_alive), PythonState([forward], [job.rows for job in jobs])]
+    return [_EngineObservation(table, kept_alive=kept_alive), PythonState([forward])]

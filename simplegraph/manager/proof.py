@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +14,16 @@ from torch import Tensor
 from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.nested import constant_key, flatten
 from simplegraph.base.reasons import Reason
-from simplegraph.base.tensors import wait_collectives
+from simplegraph.base.tensors import lies_at, storage_key, wait_collectives
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
-from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.observe import WHOLE, MemoryObserver
 from simplegraph.program.probes import Run, around
+
+logger = logging.getLogger("simplegraph")
 
 
 class Effects(NamedTuple):
@@ -47,7 +50,6 @@ class ReplayProof(contextlib.ExitStack):
         replay_seconds: the time that the fastest replay took.
         otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
-        drawn: says that a replay drew some and it did not, where a capture noted what it did; else empty.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
     """
@@ -62,9 +64,9 @@ class ReplayProof(contextlib.ExitStack):
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self.draws, self.otherwise, self.drawn = False, "", ""
+        self.draws, self.otherwise = False, ""
         self.replay_seconds = float("inf")
-        self._scrambled = self.repeats = False  # memory holds other values on purpose
+        self.repeats = False
         self._padding = 0
         self.written_inputs: set[str] = set()
 
@@ -88,7 +90,7 @@ class ReplayProof(contextlib.ExitStack):
         # The observer is asked first, as in a warmup: it sees reads that are served.
         with recording_breaks(tape), around(self._table.probes, Run(as_recorded=True)), observer:
             result = wait_collectives(run())
-        self.rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
+        self.rounding, self._regions = by_least_precise(OTHER_SIZE, observer.dtypes), observer.regions
         self._after = after = self._memory.copy()
         self.callback(self._memory.put, after)
         self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
@@ -112,33 +114,22 @@ class ReplayProof(contextlib.ExitStack):
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
-        return None if self._scrambled else difference(passed, expected, tolerance=self.rounding)
+        return difference(passed, expected, tolerance=self.rounding)
 
-    def wrong_write(self) -> str | None:
-        """Name memory that a replay writes where eager does not, if there is any; call after `rewind`.
+    def written_in_part(self) -> str | None:
+        """Name memory that the forward may write, and of which eager left elements as they were; None if there is none.
 
-        Such a write may leave the value as it was, as zeros in a cache's empty slot: so other values are put there
-        before, and what is computed from them is ignored.
+        Rows of padding may write there what is there already, as zeros to a cache's empty slot: no comparison shows it.
         """
-        memory = self._memory
-        tensors = [(name, tensor) for name, tensor in memory.written_by_segments if tensor.is_floating_point()]
-        if not tensors:
-            return None
+        memory, regions = self._memory, self._regions
+        whole = {WHOLE, *(lies_at(tensor) for _, tensor in memory.tensors)}
+        tensors = [entry for entry in memory.tensors if storage_key(entry[1]) in regions]
         before, after = (memory.seen_in(copies, tensors) for copies in (self._before, self._after))
-        unwritten = []
-        for (_, tensor), was, now in zip(tensors, before, after, strict=True):
-            unwritten.append((was == now) | (was.isnan() & now.isnan()))
-            tensor.detach().copy_(torch.where(unwritten[-1], -was - 1, was))
-        start = [tensor.detach().clone() for _, tensor in tensors]  # at last: views of other dtypes may share memory
-        self._scrambled = True
-        try:
-            self._run_again()
-        finally:
-            self._scrambled = False
-        for (name, tensor), kept, other in zip(tensors, unwritten, start, strict=True):
-            same = (tensor == other) | (tensor.isnan() & other.isnan())
-            if bool((kept & ~same).any()):
-                return f"{name} is written where eager does not write"
+        for (name, tensor), was, now in zip(tensors, before, after, strict=True):
+            written, same = regions[storage_key(tensor)], (was == now) | (was.isnan() & now.isnan())
+            may_be_written = not written <= whole or (not written and not same.all())
+            if may_be_written and same.any():
+                return f"{name} is written in part, and no comparison shows if rows of padding write there, too"
         return None
 
     def replay(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
@@ -166,17 +157,11 @@ class ReplayProof(contextlib.ExitStack):
     def _run_again(self) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
-        # Only where eager may have drawn before: other threads may draw meanwhile.
-        generators = () if self.draws or self._graph.once is None else self._graph.program.generators
-        before = random_states(generators)
         self._table.device.synchronize()
         started = time.perf_counter()
         self._table.replay(self._played, self._padding)
         self._table.device.synchronize()
         self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
-        if drew(generators, before):
-            put_random_states(generators, before)
-            self.drawn = "it draws random numbers, eager draws none"
 
     def difference(
         self,
@@ -197,7 +182,7 @@ class ReplayProof(contextlib.ExitStack):
                 bits count.
             memory: compare memory, too.
         """
-        return self.drawn or first_difference(
+        return first_difference(
             self._parts(actual, memory=memory),
             self._parts(expected, memory=memory),
             names=[
@@ -208,6 +193,25 @@ class ReplayProof(contextlib.ExitStack):
             noise=None if noise is None else self._parts(noise, memory=memory),
             tolerance=self.rounding if rounded else EXACT,
         )
+
+    def compare(self, replay: Callable[[], Effects], *, alike: bool) -> str | None:
+        """Say how replays differ from eager, or fail; None if they do not.
+
+        Args:
+            replay: begins where eager did, and replays.
+            alike: eager's kernels are the graph's, so that bits count; others may round otherwise.
+        """
+        try:
+            effects = replay()
+            found = self.beyond_noise(effects, self.expected, replay)
+            return found if alike or found is None else self.difference(effects, self.expected, rounded=True)
+        except Exception as error:
+            return self.failure(error)
+
+    def failure(self, error: Exception) -> str:
+        """Say that a replay failed."""
+        logger.debug("a run of %s failed in its proof", self._graph.counters.label, exc_info=error)
+        return f"a replay fails with {type(error).__name__}: {error}"
 
     def beyond_noise(
         self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True

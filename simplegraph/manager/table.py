@@ -132,8 +132,6 @@ class CapturedGraph:
         distance: replays between its last such comparison and the next; it doubles.
         tries: how many calls could not be compared.
         operators: a hash of those that eager ran on as many rows as it has; None before it did.
-        once: batch sizes of which one call equalled eager, of a graph whose capture noted what it did: at the next one
-            eager has the note, and does that no more. None if it noted nothing.
         freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
             before its first proof: a graph that was replayed keeps what it keeps.
     """
@@ -147,7 +145,6 @@ class CapturedGraph:
     distance: int = 0
     tries: int = 0
     operators: int | None = None
-    once: set[int] | None = None
     freed: Callable[[], str | None] = lambda: None
 
     def unproven(self, rows: int) -> bool:
@@ -160,7 +157,7 @@ class CapturedGraph:
         return self.tries == _TRIES
 
     def prove(self, rows: int, known: set[int] | None = None, distance: int = 0) -> None:
-        """Note that a call equalled eager; if its first one tells too little (see `once`), the next is compared, too.
+        """Note that a call equalled eager.
 
         Args:
             rows: its batch size.
@@ -168,9 +165,6 @@ class CapturedGraph:
                 others are compared.
             distance: replays until a call is compared again, if this was the first; 0 if none is.
         """
-        if self.once is not None and rows not in self.once:
-            self.once.add(rows)
-            return
         if self.left <= 0:
             self.distance = 2 * self.distance or distance
             self.left = self.distance or -1

@@ -24,7 +24,7 @@ from simplegraph.base.errors import EscapeError
 from simplegraph.base.tensors import has_address, is_wrapper, parts
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
-from simplegraph.program.snapshot import DEPTH, Snapshot, in_memory, tensors_in
+from simplegraph.program.snapshot import DEPTH, Note, Snapshot, in_memory, tensors_in
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _GRACE = 20  # ms in which other threads may let go of a tensor
@@ -45,22 +45,25 @@ class PythonState(Probe):
 
     Args:
         roots: modules, functions and other objects that captures run.
-        sizes: numbers of rows that captures have, and runs beside them that are undone.
-
-    Attributes:
-        noted: True once notes were put back: a graph may do at every replay what eager does once.
     """
 
-    def __init__(self, roots: Iterable[Any] = (), sizes: Iterable[int] = ()) -> None:
+    def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
-        self._sizes = tuple(sizes)
         self.snapshot = Snapshot()
-        self.noted = self.collected = False  # collected: all garbage there was
+        self.collected = False  # all garbage there was
+        # By place and key, what runs noted that are undone: in this pass of captures, and in the one before.
+        self._notes: dict[tuple[int, Any], Note] = {}
+        self._notes_before: dict[tuple[int, Any], Note] = {}
+        self._by_recordings: set[tuple[int, Any]] = set()  # those that a recording made
+        self._recorded = False  # a recording ended, and its notes are there
         self._earlier: PythonState | None = None  # before a second try
 
     def before_captures(self, *, again: bool = False) -> None:
         """Remember it as it is: what real runs changed stays."""
         self.put_back_notes()  # of a run that was undone, if this was remembered before
+        if not again:
+            self._notes_before, self._notes = self._notes, {}
+            self._by_recordings.clear()
         self.snapshot = Snapshot(*self._roots, code=DEPTH)
 
     def after_recording(self, recorded: RecordedRun) -> None:
@@ -71,6 +74,7 @@ class PythonState(Probe):
         Raises:
             EscapeError: tensors were left.
         """
+        self._recorded = True
         if not recorded.searched:
             return
         device, pool, own = recorded.device, recorded.pool, recorded.held
@@ -115,7 +119,12 @@ class PythonState(Probe):
             vars(self).update(vars(earlier))
 
     def inspect(self, capture: Any, summary: Any) -> Any:
-        """Remember nothing any more, so that nothing lives for that alone."""
+        """Let another thread's notes be there again, and remember nothing, so that nothing lives for that alone."""
+        if self._notes_before:
+            for key in self._notes.keys() ^ self._notes_before.keys():
+                note = (self._notes_before | self._notes)[key]
+                note.exchange(note.before, note.now)
+            self._notes, self._notes_before = {}, {}
         self.snapshot, self._earlier = Snapshot(), None
         return summary
 
@@ -124,8 +133,19 @@ class PythonState(Probe):
         return []
 
     def put_back_notes(self) -> None:
-        """Put back notes under the numbers of rows: what they say is done, as that memory is filled, is undone."""
-        self.noted |= self.snapshot.put_back(sizes=self._sizes, notes_only=True)
+        """Put back notes: what they say is done, as that memory is filled, is undone."""
+        notes = {(id(note.place), note.key): note for note in self.snapshot.take_notes()}
+        self._notes = notes | self._notes
+        self._by_recordings |= notes.keys() if self._recorded else set()
+        self._recorded = False
+
+    @property
+    def noted(self) -> bool:  # type: ignore[override]
+        """True if recordings noted something, or another thread meanwhile."""
+        return bool(self._by_recordings)
+
+    def noted_twice(self) -> list[str]:
+        return sorted({self._notes[key].name for key in self._by_recordings & self._notes_before.keys()})
 
     def release(self, runs: Iterable[MakesMemory]) -> None:
         """Let places hold what they held where they came to hold tensors that these runs made."""

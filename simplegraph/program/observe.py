@@ -28,7 +28,7 @@ from simplegraph.base.operators import (
     without_modes,
     written_args,
 )
-from simplegraph.base.tensors import storage_key
+from simplegraph.base.tensors import lies_at, storage_key
 from simplegraph.device.protocol import GraphDevice
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
@@ -230,6 +230,17 @@ def _text(numbers: tuple[Any, ...]) -> str:
     return ", ".join(f"{number:.6g}" for number in numbers) or "the default"
 
 
+WHOLE = "all of it"
+
+
+def _region(tensor: Tensor) -> Any:
+    """Tell where the elements of a tensor lie; None where torch does not say."""
+    if tensor.is_nested:
+        return None
+    is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return WHOLE if is_whole else lies_at(tensor)
+
+
 _OWN = __name__.partition(".")[0]  # no kernel of this library takes an address as a number
 _ADDRESSES = 1 << 32  # numbers from here on may be one
 # Elements of other dtypes may be addresses, or parts of a descriptor that has one.
@@ -297,6 +308,8 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        regions: storage key -> where segments wrote to that memory: `WHOLE`, as `lies_at` tells, or None for an
+            operator that may leave elements out; nothing for launches of Triton, which may only read.
         launched: those of external memory that launches of Triton were passed, and may write to.
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if the run goes on with that of another.
@@ -328,6 +341,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.regions: dict[int, set[Any]] = {}
         self.launched: set[int] = set()
         self.blank: set[int] = set()
         self.given: set[int] = set()
@@ -409,6 +423,8 @@ class MemoryObserver(OperatorMode):
             if (key := storage_key(tensor)) not in own:
                 self._before_write(tensor)
                 self.written.add(key)
+                if inside is None:
+                    self.regions.setdefault(key, set()).add(_region(tensor) if facts.writes_all else None)
             self.blank.discard(key)
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
@@ -452,6 +468,8 @@ class MemoryObserver(OperatorMode):
             self._look_for_unseen(device)
         given = {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}
         self.launched |= given.keys() - self._own
+        for key in given.keys() - self._own if self._made_inside is None else ():
+            self.regions.setdefault(key, set())
         self._note_given(given, "a kernel of Triton")
         yield
         if device is not None:

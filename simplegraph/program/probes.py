@@ -95,7 +95,7 @@ class Probe:
 
     Attributes:
         refuses: True if recordings did what no graph may do, so that second tries are undone as well.
-        noted: True if recordings noted what eager does once, and a graph may do at every replay.
+        noted: True if recordings noted something in Python's objects, or another thread did meanwhile.
         distrusts: True if recordings that were not observed may do other than those that were: all are then observed.
     """
 
@@ -115,6 +115,10 @@ class Probe:
 
     def after_recording(self, recorded: RecordedRun) -> None:
         """Look at what a run was recorded as; refuse it by raising a CaptureError."""
+
+    def noted_twice(self) -> list[str]:
+        """Name what recordings noted in two passes of captures: the forward does, and no other thread."""
+        return []
 
     def inspect(self, capture: Any, summary: Any) -> Any:
         """Look at the graphs of a `GraphCapture`, and let go of what undoing needed; return the summary of the rest."""

@@ -2,8 +2,8 @@
 
 A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
 tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
-say that a replay cannot stand for a call. Other values in containers and objects stay, but for those that a forward
-changes whenever it runs, and notes under numbers of rows: another thread may have put them there.
+say that a replay cannot stand for a call. Other values in containers and objects stay, since another thread may have
+put them there, unless they stop a graph: what a forward changes whenever it runs, and notes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import contextlib
 import functools
 import gc
 import operator
-import re
 import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from simplegraph.base.patches import plain
 from simplegraph.base.tensors import has_address, lies_at, parts
 
 ABSENT = object()
+_FLAGS = (bool, type(None))
 OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
 MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for what hangs on by accident
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton"}
@@ -141,6 +141,14 @@ def put(place: Any, key: Any, value: Any) -> None:
         base.__delitem__(place, key) if gone else base.__setitem__(place, key, value)
 
 
+def value_at(place: Any, key: Any) -> Any:
+    """Return what a place holds by a key, as `put` takes it; `ABSENT` if nothing."""
+    held = held_by(place)
+    if isinstance(held, dict):
+        return held.get(key, ABSENT)
+    return (key in held or ABSENT) if kind_of(type(place)) is set else held[key] if key < len(held) else ABSENT
+
+
 def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> None:
     """Let a place hold by these keys, or by all and in the same order, what `held_by` returned before."""
     if isinstance(before, tuple):
@@ -230,7 +238,6 @@ def layer_settings(kind: type) -> tuple[str, ...]:
 
 
 _MAX_PLACES = 20_000  # that code leads to, and that are looked into below a value
-_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")  # longer ones are no numbers of rows
 _LRU: Any = type(functools.lru_cache(bool))
 _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
@@ -239,6 +246,32 @@ _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to ev
 
 NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
 DEPTH = 4  # these, and a class or file that this names: further on lie libraries
+
+
+class Note(NamedTuple):
+    """A plain value that a place came to hold by a key, in place of another; `ABSENT` if there is none.
+
+    Attributes:
+        name: of the place.
+    """
+
+    name: str
+    place: Any
+    key: Any
+    now: Any
+    before: Any
+
+    @property
+    def tells(self) -> bool:
+        """True if it may say that something is done; texts and other numbers are results."""
+        kinds = {type(self.now), type(self.before)}
+        changes = ABSENT in (self.now, self.before) or type(self.place) is list or not kinds.isdisjoint(_FLAGS)
+        return changes and all(value is ABSENT or type(value) in (int, *_FLAGS) for value in (self.now, self.before))
+
+    def exchange(self, held: Any, value: Any) -> None:
+        """Let the place hold another value, if it holds this one."""
+        if is_same(value_at(self.place, self.key), held):
+            put(self.place, self.key, value)
 
 
 class Snapshot:
@@ -341,25 +374,18 @@ class Snapshot:
                 found[self.name_of(holder)] = now
         return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
 
-    def put_back(self, names: Collection[str] = (), sizes: Collection[int] = (), *, notes_only: bool = False) -> bool:
+    def put_back(self, names: Collection[str] = ()) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
 
         Args:
             names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
                 way stay.
-            sizes: numbers of rows: notes under them shall be again as they were, wherever they are. They may say that
-                memory is filled, which a capture does not fill.
-            notes_only: put back nothing else.
-
-        Returns:
-            True if some was put back by its key, as notes are.
         """
-        found = False
-        for module, kind in () if notes_only else self._modules:
+        for module, kind in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
-        for holder, before in self._touched(code=bool(names or sizes)):
-            (above, key), own = self._ways_up(holder), self._places[id(holder)][2] and not notes_only
+        for holder, before in self._touched(code=bool(names)):
+            (above, key), own = self._ways_up(holder), self._places[id(holder)][2]
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in _REGISTERED
             )
@@ -368,14 +394,31 @@ class Snapshot:
             ):
                 restore(holder, before)
             else:
-                for key, now, then in _changed_entries(holder, before):
-                    if _is_note(sizes, before, key, now, then) or (names and self._name(key, holder) in names):
+                for key, _, then in _changed_entries(holder, before) if names else ():
+                    if self._name(key, holder) in names:
                         put(holder, key, then)
-                        found = True
-        for tensor, memory, *_ in () if notes_only else self._moved():
+        for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
-        return found
+
+    def take_notes(self) -> list[Note]:
+        """Put back the plain values of containers and objects, and return them, if one of them may be a note.
+
+        That is a flag or a whole number, if it was not there before or is no longer: it may say that memory is filled,
+        which neither a capture nor a run that is undone does. What another thread may wait for, in a list that grew or
+        shrank or a deque, stays.
+        """
+        notes = [
+            Note(self._name(key, place), place, key, now, then)
+            for place, before in self._touched(code=True)
+            for key, now, then in _changed_entries(place, before)
+            if all(value is ABSENT or issubclass(type(value), ATOMS) for value in (now, then))
+        ]
+        if not any(note.tells for note in notes):
+            return []
+        for note in notes:
+            note.exchange(note.now, note.before)
+        return notes
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
@@ -556,25 +599,6 @@ def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
         for key in (now | before if isinstance(now, dict) else ())
         if not is_same(now.get(key, ABSENT), before.get(key, ABSENT))
     ]
-
-
-def _is_note(sizes: Collection[int], held: Any, key: Any, *values: Any) -> bool:
-    """True if a key has one of these numbers, and what it leads and led to is a flag, nothing, or a usual number.
-
-    A number that neither the key nor another entry of `held` has may be a place that is given out, such as an index.
-    """
-    if issubclass(type(key), tuple):
-        return any(_is_note(sizes, held, part, *values) for part in tuple.__iter__(key))
-    numbers = set(sizes).intersection(
-        [key] if type(key) is int else map(int, _NUMBER.findall(key)) if type(key) is str else ()
-    )
-    return bool(numbers) and all(
-        value is None
-        or value is ABSENT
-        or type(value) is bool
-        or (type(value) is int and (value in numbers or any(value is item for _, item in items_of(held))))
-        for value in values
-    )
 
 
 def _exchanged(container: Any, before: Any) -> list[tuple[Any, bool]]:

@@ -171,8 +171,7 @@ class GraphBuilder:
                 return []
             warmups = self.warmups_left(binding, rows, mode, descriptor)
             return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
-        again = graph.once is not None and rows not in graph.once
-        return ["proof"] * (graph.unproven(rows) + again)
+        return ["proof"] * graph.unproven(rows)
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by the stream that they run on: that of captures."""
@@ -330,10 +329,7 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
-        state = ModuleState(
-            *(call.module, manager.device, manager.pool, counted, inputs.storages),
-            sizes=[*(job.rows for job in jobs), call.padded // 2, call.padded // 2 + 1],  # of `_observe_second_size`
-        )
+        state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
         observation = Observation(manager.table)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran

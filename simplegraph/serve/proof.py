@@ -26,8 +26,8 @@ from simplegraph.program.snapshot import NEAR, Snapshot
 logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
-    "simplegraph.check(module, inputs) says more. If the forward mixes rows, set padding=False, or declare "
-    "pad_values; if it reads numbers or flags of Python, name them in state_key."
+    "simplegraph.check(module, inputs) says more, and tries what padding writes. If the forward mixes rows, set "
+    "padding=False, or declare pad_values; if it reads numbers or flags of Python, name them in state_key."
 )
 
 
@@ -74,6 +74,7 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._memory = owner.seen.save(self._table, call)
         self._generators = drawn_generators(call, self._table.device.torch_device)
+        self._shown = True  # what would differ
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
@@ -121,15 +122,13 @@ class _CallProof:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
         if proof.otherwise:
             return proof.otherwise
+        again = functools.partial(self._replay, proof)
+        if not self._plan.padding:
+            self._plan.graph.operators = observer.operators
+            # Kernels are chosen by alignment and strides, too: another one may round otherwise.
+            return proof.compare(again, alike=self._plan.laid_alike(self._call.leaves))
         try:
-            again = functools.partial(self._replay, proof)
             first = again()
-            if not self._plan.padding:
-                self._plan.graph.operators = observer.operators
-                found = proof.beyond_noise(first, proof.expected, again)
-                # Kernels are chosen by alignment and strides, too: another one may round otherwise.
-                alike = self._plan.laid_alike(self._call.leaves)
-                return found if alike or found is None else proof.difference(first, proof.expected, rounded=True)
             # What was declared as padding may be written somewhere: then only real rows count.
             declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
@@ -138,8 +137,8 @@ class _CallProof:
             if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
             if found is None and memory:
-                self._load(proof)
-                found = proof.wrong_write()
+                found = proof.written_in_part()
+                self._shown = found is None
             if proof.draws:
                 found = found or "it draws random numbers, and other ones for padding rows, too"
             found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
@@ -149,8 +148,7 @@ class _CallProof:
                 found = proof.difference(first, proof.expected, rounded=True, memory=memory)
             return found
         except Exception as error:
-            logger.debug("a run of %s failed in its proof", self._label, exc_info=True)
-            return f"a replay fails with {type(error).__name__}: {error}"
+            return proof.failure(error)
 
     def _compare_parts(
         self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
@@ -182,7 +180,8 @@ class _CallProof:
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return found and f"with {half} of {plan.rows} rows {found}"
         finally:
-            snapshot.put_back(snapshot.changes(), (half, plan.padded))
+            snapshot.take_notes()
+            snapshot.put_back(snapshot.changes())
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
@@ -239,16 +238,15 @@ class _CallProof:
         if failure is None:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
-            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if graph.once is None else graph.rows
-            first = graph.once is not None and call.batch not in graph.once
-            if self._ranks.any(f"a second proof of {self._label}", first) is first:  # else another rank needs one
-                distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
-                graph.prove(call.batch, known if alone else None, distance)
+            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
+            distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
+            graph.prove(call.batch, known, distance)
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
         if plan.padding and not freed:
-            text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
+            verb = "changes" if self._shown else "may change"
+            text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
             if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"
                 call.binding.refuse_padding(table, text, said, _REMEDY, warn=warn)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -145,8 +144,6 @@ class TrainingRunner(GraphRunner):
             pairs.reset(what)
 
 
-logger = logging.getLogger("simplegraph")
-
 _REMEDY = "Python state is frozen in a graph (state_key); simplegraph.eager() keeps calls out of it."
 
 
@@ -192,7 +189,7 @@ class PairProof(PairReplay):
                     self._forward = proof
                     replay = functools.partial(self._replay_forward, proof, saved)
                     alike = plan.laid_alike(call.leaves)
-                    self._verdict(plan.graph, self._compared(proof, replay, alike=alike))
+                    self._verdict(plan.graph, proof.compare(replay, alike=alike))
             finally:
                 proof.close()
         self._versions = [tensor._version for tensor in plan.read]
@@ -289,17 +286,7 @@ class PairProof(PairReplay):
 
         buffers = zip(plan.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)
-        self._verdict(path.graph, self._compared(proof, replay, alike=alike))
-
-    def _compared(self, proof: ReplayProof, replay: Callable[[], Effects], *, alike: bool) -> str | None:
-        """Say how replays differ from eager; `alike` if eager's kernels are the graph's, so that bits count."""
-        try:
-            effects = replay()
-            found = proof.beyond_noise(effects, proof.expected, replay)
-            return found if alike or found is None else proof.difference(effects, proof.expected, rounded=True)
-        except Exception as error:
-            logger.debug("a replay of %s failed in its proof", self.plan.graph.counters.label, exc_info=True)
-            return f"a replay fails with {type(error).__name__}: {error}"
+        self._verdict(path.graph, proof.compare(replay, alike=alike))
 
     # The verdict.
 

@@ -208,6 +208,27 @@ def test_state_that_is_written_is_named_and_put_back(device):
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_memory_that_padding_rows_write_is_named_although_they_write_what_is_there(device, pads):
+    def slots(m, x, slot):
+        m.cache.index_copy_(0, slot, x)  # padding writes zeros to slot 0
+        m.mean.copy_(m.mean * 0.5)
+        return x * 2
+
+    def apart(m, x, slot):
+        m.cache[1] = x[0]
+        return x * 2
+
+    module = module_of(device, slots if pads else apart)
+    module.register_buffer("cache", torch.zeros(3 * ROWS, WIDTH, device=device))
+    module.register_buffer("mean", torch.ones(2, device=device))
+    report = sg.check(module, rows(device), torch.arange(ROWS, device=device) + 2)
+    assert report.rows_independent is not pads
+    assert not pads or "rows of padding write to the module's memory: cache differs" in report.mixing
+    assert not module.cache.any()
+    assert module.mean.tolist() == [1.0, 1.0]
+
+
 def test_a_cache_in_an_ordinary_attribute_is_named_and_put_back(device):
     class Caching(nn.Module):
         def __init__(self):

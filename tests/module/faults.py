@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import gc
 import threading
@@ -38,11 +39,17 @@ class Bomb:
 
     error: BaseException
     armed: bool = False
-    fired: bool = False
+
+    def __post_init__(self) -> None:
+        self._fired = ctypes.c_bool()  # a flag in Python would be put back with a capture that it stops
+
+    @property
+    def fired(self) -> bool:
+        return self._fired.value
 
     def __call__(self, *args: Any) -> None:
         if self.armed and not self.fired:
-            self.fired = True
+            self._fired.value = True
             raise self.error
 
     def around(self, function: Callable[..., Any], *, late: bool) -> Callable[..., Any]:

@@ -1,8 +1,12 @@
-"""Memory that a forward fills once for each batch size, as Python notes somehow, is filled when it is read."""
+"""Memory that a forward fills once for each batch size, as Python notes somehow, is filled when it is read.
+
+A recording that would note it is refused, since it fills nothing; a batch size that ran eagerly first is recorded.
+"""
 
 from __future__ import annotations
 
 import collections
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -90,21 +94,48 @@ NOTES: dict[str, Callable[[Any, Tensor], bool]] = {
 }
 
 
+# How the warning calls them.
+PLACES = {
+    "a set": "items",
+    "a set of shapes": "items",
+    "a set of what is left": "left",
+    "a list": "flags",
+    "an attribute": "filled",
+    "an attribute of an object": "holder.",
+    "a global": "the global NOTED of tests.module.test_filled_once",
+}
+
+
 @pytest.fixture(params=NOTES)
-def module(request: pytest.FixtureRequest, device: torch.device) -> Fills:
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def module(place: str, device: torch.device) -> Fills:
     NOTED.clear()
-    return Fills(NOTES[request.param]).to(device).eval()
+    return Fills(NOTES[place]).to(device).eval()
+
+
+def failures(model: Any) -> list[str]:
+    assert model.graph_stats.failures
+    return list(model.graph_stats.failures.values())
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("verify", [0, 1])
-def test_captures_up_front_note_nothing(module: Fills, mode: str, verify: int, device: torch.device) -> None:
+def test_captures_up_front_note_nothing_and_name_the_place(
+    module: Fills, place: str, mode: str, verify: int, device: torch.device
+) -> None:
     model = sg.wrap(module, capture_sizes=SIZES, mode=mode, verify=verify, progress=False)
     model.capture_graphs(rows(LARGEST, device))
     for size in (1, 8, 8, 7, 8, 3, 4, 4, 2, 16, 15, 5, 6, 1) * 2:
         x = rows(size, device)
         close(model(x), module.expected(x))
-    assert model.graph_stats.replays > 6
+    assert model.graph_stats.replays == 0
+    expected = PLACES.get(place, "ordered" if "ordered" in place else "dict")
+    for said in failures(model):
+        assert f"its recording would note something in {expected}" in said
 
 
 def test_eager_calls_between_captures_and_replays_fill_the_memory(module: Fills, device: torch.device) -> None:
@@ -181,7 +212,7 @@ def test_second_captures_and_runs_of_their_own_note_nothing(
         close(model(x), module.expected(x))
         with sg.eager():
             close(model(x), module.expected(x))
-    assert model.graph_stats.captures == len(SIZES)
+    assert model.graph_stats.replays == 0
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["rows", "length"])
@@ -213,8 +244,9 @@ def test_captures_of_an_engine_note_nothing(mode: str, estimate: bool, device: t
     config = sg.CudaGraphConfig(capture_sizes=SIZES, mode=mode, progress=False)
     manager = sg.CudaGraphManager(config, device=device)
     if estimate:
-        manager.memory_estimate(step)
-    manager.capture(step)
+        with pytest.raises(sg.CaptureError, match="its recording would note something in the attribute items"):
+            manager.memory_estimate(step)
+    assert manager.capture(step).captured == 0
     for size in SIZES * 2:
         for full in (True, False):
             buffer[:size] = x = rows(size, device)
@@ -223,9 +255,26 @@ def test_captures_of_an_engine_note_nothing(mode: str, estimate: bool, device: t
         close(step(None, batch.descriptor), module.expected(buffer[:size]))
 
 
+def test_a_run_beside_captures_that_notes_something_refuses_no_graph(device: torch.device) -> None:
+    """The run of a second size is undone, and shows how outputs are cut."""
+    module = Fills(NOTES["a set"]).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[8], progress=False)
+    model.capture_graphs(rows(8, device))
+    for size in (8, 8, 4, 5):
+        x = rows(size, device)
+        close(model(x), module.expected(x))
+    assert model.graph_stats.captures == 1
+    assert model.graph_stats.replays == 1
+    with sg.eager():
+        x = rows(4, device)
+        close(model(x), module.expected(x))
+
+
 def test_a_check_leaves_a_module_as_it_was(device: torch.device) -> None:
     module = Fills(NOTES["a set"]).to(device).eval()
-    sg.check(module, rows(8, device), capture_sizes=[2, 4, 8])
+    sg.check(module, rows(8, device))
+    with pytest.raises(sg.CaptureError, match="its recording would note something in items"):
+        sg.check(module, rows(8, device), capture_sizes=[2, 4, 8])
     for size in range(1, LARGEST + 1):
         x = rows(size, device)
         close(module(x), module.expected(x))
@@ -257,29 +306,37 @@ def test_places_that_are_given_out_by_size_stay(verify: int, device: torch.devic
         close(model(x), x * 2 + 1)
         with sg.eager():
             close(model(x), x * 2 + 1)
-    assert model.graph_stats.captures == len(SIZES)
+    assert model.graph_stats.captures == 0
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque])
 def test_what_another_thread_was_given_meanwhile_stays(kind: Any, device: torch.device) -> None:
-    """What waits for others in a queue, and an entry whose key has no number of rows, says nothing of memory."""
+    """It puts nothing there at the second pass of captures, which tells it from the forward."""
 
     class Reports(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.waiting, self.seen, self.dict, self.slots = kind(), set(), {}, [None] * 8
+            self.threads = [threading.Thread(target=self.serve, args=(size,)) for size in (2, 4)]
+
+        def serve(self, size: int) -> None:
+            self.waiting.append(size)
+            self.seen |= {"requests", 5, size}
+            self.dict["rows"] = self.dict[size] = size
+            self.slots[5] = self.slots[size] = True
 
         def forward(self, x: Tensor) -> Tensor:
-            if graph_device(x.device).is_capturing():  # what another thread may do at this time
-                self.waiting.append(len(x))
-                self.seen |= {"requests", 5, len(x)}
-                self.dict["rows"] = len(x)
-                self.slots[5] = self.slots[len(x)] = True
+            if graph_device(x.device).is_capturing() and threads:
+                thread = threads.pop()
+                thread.start()
+                thread.join()
             return x + 1
 
     model = sg.wrap(Reports().to(device).eval(), capture_sizes=[2, 4], progress=False)
+    threads = model.threads.copy()
     model.capture_graphs(rows(4, device))
     assert list(model.waiting) == [4, 2]
-    assert model.seen == {"requests", 5}
-    assert model.dict == {"rows": 2}
-    assert model.slots == [None, None, None, None, None, True, None, None]
+    assert model.seen == {"requests", 5, 4, 2}
+    assert model.dict == {"rows": 2, 2: 2, 4: 4}
+    assert model.slots == [None, None, True, None, True, True, None, None]
+    assert model.graph_stats.captures == 2

@@ -288,6 +288,97 @@ def test_padding_that_writes_memory_of_the_module_is_refused(device):
     assert reasons(model)["padding_shows"] >= 1
 
 
+def test_a_proof_fills_no_memory_with_values_that_it_never_had(device, monkeypatch):
+    """Another thread, or a hook, may read it meanwhile."""
+
+    def slots(m, x, slot):
+        m.state.index_copy_(0, slot, x)
+        m.scale.mul_(2)
+        return x * m.scale[0]
+
+    seen, allowed = [], []
+    replay = table.ProgramTable.replay
+
+    def watched(self, graph):
+        seen.extend((model.state.clone(), model.scale.clone()))
+        replay(self, graph)
+
+    model = graphed(device, slots)
+    model.scale = torch.ones(2, device=device)
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    monkeypatch.setattr(table.ProgramTable, "replay", watched)
+    model.state.zero_()
+    for slot in ([4, 5, 7], [4, 5, 0], [1, 2, 3, 4], [4, 5, 6]):
+        allowed += [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *model.state.flatten().tolist()]
+        model(rows(len(slot), device), torch.tensor(slot, device=device))
+        allowed += model.state.flatten().tolist()
+    assert {value for tensor in seen for value in tensor.flatten().tolist()} <= {*allowed}
+
+
+@pytest.mark.parametrize(
+    "write",
+    {
+        "zeros": lambda m, x, slot: m.state.index_copy_(0, slot, x * 0),
+        "ones over ones": lambda m, x, slot: m.state.index_fill_(0, slot, 1.0),
+        "a part": lambda m, x, slot: m.state[: len(x)].fill_(1.0),
+        "counts": lambda m, x, slot: m.steps.view(1).index_add_(0, slot * 0, torch.ones_like(slot) * 0),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_padding_may_write_unseen_is_not_padded_and_is_named(device, write, caplog):
+    def forward(m, x, slot):
+        write[1](m, x, slot)
+        return x * 2
+
+    model = graphed(device, forward)
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    model.state.fill_(float(write[0] != "zeros"))
+    for size in (3, 3, 4, 4):
+        slot = torch.arange(8 - size, 8, device=device)
+        before = model.state.clone()
+        x = rows(size, device)
+        assert torch.equal(model(x, slot), x * 2)
+        assert torch.equal(model.state[0], before[0])
+    assert reasons(model)["padding_shows"] == 1
+    assert model.graph_stats.replays == 1  # of the exact size
+    name = "steps" if write[0] == "counts" else "state"
+    assert f"padding 3 rows to 4 may change the answer: {name} is written in part" in caplog.text
+
+
+@pytest.mark.parametrize("remedy", [{"padding": False}, {"pad_values": {"args.0": 0}}], ids=str)
+def test_the_remedies_for_memory_that_is_written_in_part_work(device, remedy):
+    def forward(m, x):
+        m.state[1] = x[0]
+        return x * 2
+
+    assert sg.check(Function(forward).to(device).eval(), rows(5, device)).rows_independent
+    model = graphed(device, forward, **remedy)
+    for size in (4, 4, 3, 3, 3, 4, 8, 8, 8):
+        x = rows(size, device)
+        assert torch.equal(model(x), x * 2)
+        assert torch.equal(model.state[1], x[0])
+    assert "padding_shows" not in reasons(model)
+    assert ("padded" in proofs(model)[4]) is ("pad_values" in remedy)
+
+
+def test_memory_that_is_written_as_a_whole_is_padded_although_some_of_it_stays_the_same(device):
+    free = torch.zeros(2, WIDTH, device=device)
+
+    def shift(m, x):
+        m.state.copy_(m.state.roll(1, 0))
+        free.mul_(2)
+        m.steps.add_(0)
+        return x * 2
+
+    model = graphed(device, shift)
+    model.state[0] = 1.0
+    for size in (4, 3, 3, 3, 3, 4, 4):
+        x = rows(size, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.state.argmax(0)[0] == 7
+    assert proofs(model)[4] == "padded, exact"
+
+
 def test_a_declared_pad_rule_may_write_memory_of_the_module(device):
     def slots(m, x, slot):
         m.state.index_copy_(0, slot, x)
@@ -345,7 +436,7 @@ def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
 
 def test_memory_that_is_viewed_in_several_dtypes_is_padded(device):
     def count(m, x):
-        m.part[0] += 1
+        m.part += 1
         return x * 2 + m.part[0]
 
     model = graphed(device, count)
