@@ -114,12 +114,14 @@ def answered(question: Any, agrees: Callable[[torch.dtype], bool], *dtypes: torc
         agrees: compares; what it raises is a no.
         dtypes: to compare in.
     """
-    if question and question not in _ANSWERS:
+    answer = _ANSWERS.get(question) if question else False
+    if answer is None:
+        with _alone():
+            answer = _agrees(agrees, dtypes)
         if len(_ANSWERS) >= _MOST_ANSWERS:
             _ANSWERS.clear()
-        with _alone():
-            _ANSWERS[question] = _agrees(agrees, dtypes)
-    return bool(question) and _ANSWERS[question]
+        _ANSWERS[question] = answer
+    return answer
 
 
 def _agrees(agrees: Callable[[torch.dtype], bool], dtypes: Sequence[torch.dtype]) -> bool:
