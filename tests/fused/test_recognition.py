@@ -461,6 +461,23 @@ class Decoder(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class WithKeywords(Decoder):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, mask=mask, **kwargs)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        return residual + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DroppingKeywords(Decoder):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), mask=mask)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
 class FromNormed(Decoder):
     def forward(self, hidden_states: Tensor, mask: Any = None) -> Tensor:
         normed = self.input_layernorm(hidden_states)
@@ -533,7 +550,18 @@ def test_calls_and_numbers_tell_a_layer_of_a_library_that_computes_something_els
     assert residuals(nn.ModuleList([*others, known := Decoder()])) == [known]
 
 
-OTHERS = [FromNormed, Parallel, ByFactor, WithoutMask, InTrainingLayer, ManyRows, ClampedHalf, Halved, Twice]
+OTHERS = [
+    DroppingKeywords,
+    FromNormed,
+    Parallel,
+    ByFactor,
+    WithoutMask,
+    InTrainingLayer,
+    ManyRows,
+    ClampedHalf,
+    Halved,
+    Twice,
+]
 
 
 def residuals(model: nn.Module) -> list[nn.Module]:
@@ -550,8 +578,9 @@ def test_a_layer_that_calls_its_parts_in_another_way_is_never_fused(kind: Any) -
             torch.testing.assert_close(layer(x, mask=x), expected)
 
 
-def test_a_layer_of_the_users_own_is_fused_if_it_is_proven() -> None:
-    model, x, seen = Decoder(), torch.randn(65, 3, 16), []
+@pytest.mark.parametrize("kind", [Decoder, WithKeywords])
+def test_a_layer_of_the_users_own_is_fused_if_it_is_proven(kind: Any) -> None:
+    model, x, seen = kind(), torch.randn(65, 3, 16), []
     assert residuals(model) == [model]
     model.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
 
