@@ -398,7 +398,7 @@ class DoubledLayerNorm(nn.LayerNorm):
 
 def test_a_layer_norm_of_the_users_own_goes_with_sums_if_it_is_one() -> None:
     norms = [kind(16) for kind in (nn.LayerNorm, LayerNorm, ClampedLayerNorm, DoubledLayerNorm)]
-    assert list(sum_norms(nn.ModuleList(norms))) == norms[:2]
+    assert list(sum_norms(nn.ModuleList(norms), {})) == norms[:2]
 
 
 # Gated norms.
@@ -565,7 +565,7 @@ OTHERS = [
 
 
 def residuals(model: nn.Module) -> list[nn.Module]:
-    return list(residual_layers(model, sum_norms(model))[0])
+    return list(residual_layers(model, sum_norms(model, rms_norms(model)))[0])
 
 
 @pytest.mark.parametrize("kind", OTHERS)

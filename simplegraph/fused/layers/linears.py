@@ -36,7 +36,13 @@ class Gate(NamedTuple):
     down: str
 
 
-_GATES = (Gate("gate_proj", "up_proj", "act_fn", "down_proj"), Gate("gate_up_proj", "", "activation_fn", "down_proj"))
+_GATES = {
+    gate: {*filter(None, gate)}
+    for gate in (
+        Gate("gate_proj", "up_proj", "act_fn", "down_proj"),
+        Gate("gate_up_proj", "", "activation_fn", "down_proj"),
+    )
+}
 # What an activation of the user's own may read.
 _ACTIVATION_WORDS = frozenset(
     ("erf", "functional", "gelu", "math", "mul", "nn", "pi", "pow", "sigmoid", "silu", "sqrt", "tanh")
@@ -106,7 +112,7 @@ def _proven_gates(model: nn.Module) -> dict[Any, tuple[Gate, Activation, Mapping
     found: dict[Any, tuple[Gate, Activation, Mapping[str, Any]]] = {}
     candidates = Candidates()
     for module in model.modules():
-        gate = next((gate for gate in _GATES if {*filter(None, gate)} <= module._modules.keys()), None)
+        gate = next((gate for gate, names in _GATES.items() if names <= module._modules.keys()), None)
         activation = None if gate is None else activation_of(module._modules[gate.activation], candidates)
         if gate is not None and activation is not None:
             candidate = candidates.of(module, {*gate, "chunk"})
@@ -119,7 +125,7 @@ def _proven_gates(model: nn.Module) -> dict[Any, tuple[Gate, Activation, Mapping
 def _gates_alike(gate: Gate, kind: str, candidate: Candidate, dtype: torch.dtype) -> bool:
     """True if a module calls its parts as a gated layer does, and multiplies what they give."""
     x, states = sample_numbers(dtype, 2, 3, 4), sample_numbers(dtype, 2, 3, 16)
-    calls, expected_calls = (Calls({*filter(None, gate)} - {gate.activation}, 8 * states, {}) for _ in range(2))
+    calls, expected_calls = (Calls(_GATES[gate] - {gate.activation}, 8 * states, {}) for _ in range(2))
     found, operators = candidate.run(x, parts={**calls.parts, gate.activation: ACTIVATIONS[kind]})
     parts = expected_calls.parts
     first = parts[gate.gate](x)

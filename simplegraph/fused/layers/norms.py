@@ -114,15 +114,15 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     return {module: norm for module, norm in found.items() if norm is not None}
 
 
-def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
+def sum_norms(model: nn.Module, alone: Mapping[nn.Module, Norm]) -> dict[nn.Module, Norm]:
+    """Map the norms of a model that one kernel can compute together with a sum, its `rms_norms` too, to parameters."""
     own = {each: _OWN[type(each)] for each in model.modules() if type(each) in _OWN and runs_as_written(each)}
     candidates = Candidates()
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and module not in own and holds(module, "weight", "bias"):
             norm = _proven(candidates.of(module, _LAYER_WORDS), Norm("eps", centered=True))
             own |= {} if norm is None else {module: norm}
-    return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | rms_norms(model)
+    return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | {**alone}
 
 
 def _proven(candidate: Candidate | None, *norms: Norm) -> Norm | None:
@@ -394,7 +394,8 @@ def _proven_layers(model: nn.Module) -> dict[nn.Module, tuple[KnownResidual, Map
     found: dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]] = {}
     candidates = Candidates()
     for module in model.modules():
-        fitting = [at for at, form in enumerate(KNOWN_RESIDUALS) if form.fits(module)] if module._modules else []
+        several = len(module._modules) > 1
+        fitting = [at for at, form in enumerate(KNOWN_RESIDUALS) if several and form.fits(module)]
         candidate = candidates.of(module, module._modules) if fitting else None
         for at in fitting:
             form = KNOWN_RESIDUALS[at]

@@ -216,12 +216,8 @@ def holds(module: nn.Module, *weights: str) -> bool:
 
     Others would be more parameters, buffers, tensors, parts, or a method of this module's own.
     """
-    if module._modules or not module._parameters.keys() >= {*weights}:
+    if module._modules or any(getattr(module._parameters.get(name), "ndim", 0) != 1 for name in weights):
         return False
-    found = {name: weight for name, weight in module._parameters.items() if weight is not None}
-    tensors = (*filter(lambda buffer: buffer is not None, module._buffers.values()), *found.values())
-    return (
-        len(tensors) == len(weights)
-        and all(weight.dim() == 1 for weight in found.values())
-        and not any(callable(value) or isinstance(value, Tensor) for value in vars(module).values())
-    )
+    tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    own = (callable(value) or isinstance(value, Tensor) for value in vars(module).values())
+    return len(tensors) == len(weights) and not any(own)

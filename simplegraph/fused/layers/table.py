@@ -66,10 +66,11 @@ def find_layers(
         tokens: True adds those of `TOKEN_KINDS` that are layers.
     """
     found: dict[nn.Module, Layer] = {}
-    alone = {} if RMS_NORM in skip else rms_norms(model)
+    rms = rms_norms(model)
+    alone = {} if RMS_NORM in skip else rms
     norms, gated = dict(alone), {} if RMS_NORM in skip else gated_norms(model)
     if RESIDUAL not in skip:
-        found, behind = residual_layers(model, sum_norms(model))
+        found, behind = residual_layers(model, sum_norms(model, rms))
         norms |= behind
     found |= gated | {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
     left_out = {*skip, *(() if images else IMAGE_KINDS)}
