@@ -20,7 +20,15 @@ from simplegraph.fused.first_use import (
     read_compiler,
     triton_starts,
 )
-from simplegraph.fused.torch_operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import (
+    DTYPES,
+    Adapted,
+    Grouped,
+    KernelTrial,
+    Operators,
+    RotaryWrite,
+    sample_numbers,
+)
 
 _log = logging.getLogger("simplegraph")
 
@@ -163,7 +171,7 @@ def _run(operators: Operators, device: torch.device, dtype: torch.dtype, trial: 
     Only the operator itself runs on the device: what torch runs there for the first time, it loads or compiles.
     """
     on_device: Any = operators if device.type == "cpu" else _OnDevice(operators, device)
-    found = _TRIALS[trial.operator].run(on_device, functools.partial(_numbers, dtype), *trial.sizes)
+    found = _TRIALS[trial.operator].run(on_device, functools.partial(sample_numbers, dtype), *trial.sizes)
     return [found] if isinstance(found, Tensor) else found
 
 
@@ -187,13 +195,6 @@ class _OnDevice:
             return tree_map_only(Tensor, Tensor.cpu, found)
 
         return run
-
-
-def _numbers(dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
-    """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
-    count = torch.Size(shape).numel()
-    places = torch.arange(count, dtype=torch.float32, device=_CPU)  # the default dtype may be one of too few digits
-    return torch.cos(1.7 * places + 0.3 + phase).to(dtype).view(shape)
 
 
 def _image(numbers: _Numbers, *shape: int, phase: float = 0.0) -> Tensor:

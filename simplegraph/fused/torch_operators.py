@@ -22,6 +22,13 @@ _PART, _MOST_ROWS = 128, 48  # words of a part, and rows from which on `argmax` 
 PRODUCT_FINISHES = ("", "relu")  # of these, what cuBLAS computes at the end of a product
 
 
+def sample_numbers(dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
+    """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
+    count = torch.Size(shape).numel()
+    places = torch.arange(count, dtype=torch.float32, device="cpu")  # the default dtype may be one of too few digits
+    return torch.cos(1.7 * places + 0.3 + phase).to(dtype).view(shape)
+
+
 class KernelTrial(NamedTuple):
     """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
 

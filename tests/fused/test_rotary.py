@@ -28,9 +28,9 @@ from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.fused.choice import chosen_operators  # noqa: E402
+from simplegraph.fused.layers.functions import with_names  # noqa: E402
 from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
 from simplegraph.fused.layers.table import fused_forwards  # noqa: E402
-from simplegraph.fused.layers.texts import with_names  # noqa: E402
 from simplegraph.fused.torch_operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
@@ -133,7 +133,7 @@ def altered(rotary: Any = modeling_llama.apply_rotary_pos_emb, half: Any = None,
     return type("Altered", (modeling_llama.LlamaAttention,), {"forward": forward})
 
 
-def test_attentions_are_known_by_the_text_of_the_function_that_they_call(device: torch.device) -> None:
+def test_attentions_are_known_by_the_function_that_they_call(device: torch.device) -> None:
     class Renamed(modeling_llama.LlamaAttention):  # type: ignore[misc,name-defined]
         pass
 

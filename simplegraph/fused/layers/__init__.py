@@ -1,1 +1,1 @@
-"""Recognizes layers of models by their text, and makes forwards of fused operators for them. Changes no model."""
+"""Finds layers of models by examples or their class, and makes forwards of fused operators. Changes no model."""

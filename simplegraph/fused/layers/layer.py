@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.torch_operators import KernelTrial
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,6 +38,7 @@ class Layer(NamedTuple):
         dims: it takes calls of one plain tensor of so many dimensions, and no others; None if `run` sees to that.
         bypassed: names of modules in it that are not called, though their weights are used, or whose output is written
             to; dots lead to modules of modules. It takes no call once one of them was replaced or hooked.
+        settings: attributes of the module that the layer was proven with, and their values; with others it takes none.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class Layer(NamedTuple):
     run: Callable[..., Any]
     dims: int | None = None
     bypassed: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 def arguments_of(signature: inspect.Signature, module: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -50,11 +54,6 @@ def arguments_of(signature: inspect.Signature, module: Any, *args: Any, **kwargs
     bound = signature.bind(module, *args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def plain_class(module: Any) -> Any:
-    """Return the class that a module had before `optimize` changed it."""
-    return getattr(type(module), "_simplegraph_plain", type(module))
 
 
 def class_name(value: Any) -> str:

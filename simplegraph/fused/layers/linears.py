@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import AsWritten, Layer, hooked
+from simplegraph.fused.layers.recognition import SMOOTH, Calls, Candidate, Candidates, same
 from simplegraph.fused.layers.rotary import rotary_layers
-from simplegraph.fused.layers.texts import known_name, recognize
-from simplegraph.fused.torch_operators import ACTIVATIONS, KernelTrial, Operators
+from simplegraph.fused.torch_operators import ACTIVATIONS, DTYPES, KernelTrial, Operators, sample_numbers
 
 LINEAR = "linear"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -37,38 +37,101 @@ class Gate(NamedTuple):
 
 
 _GATES = {
-    "LlamaMLP.forward": Gate("gate_proj", "up_proj", "act_fn", "down_proj"),
-    "Phi3MLP.forward": Gate("gate_up_proj", "", "activation_fn", "down_proj"),
+    gate: {*filter(None, gate)}
+    for gate in (
+        Gate("gate_proj", "up_proj", "act_fn", "down_proj"),
+        Gate("gate_up_proj", "", "activation_fn", "down_proj"),
+    )
 }
-_AS_OPERATORS = {"NewGELUActivation.forward": "gelu_tanh"}
-_ACTIVATIONS = {"SiLUActivation.forward": "silu", **_AS_OPERATORS}
+# What an activation of the user's own may read.
+_ACTIVATION_WORDS = frozenset(
+    ("erf", "functional", "gelu", "math", "mul", "nn", "pi", "pow", "sigmoid", "silu", "sqrt", "tanh")
+)
 
 
-def activation_kind(module: Any) -> str:
-    """Return the name in `ACTIVATIONS` of an activation module; "" if it is unknown or hooked."""
-    if hooked(module):
-        return ""
+class Activation(NamedTuple):
+    """An activation that a module is known, or proven, to compute.
+
+    Attributes:
+        module: the module.
+        kind: a name in `ACTIVATIONS`.
+        settings: what the module reads of its attributes, and was proven with.
+        several: True if it runs several operators.
+    """
+
+    module: nn.Module
+    kind: str
+    settings: Mapping[str, Any]
+    several: bool = False
+
+    def is_still(self, module: Any) -> bool:
+        """True if a module is this one, without hooks, and as it was."""
+        same = all(getattr(module, name, None) == value for name, value in self.settings.items())
+        return module is self.module and not hooked(module) and same
+
+
+def activation_of(module: Any, candidates: Candidates) -> Activation | None:
+    """Return what an activation module computes; None if that is not known, or if it has hooks."""
+    if not isinstance(module, nn.Module) or module._modules or module._parameters or module._buffers or hooked(module):
+        return None
     if type(module) is nn.SiLU:
-        return "silu"
+        return Activation(module, "silu", {"inplace": False}) if not module.inplace else None
     if type(module) is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-    name = known_name(type(module).forward)
-    if name != "GELUActivation.forward":
-        return _ACTIVATIONS.get(name, "")
-    function = module.act
-    if function is nn.functional.gelu:
-        return "gelu"
-    tanh = isinstance(function, functools.partial) and function.func is nn.functional.gelu and not function.args
-    return "gelu_tanh" if tanh and function.keywords == {"approximate": "tanh"} else ""
+        kind = {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+        return None if kind is None else Activation(module, kind, {"approximate": module.approximate})
+    candidate = candidates.of(module, _ACTIVATION_WORDS)
+    for kind in ACTIVATIONS:
+        agrees = functools.partial(_activates_alike, kind)
+        if candidate is not None and candidate.proves(kind, agrees, torch.float64, *DTYPES):
+            several = not candidate.proves("one operator", _runs_one_operator, torch.float32)
+            return Activation(module, kind, candidate.settings, several)
+    return None
+
+
+def _activates_alike(kind: str, candidate: Candidate, dtype: torch.dtype) -> bool:
+    x = torch.linspace(-12, 12, 481, dtype=torch.float64).to(dtype).view(1, 13, 37)
+    before = x.clone()
+    return candidate.runs_to(ACTIVATIONS[kind](before), x) and torch.equal(x, before)
+
+
+def _runs_one_operator(candidate: Candidate, dtype: torch.dtype) -> bool:
+    return len(candidate.run(torch.ones(2, dtype=dtype))[1]) == 1
 
 
 def gate_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the gated layers of a model to their layers."""
-    return {
-        module: Layer("gated", _trials(module, gate, kind), functools.partial(_gated, module, gate))
-        for module, gate in recognize(model, _GATES).items()
-        if (kind := activation_kind(getattr(module, gate.activation)))
-    }
+    layers: dict[nn.Module, Layer] = {}
+    for module, (gate, activation, settings) in _proven_gates(model).items():
+        run = functools.partial(_gated, module, gate, activation)
+        layers[module] = Layer("gated", _trials(module, gate, activation.kind), run, settings=settings)
+    return layers
+
+
+def _proven_gates(model: nn.Module) -> dict[Any, tuple[Gate, Activation, Mapping[str, Any]]]:
+    """Map the gated layers of a model to their parts' names, their activation, and the settings that they read."""
+    found: dict[Any, tuple[Gate, Activation, Mapping[str, Any]]] = {}
+    candidates = Candidates()
+    for module in model.modules():
+        gate = next((gate for gate, names in _GATES.items() if names <= module._modules.keys()), None)
+        activation = None if gate is None else activation_of(module._modules[gate.activation], candidates)
+        if gate is not None and activation is not None:
+            candidate = candidates.of(module, {*gate, "chunk"})
+            agrees = functools.partial(_gates_alike, gate, activation.kind)
+            if candidate is not None and candidate.proves((gate, activation.kind), agrees, torch.float64, *DTYPES):
+                found[module] = gate, activation, candidate.settings
+    return found
+
+
+def _gates_alike(gate: Gate, kind: str, candidate: Candidate, dtype: torch.dtype) -> bool:
+    """True if a module calls its parts as a gated layer does, and multiplies what they give."""
+    x, states = sample_numbers(dtype, 2, 3, 4), sample_numbers(dtype, 2, 3, 16)
+    calls, expected_calls = (Calls(_GATES[gate] - {gate.activation}, 8 * states, {}) for _ in range(2))
+    found, operators = candidate.run(x, parts={**calls.parts, gate.activation: ACTIVATIONS[kind]})
+    parts = expected_calls.parts
+    first = parts[gate.gate](x)
+    first, second = (first, parts[gate.up](x)) if gate.up else first.chunk(2, dim=-1)
+    expected = parts[gate.down](ACTIVATIONS[kind](first) * second)
+    return same(found, expected) and calls.same(expected_calls) and SMOOTH.issuperset(operators)
 
 
 def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
@@ -76,9 +139,9 @@ def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
     return () if columns is None else (KernelTrial("gated", (columns, kind)),)
 
 
-def _gated(module: Any, gate: Gate, operators: Operators, *args: Any, **kwargs: Any) -> Any:
-    kind = activation_kind(getattr(module, gate.activation))
-    if not kind or kwargs or len(args) != 1:
+def _gated(module: Any, gate: Gate, activation: Activation, operators: Operators, *args: Any, **kwargs: Any) -> Any:
+    kind = activation.kind
+    if kwargs or len(args) != 1 or not activation.is_still(getattr(module, gate.activation)):
         raise AsWritten
     states = getattr(module, gate.gate)(args[0])
     states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
@@ -90,10 +153,13 @@ def _gated(module: Any, gate: Gate, operators: Operators, *args: Any, **kwargs: 
 
 
 def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map activations that are written as eight operators, and that torch has as one, to their layers."""
+    """Map activations that are written as several operators, and that torch has as one, to their layers."""
+    candidates = Candidates()
+    known = (found for module in model.modules() if (found := activation_of(module, candidates)) is not None)
     return {
-        module: Layer("activation", (), functools.partial(_activation, kind))
-        for module, kind in recognize(model, _AS_OPERATORS).items()
+        each.module: Layer("activation", (), functools.partial(_activation, each.kind), settings=each.settings)
+        for each in known
+        if each.several
     }
 
 
@@ -118,8 +184,8 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
             for each in rotary_layers(model)
         ),
         *(
-            ([getattr(each, gate.gate), getattr(each, gate.up)], True, activation_kind(getattr(each, gate.activation)))
-            for each, gate in recognize(model, _GATES).items()
+            ([getattr(each, gate.gate), getattr(each, gate.up)], True, activation.kind)
+            for each, (gate, activation, _) in _proven_gates(model).items()
             if gate.up
         ),
     ]

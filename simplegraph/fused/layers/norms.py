@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
-from simplegraph.fused.layers.texts import known_name, recognize, undecorated
-from simplegraph.fused.torch_operators import KernelTrial, Operators
+from simplegraph.fused.layers.recognition import Calls, Candidate, Candidates, Opaque, holds, same
+from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
 
@@ -28,15 +30,20 @@ class Norm(NamedTuple):
     Attributes:
         eps: name of the attribute that is added to the variance; offset: number that is added to the weights.
         centered: True for a layer norm.
+        settings: attributes that its forward reads, and their values, of which it was proven.
     """
 
     eps: str = "variance_epsilon"
     offset: float = 0.0
     centered: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def normalize(self, operators: Operators, module: Any, x: Tensor) -> Tensor:
         """Run the norm."""
-        return operators.rms_norm(x, module.weight, getattr(module, self.eps), self.offset)
+        weight, eps = module.weight, getattr(module, self.eps)
+        if self.centered:
+            return nn.functional.layer_norm(x, weight.shape, weight, module.bias, eps)
+        return operators.rms_norm(x, weight, eps, self.offset)
 
     def normalize_sum(self, operators: Operators, module: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Run the norm on a sum; return both."""
@@ -52,55 +59,104 @@ class Norm(NamedTuple):
         return KernelTrial("add_rms_norm" if added else "rms_norm", (len(module.weight), int(self.offset)))
 
 
-_RMS_NORMS = {
-    "LlamaRMSNorm.forward": Norm(),
-    "Olmo2RMSNorm.forward": Norm(),
-    "T5LayerNorm.forward": Norm(),
-    "GemmaRMSNorm.forward": Norm("eps", 1.0),
-}
-_LAYER_NORMS = {"LayerNorm.forward": Norm("eps", centered=True)}  # timm's
 _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
+_RMS_NORMS = tuple(Norm(eps, offset) for eps in ("variance_epsilon", "eps") for offset in (0.0, 1.0))
+# What an RMS norm of the user's own may read: nothing that tells it rows, shapes, devices or training.
+_RMS_WORDS = frozenset(
+    (
+        *("dtype", "eps", "float", "float32", "functional", "mean", "nn", "pow", "rms_norm", "rsqrt", "sqrt"),
+        *("square", "to", "type_as", "variance_epsilon", "weight"),
+    )
+)
+_GATED_WORDS = _RMS_WORDS | {"silu"}
+_LAYER_WORDS = frozenset({"bias", "eps", "functional", "layer_norm", "nn", "normalized_shape", "weight"})
 
 
 def gated_norms(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the norms of a model that multiply by the SiLU of a gate before, as Mamba2's do, to their layers."""
-    found: dict[Any, bool] = recognize(model, {"MambaRMSNormGated.forward": True})
-    one_dimension = (module for module in found if isinstance(module.weight, Tensor) and module.weight.dim() == 1)
-    return {module: _gated_norm(module, len(module.weight)) for module in one_dimension}
+    candidates = Candidates()
+    found = {module: _gated_norm(module, candidates) for module in model.modules() if holds(module, "weight")}
+    return {module: layer for module, layer in found.items() if layer is not None}
 
 
-def _gated_norm(module: Any, columns: int) -> Layer:
-    grouped = "group_size" in undecorated(type(module).forward).__code__.co_names  # since transformers 5.23
+def _gated_norm(module: Any, candidates: Candidates) -> Layer | None:
+    candidate, columns = candidates.of(module, _GATED_WORDS), len(module.weight)
+    if candidate is None or candidate.arguments != 2:
+        return None
+    size = candidate.settings.get("group_size", columns)
+    eps = candidate.settings.get("variance_epsilon")
+    if type(eps) is not float or type(size) is not int or size < 1 or columns % size:
+        return None
+
+    def agrees(candidate: Candidate, dtype: torch.dtype) -> bool:
+        (x, gate), weight = _examples(dtype, columns, eps, 2), sample_numbers(dtype, columns, phase=5)
+        expected = Operators().gated_rms_norm(x, gate, weight, eps, columns // size)
+        return candidate.runs_to(expected, x, gate, weights={"weight": weight})
+
+    if not candidate.proves(("gated_rms_norm", columns), agrees, *DTYPES):
+        return None
 
     def run(operators: Operators, *args: Any, **kwargs: Any) -> Any:
         x, gate = args if len(args) == 2 and not kwargs else (None, None)
         if x is None or gate is None or not _fits(x, module.weight) or not _alike(x, gate):
             raise AsWritten
-        size, eps = module.group_size if grouped else x.shape[-1], module.variance_epsilon
-        if type(size) is not int or size < 1 or x.shape[-1] % size or type(eps) is not float:
-            raise AsWritten
-        return operators.gated_rms_norm(x, gate, module.weight, eps, x.shape[-1] // size)
+        return operators.gated_rms_norm(x, gate, module.weight, eps, columns // size)
 
-    in_one_group = not grouped or getattr(module, "group_size", None) == columns
-    return Layer("rms_norm", (KernelTrial("gated_rms_norm", (columns,)),) * in_one_group, run)
+    trials = (KernelTrial("gated_rms_norm", (columns,)),) * (size == columns)
+    return Layer("rms_norm", trials, run, settings=candidate.settings)
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can replace to their parameters."""
-    return {module: norm for module, norm in recognize(model, _RMS_NORMS).items() if _is_whole(module, norm)}
+    plain = (module for module in model.modules() if type(module) is not nn.RMSNorm and holds(module, "weight"))
+    candidates = Candidates()
+    found = {module: _proven(candidates.of(module, _RMS_WORDS), *_RMS_NORMS) for module in plain}
+    return {module: norm for module, norm in found.items() if norm is not None}
 
 
-def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
+def sum_norms(model: nn.Module, alone: Mapping[nn.Module, Norm]) -> dict[nn.Module, Norm]:
+    """Map the norms of a model that one kernel can compute together with a sum, its `rms_norms` too, to parameters."""
     own = {each: _OWN[type(each)] for each in model.modules() if type(each) in _OWN and runs_as_written(each)}
-    own |= {module: norm for module, norm in recognize(model, _LAYER_NORMS).items() if not module._fast_norm}
-    return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | rms_norms(model)
+    candidates = Candidates()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm) and module not in own and holds(module, "weight", "bias"):
+            norm = _proven(candidates.of(module, _LAYER_WORDS), Norm("eps", centered=True))
+            own |= {} if norm is None else {module: norm}
+    return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | {**alone}
 
 
-def _is_whole(module: nn.Module, norm: Norm) -> bool:
-    """True if the part of its text that is a method is known, too, and no instance's own."""
-    known = not norm.offset or known_name(getattr(type(module), "_norm", None)) == "GemmaRMSNorm._norm"
-    return known and "_norm" not in vars(module)
+def _proven(candidate: Candidate | None, *norms: Norm) -> Norm | None:
+    """Return the first of some norms that a module's forward is proven to compute; None if it computes none."""
+    if candidate is None or candidate.arguments != 1:
+        return None
+    columns = len(candidate.module.weight)
+    for norm in norms:
+        eps = candidate.settings.get(norm.eps)
+        agrees = functools.partial(_agrees, norm)
+        if type(eps) is float and candidate.proves((norm, columns), agrees, *DTYPES):
+            return norm._replace(settings=tuple(candidate.settings.items()))
+    return None
+
+
+def _agrees(norm: Norm, candidate: Candidate, dtype: torch.dtype) -> bool:
+    columns, eps = len(candidate.module.weight), candidate.settings[norm.eps]
+    weights = {"weight": sample_numbers(dtype, columns, phase=5)}
+    weights |= {"bias": sample_numbers(dtype, columns, phase=6)} if norm.centered else {}
+    standing: Any = SimpleNamespace(**{"bias": None, norm.eps: eps, **weights})
+    (x,) = _examples(dtype, columns, eps, 1)
+    for shaped in (x.flatten(0, 1), x, x.unsqueeze(1)):  # a mean of another dimension is one of the last in some shape
+        before = shaped.clone()
+        expected = norm.normalize(Operators(), standing, shaped)
+        if not candidate.runs_to(expected, shaped, weights=weights) or not torch.equal(shaped, before):
+            return False
+    return True
+
+
+def _examples(dtype: torch.dtype, columns: int, eps: float, count: int) -> list[Tensor]:
+    """Make inputs of a norm: rows of the size of the root of `eps`, where its place is seen, of 1, and large ones."""
+    sizes = torch.tensor([max(eps, 1e-12) ** 0.5, 1.0, 300.0])[:, None]
+    plain = (sample_numbers(torch.float32, 2, 3, columns, phase=phase + columns) for phase in range(count))
+    return [(numbers * sizes).to(dtype) for numbers in plain]
 
 
 def _has_one_dimension(module: Any) -> bool:
@@ -110,7 +166,8 @@ def _has_one_dimension(module: Any) -> bool:
 def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:
     """Return the layer of a norm, which hands out what a sum computed; `alone` if it runs by operators otherwise."""
     kind, trials = ("rms_norm", (norm.trial(module, added=False),)) if alone else ("residual", ())
-    return Layer(kind, trials, functools.partial(_normalize, module, norm, alone))
+    run = functools.partial(_normalize, module, norm, alone)
+    return Layer(kind, trials, run, settings=dict(norm.settings))
 
 
 def _normalize(module: Any, norm: Norm, alone: bool, operators: Operators, *args: Any, **kwargs: Any) -> Any:
@@ -189,19 +246,27 @@ class KnownResidual(NamedTuple):
         run: computes the layer by an `AddFor`, from the module, its input and its other arguments by name.
         first: name of the norm that reads the layer's input; "" if none does.
         norms: names of the norms of the layer's own sums.
+        parts: names of its other parts -> how many results each has in a tuple; 1 for one without a tuple.
         takes: tells from the input and the other arguments if it is known how to compute with these.
+        added: names of other arguments that are added to something.
     """
 
     run: Callable[[Any, Any, dict[str, Any], AddFor], Any]
     first: str
     norms: tuple[str, ...]
+    parts: Mapping[str, int]
     takes: Callable[[Any, dict[str, Any]], bool] = lambda hidden, given: True
+    added: tuple[str, ...] = ()
+
+    def fits(self, module: nn.Module) -> bool:
+        """True if a module has the parts, and maybe others."""
+        return {*self.norms, *self.parts, *filter(None, [self.first])} <= module._modules.keys()
 
 
-def _branches(*branches: tuple[str, Branch], **known: Any) -> KnownResidual:
+def _branches(parts: Mapping[str, int], *branches: tuple[str, Branch], **known: Any) -> KnownResidual:
     """Describe a layer of branches one after the other, each behind a norm of that name."""
     first, *norms = [name for name, _ in branches]
-    return KnownResidual(functools.partial(_run_branches, branches), first, tuple(norms), **known)
+    return KnownResidual(functools.partial(_run_branches, branches), first, tuple(norms), parts, **known)
 
 
 def _run_branches(
@@ -263,62 +328,135 @@ def _run_t5(name: str, self: Any, hidden: Any, given: dict[str, Any], add: AddFo
     return add(hidden, self.dropout(attended), None), *rest
 
 
-KNOWN_RESIDUALS = {
-    "LlamaDecoderLayer.forward": _branches(("input_layernorm", _attend), ("post_attention_layernorm", _perceive)),
-    "MixtralDecoderLayer.forward": _branches(("input_layernorm", _attend), ("post_attention_layernorm", _perceive)),
-    "Gemma2DecoderLayer.forward": _branches(
+_ATTENDING = {"self_attn": 2, "mlp": 1}
+# Layers by how their parts are called, of some families each; the first that a module is proven to be counts.
+KNOWN_RESIDUALS = (
+    # Llama and most decoders after it.
+    _branches(_ATTENDING, ("input_layernorm", _attend), ("post_attention_layernorm", _perceive)),
+    # Gemma 2.
+    _branches(
+        _ATTENDING | {"post_attention_layernorm": 1, "post_feedforward_layernorm": 1},
         ("input_layernorm", lambda self, *given: self.post_attention_layernorm(_attend(self, *given))),
         ("pre_feedforward_layernorm", lambda self, x, given: self.post_feedforward_layernorm(self.mlp(x))),
     ),
-    "CLIPEncoderLayer.forward": _branches(("layer_norm1", _attend), ("layer_norm2", _perceive)),
-    "ViTLayer.forward": _branches(
-        ("layernorm_before", _attend_vit), ("layernorm_after", lambda self, x, given: self.dropout(self.mlp(x)))
+    # CLIP.
+    _branches(_ATTENDING, ("layer_norm1", _attend), ("layer_norm2", _perceive)),
+    # ViT.
+    _branches(
+        {"attention": 2, "mlp": 1, "dropout": 1},
+        ("layernorm_before", _attend_vit),
+        ("layernorm_after", lambda self, x, given: self.dropout(self.mlp(x))),
     ),
-    "BertSelfOutput.forward": KnownResidual(_run_bert, "", ("LayerNorm",)),
-    "WhisperDecoderLayer.forward": KnownResidual(
-        _run_whisper, "self_attn_layer_norm", ("encoder_attn_layer_norm", "final_layer_norm")
+    # BERT, after attention and after the perceptron.
+    KnownResidual(_run_bert, "", ("LayerNorm",), {"dense": 1, "dropout": 1}, added=("input_tensor",)),
+    # Whisper's decoder.
+    KnownResidual(
+        _run_whisper,
+        "self_attn_layer_norm",
+        ("encoder_attn_layer_norm", "final_layer_norm"),
+        {"self_attn": 2, "encoder_attn": 2, "activation_fn": 1, "fc1": 1, "fc2": 1},
     ),
-    "T5LayerFF.forward": _branches(
+    # T5.
+    _branches(
+        {"DenseReluDense": 1, "dropout": 1},
         ("layer_norm", lambda self, x, given: self.dropout(self.DenseReluDense(x))),
     ),
-    "T5LayerSelfAttention.forward": KnownResidual(functools.partial(_run_t5, "SelfAttention"), "layer_norm", ()),
-    "T5LayerCrossAttention.forward": KnownResidual(functools.partial(_run_t5, "EncDecAttention"), "layer_norm", ()),
-    "GPT2Block.forward": _branches(
+    KnownResidual(functools.partial(_run_t5, "SelfAttention"), "layer_norm", (), {"SelfAttention": 3, "dropout": 1}),
+    KnownResidual(
+        functools.partial(_run_t5, "EncDecAttention"), "layer_norm", (), {"EncDecAttention": 3, "dropout": 1}
+    ),
+    # GPT-2.
+    _branches(
+        {"attn": 2, "mlp": 1},
         ("ln_1", _attend_gpt2),
         ("ln_2", _perceive),
         takes=lambda hidden, given: given["encoder_hidden_states"] is None,
     ),
-    "Block.forward": _branches(
+    # timm's vision transformers.
+    _branches(
+        dict.fromkeys(("attn", "ls1", "drop_path1", "mlp", "ls2", "drop_path2"), 1),
         ("norm1", lambda self, x, given: self.drop_path1(self.ls1(self.attn(x, **given)))),
         ("norm2", lambda self, x, given: self.drop_path2(self.ls2(self.mlp(x)))),
     ),
-    "EncoderBlock.forward": _branches(
+    # torchvision's.
+    _branches(
+        {"self_attention": 2, "dropout": 1, "mlp": 1},
         ("ln_1", lambda self, x, given: self.dropout(self.self_attention(x, x, x, need_weights=False)[0])),
         ("ln_2", _perceive),
         takes=lambda hidden, given: hidden.dim() == 3,
     ),
-}
+)
+_SUMS = frozenset({"add", "alias", "detach", "dropout"})  # of a layer beside its parts, outside of training
+
+
+def _proven_layers(model: nn.Module) -> dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]]:
+    """Map modules that call their parts as a known layer does to that layer, and to the settings that they read."""
+    found: dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]] = {}
+    candidates = Candidates()
+    for module in model.modules():
+        several = len(module._modules) > 1
+        fitting = [at for at, form in enumerate(KNOWN_RESIDUALS) if several and form.fits(module)]
+        candidate = candidates.of(module, module._modules) if fitting else None
+        for at in fitting:
+            form = KNOWN_RESIDUALS[at]
+            question = "residual", at, tuple(name for name, part in module._modules.items() if part is not None)
+            agrees = functools.partial(_calls_alike, form)
+            if candidate is not None and candidate.proves(question, agrees, torch.float64, *DTYPES):
+                found.setdefault(module, (form, candidate.settings))
+    return found
+
+
+def _calls_alike(form: KnownResidual, candidate: Candidate, dtype: torch.dtype) -> bool:
+    """True if a module calls its parts as a known layer does, whichever arguments there are, and adds up the same."""
+    module, taken = candidate.module, 0
+    signature = inspect.signature(plain_class(module).forward)
+    hidden, names = sample_numbers(dtype, 2, 3, 8), [name for name, part in module._modules.items() if part is not None]
+    # A layer that goes by the dtype does not go by the arguments as well.
+    examples = list(_given(signature, form, hidden))[: None if dtype is torch.float64 else 2]
+    for given in examples:
+        calls, expected_calls = (Calls(names, hidden, form.parts) for _ in range(2))
+        _, others = _arguments(signature, module, hidden, **given)
+        if form.takes(hidden, others):
+            own, operators = candidate.run(hidden, parts=calls.parts, **given)
+            standing = candidate.stand_in(parts=expected_calls.parts)
+            expected = form.run(standing, hidden, others, lambda residual, branch, norm: residual + branch)
+            if not (same(own, expected) and calls.same(expected_calls) and _SUMS.issuperset(operators)):
+                return False
+            taken += 1
+    return taken > 0
+
+
+def _given(signature: inspect.Signature, form: KnownResidual, hidden: Tensor) -> Iterator[dict[str, Any]]:
+    """Make the arguments of calls: all of them, each one alone, all but one, and none, beside those that must be."""
+    _, _, *parameters = signature.parameters.values()
+    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+    every: dict[str, Any] = {each.name: 2 * hidden if each.name in form.added else Opaque() for each in named}
+    every |= {"another": Opaque()} if len(named) < len(parameters) else {}
+    optional = [each.name for each in named if each.default is None]
+    choices = [{*optional}, set(), *({name} for name in optional), *({*optional} - {name} for name in optional)]
+    for absent in choices:
+        yield {name: value for name, value in every.items() if name not in absent}
 
 
 def residual_layers(
     model: nn.Module, norms: Mapping[nn.Module, Norm]
 ) -> tuple[dict[nn.Module, Layer], dict[nn.Module, Norm]]:
     """Map the layers of a model with sums that go into these norms to their layers; return the norms of sums, too."""
-    known = recognize(model, KNOWN_RESIDUALS)
+    known = _proven_layers(model)
     following: dict[nn.Module, nn.Module | None] = {}
     _follow(model, None, known, following)
     layers: dict[nn.Module, Layer] = {}
     behind: dict[nn.Module, Norm] = {}
-    for module, text in known.items():
+    for module, (form, settings) in known.items():
         after = following.get(module)
-        targets = [each for name in text.norms if isinstance(each := getattr(module, name, None), nn.Module)]
+        targets = [each for name in form.norms if isinstance(each := getattr(module, name, None), nn.Module)]
         own = {each: norms[each] for each in (*targets, after) if each is not None and each in norms}
         if own:
             trials = tuple(norm.trial(each, added=True) for each, norm in own.items())
             following_norm = after if after in own else None
             signature = inspect.signature(type(module).forward)
-            run = functools.partial(_run, module, text, following_norm, own, signature)
-            layers[module] = Layer("residual", trials, run)
+            run = functools.partial(_run, module, form, following_norm, own, signature)
+            layers[module] = Layer("residual", trials, run, settings=settings)
             behind |= own
     return layers, behind
 
@@ -326,7 +464,7 @@ def residual_layers(
 def _follow(
     owner: nn.Module,
     after: nn.Module | None,
-    known: Mapping[nn.Module, KnownResidual],
+    known: Mapping[nn.Module, tuple[KnownResidual, Any]],
     following: dict[nn.Module, nn.Module | None],
 ) -> None:
     """Find the norm that reads each known layer's output: the next layer's first one, or the model's last."""
@@ -341,17 +479,17 @@ def _follow(
                 _follow(each, norm, known, following)
 
 
-def _first(module: nn.Module, known: Mapping[nn.Module, KnownResidual]) -> nn.Module | None:
+def _first(module: nn.Module, known: Mapping[nn.Module, tuple[KnownResidual, Any]]) -> nn.Module | None:
     """Return the norm that reads a layer's input."""
     if module in known:
-        return getattr(module, known[module].first, None)
+        return getattr(module, known[module][0].first, None)
     lists = [list(child) for child in module.children() if isinstance(child, _LISTS)]
     return _first(lists[0][0], known) if len(lists) == 1 and lists[0] else None
 
 
 def _run(
     module: nn.Module,
-    text: KnownResidual,
+    form: KnownResidual,
     after: nn.Module | None,
     norms: dict[nn.Module, Norm],
     signature: inspect.Signature,
@@ -363,13 +501,18 @@ def _run(
     renamed = "past_key_values" in kwargs and "past_key_values" not in signature.parameters
     if renamed or (module.training and getattr(module, "gradient_checkpointing", False)):
         raise AsWritten
-    (_, (_, hidden), *others) = arguments_of(signature, module, *args, **kwargs).items()
-    given = dict(others)
-    given |= given.pop("kwargs", {})
-    if not text.takes(hidden, given):
+    hidden, given = _arguments(signature, module, *args, **kwargs)
+    if not form.takes(hidden, given):
         raise AsWritten
 
     def add_for(residual: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
         return add(operators, norms, residual, branch, after if norm is None else norm)
 
-    return text.run(module, hidden, given, add_for)
+    return form.run(module, hidden, given, add_for)
+
+
+def _arguments(signature: inspect.Signature, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a layer's input, and its other arguments by name."""
+    (_, (_, hidden), *others) = arguments_of(signature, module, *args, **kwargs).items()
+    given = dict(others)
+    return hidden, given | given.pop("kwargs", {})

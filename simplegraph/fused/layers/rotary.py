@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.functions import GlobalNames, provable_code, undecorated, with_names
 from simplegraph.fused.layers.layer import AsWritten, Layer
-from simplegraph.fused.layers.texts import GlobalNames, known_name, undecorated, with_names
-from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators
+from simplegraph.fused.layers.recognition import answered, same
+from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 
 _NAME = "apply_rotary_pos_emb"
 
 
 def rotary_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the modules of a model whose forward calls the recognized rotary embedding to their layers."""
-    kinds = {kind for kind in set(map(type, model.modules())) if _calls_known_text(kind)}
+    kinds = {kind for kind in set(map(type, model.modules())) if _calls_rotary(kind)}
     return {module: _layer(module) for module in model.modules() if type(module) in kinds}
 
 
@@ -79,9 +80,25 @@ def _fits_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def _calls_known_text(kind: Any) -> bool:
+def _calls_rotary(kind: Any) -> bool:
+    """True if a class's forward calls a function that is proven to rotate all elements of heads."""
     forward = undecorated(kind.forward)
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return False
     rotary: Any = forward.__globals__.get(_NAME)
-    return known_name(rotary) == _NAME and rotary.__defaults__ == (1,)
+    return answered(
+        provable_code(object, rotary, ()), functools.partial(_rotates_alike, rotary), torch.float64, *DTYPES
+    )
+
+
+def _rotates_alike(rotary: Callable[..., Any], dtype: torch.dtype) -> bool:
+    q, k, cos, sin = (sample_numbers(dtype, 2, 2, 3, 8, phase=phase) for phase in range(4))
+    for rows in (1, 2):
+        given = (q, k[:, :1], cos[:rows, 0], sin[:rows, 0])
+        if not same(rotary(*given), Operators().rotate(*given)):
+            return False
+    try:
+        rotary(q, k, cos[:, 0, :, :4], sin[:, 0, :, :4])
+    except RuntimeError:
+        return True
+    return False  # it rotates a part of a head, too

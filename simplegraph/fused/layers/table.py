@@ -29,7 +29,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         RMS_NORM: "RMS norm of seven or more operators run as one",
         RESIDUAL: "sum of a branch and the residual computed together with the norm after it",
         GATED: "activation of a gate computed together with its product",
-        ACTIVATION: "activation of eight operators run as one",
+        ACTIVATION: "activation of several operators run as one",
         ROTARY: "rotary embedding of queries and keys run as one",
         ADAPTIVE_NORM: "norm that is scaled and shifted by image computed together with the gated sum before it",
         ATTENTION: "attention on torch's fused one, with nothing around it that does nothing",
@@ -66,10 +66,11 @@ def find_layers(
         tokens: True adds those of `TOKEN_KINDS` that are layers.
     """
     found: dict[nn.Module, Layer] = {}
-    alone = {} if RMS_NORM in skip else rms_norms(model)
+    rms = rms_norms(model)
+    alone = {} if RMS_NORM in skip else rms
     norms, gated = dict(alone), {} if RMS_NORM in skip else gated_norms(model)
     if RESIDUAL not in skip:
-        found, behind = residual_layers(model, sum_norms(model))
+        found, behind = residual_layers(model, sum_norms(model, rms))
         norms |= behind
     found |= gated | {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
     left_out = {*skip, *(() if images else IMAGE_KINDS)}
@@ -113,11 +114,12 @@ def fused_forwards(layers: Mapping[nn.Module, Layer], operators: Operators) -> d
 
 
 def _fused_forward(module: Any, layer: Layer, operators: Operators) -> Callable[..., Any]:
-    forward, dims = type(module).forward, layer.dims
+    forward, dims, settings = type(module).forward, layer.dims, layer.settings.items()
     bypassed = [(get := operator.attrgetter(name), get(module)) for name in layer.bypassed]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         taken = dims is None or (len(args) == 1 and not kwargs and is_plain(args[0], dims))
+        taken = taken and all(getattr(module, name, None) == value for name, value in settings)
         if taken and all(get(module) is part and not hooked(part) for get, part in bypassed):
             try:
                 return layer.run(operators, *args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.images import DEPTH, FINISHING
 from simplegraph.fused.layers.layer import (
     AsWritten,
@@ -22,7 +23,6 @@ from simplegraph.fused.layers.layer import (
     is_depthwise,
     is_pointwise,
     is_sequential,
-    plain_class,
     runs_own_forward,
 )
 from simplegraph.fused.optimizing.folded import uses_of

@@ -19,7 +19,7 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import OperatorMode
 from simplegraph.base.tensors import storage_key
-from simplegraph.fused.layers.layer import plain_class
+from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.optimizing.table import FOLDABLE, NORMS, Pair
 
 _MOST = 1.5  # times the error of the module as it was

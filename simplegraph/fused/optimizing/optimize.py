@@ -125,8 +125,8 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     - ``"channels_last"``: weights of other 2-d convolutions are stored in that format, if all classes in the module are
       known to take it, or the run on `example_inputs` succeeds.
     - ``"rms_norm"``, ``"residual"`` (a sum together with the norm after it), ``"gated"``, ``"activation"`` and
-      ``"rotary"``: layers that are recognized by their text, mostly those of transformers, run on fused operators:
-      Triton's kernels, or torch's where these do not run. In half precision they round once where the text rounds two
+      ``"rotary"``: layers that examples prove to be known ones, mostly those of transformers, run on fused operators:
+      Triton's kernels, or torch's where these do not run. In half precision they round once where the layer rounds two
       or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
     - ``"epilogue"``: where channels_last is done, bias, sum and activation after a folded convolution are one, by
       Triton's kernels only: in an `nn.Sequential` and in known blocks of torchvision.

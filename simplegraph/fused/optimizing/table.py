@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.layer import class_name, hooked, is_sequential, plain_class, runs_own_forward
+from simplegraph.fused.layers.functions import plain_class
+from simplegraph.fused.layers.layer import class_name, hooked, is_sequential, runs_own_forward
 from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
 
 BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS = "batch_norm", "channels_last", "epilogue", "projections"

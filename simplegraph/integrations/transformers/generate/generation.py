@@ -217,7 +217,7 @@ class GraphedGeneration(GraphedModel):
             return None
         try:
             if not is_known_loop(sample):
-                raise CannotBind(Reason.ONE_TOKEN, "another _sample than that of transformers 5.17")
+                raise CannotBind(Reason.ONE_TOKEN, "a _sample that is not transformers' own, or asks another check")
             if self.model._forward_hooks or self.model._forward_pre_hooks:
                 raise CannotBind(Reason.ONE_TOKEN, "hooks on the model run around every step")
             editing = edits_steps(self.model)

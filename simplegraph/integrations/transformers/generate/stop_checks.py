@@ -11,6 +11,7 @@ and is handed the rest instead of having steps undone.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.memory import default_generator, put_random_states, random_states
-from simplegraph.fused.layers.texts import with_names
+from simplegraph.fused.layers.functions import is_of_library, with_names
 from simplegraph.integrations.transformers.generate.launch import Launch, RowState, ignored_tokens, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 
+_ASKED = 4  # the check itself, unfinished sequences, tokens, and their length
 _CHECK, _LATE_CHECK, _UNDO = "StopCheck", "DeferredStopCheck", "_undo_generation_steps"
 
 
@@ -106,18 +108,35 @@ def _has_no_callback(processor: Any) -> bool:
 
 def with_late_check(sample: functools.partial[Any]) -> Any:
     """Return transformers' `_sample`, bound to a model, with `LateCheck`; any other function is returned unchanged."""
-    function = sample.func
-    if function is not GenerationMixin._sample or _LATE_CHECK not in function.__code__.co_names:
+    if not _asks_by_name(sample, _LATE_CHECK):
         return sample
+    function: Any = sample.func
     return functools.partial(with_names(function, {_LATE_CHECK: LateCheck}), *sample.args)
+
+
+def _asks_by_name(sample: functools.partial[Any], *names: str) -> bool:
+    """True if a bound `_sample` is transformers' own, and asks by these names, which nobody gave another meaning."""
+    function: Any = sample.func
+    if function is not GenerationMixin._sample or not is_of_library(function):
+        return False
+    meanings = [function.__globals__.get(name) for name in names]
+    own = all(getattr(meaning, "__module__", None) == function.__module__ for meaning in meanings)
+    return own and {*names} <= {*function.__code__.co_names}
 
 
 # A check that generates the rest.
 
 
 def is_known_loop(sample: functools.partial[Any]) -> bool:
-    """True if a bound `_sample` is transformers' own, and asks by names that can be replaced."""
-    return sample.func is GenerationMixin._sample and {_CHECK, _UNDO} <= set(sample.func.__code__.co_names)
+    """True if a bound `_sample` is transformers' own, and asks its check what `LaunchedGeneration` answers.
+
+    The check is called with what a step made, and steps are undone in the tensors that come after their number.
+    """
+    if not _asks_by_name(sample, _CHECK, _UNDO):
+        return False
+    asked, undone = (sample.func.__globals__[name] for name in (_CHECK, _UNDO))
+    asked, undone = (list(inspect.signature(each).parameters) for each in (asked.__call__, undone))
+    return len(asked) == _ASKED and undone[:2] == ["num_steps", "input_ids"]
 
 
 class LaunchedGeneration:

@@ -236,6 +236,48 @@ def test_what_must_run_after_every_token_does_and_the_report_says_so(
     assert not launches(graphs)
 
 
+class OtherCheck(generation_utils.StopCheck):  # type: ignore[misc]
+    """A check of the user's own."""
+
+
+def sampling(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decode in the user's own way, which reads the names by which transformers asks."""
+    assert (StopCheck, _undo_generation_steps) == OWN[1:]
+    return OWN[0](self, *args, **kwargs)
+
+
+StopCheck, _undo_generation_steps = generation_utils.StopCheck, generation_utils._undo_generation_steps
+OWN = transformers.GenerationMixin._sample, StopCheck, _undo_generation_steps
+
+
+@pytest.mark.parametrize("case", ["a subclass's loop", "a replaced loop", "a replaced check", "a check of more"])
+def test_a_loop_that_somebody_changed_takes_every_step_and_the_report_says_so(
+    case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: Any = transformers.LlamaForCausalLM
+    if case == "a subclass's loop":
+        kind = type("Own", (kind,), {"_sample": sampling})
+    elif case == "a replaced loop":
+        monkeypatch.setattr(transformers.GenerationMixin, "_sample", sampling)
+    elif case == "a replaced check":
+        monkeypatch.setattr(generation_utils, "StopCheck", OtherCheck)
+    else:  # as another version may ask
+        check = generation_utils.StopCheck.__call__
+
+        def ask(self: Any, unfinished: Any, tokens: Any, length: int, more: Any = None) -> bool:
+            answer: bool = check(self, unfinished, tokens, length)
+            return answer
+
+        monkeypatch.setattr(generation_utils.StopCheck, "__call__", ask)
+    plain, model = (tiny.build(lambda: kind(transformers.LlamaConfig(**tiny.LLAMA)), device) for _ in range(2))
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, tiny.prompts([7, 4], device), FREE, 1)
+        assert graphs.stats.slower == {Reason.ONE_TOKEN: 1}
+        assert "a _sample that is not transformers' own, or asks another check" in str(graphs.report())
+        assert graphs.stats.replays > 5
+        assert not launches(graphs)
+
+
 def test_hooks_on_the_model_run_around_every_step(pair: Any, device: torch.device) -> None:
     plain, model, graphs = pair
     calls: list[int] = []
