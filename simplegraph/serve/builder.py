@@ -346,7 +346,7 @@ class GraphBuilder:
                 _check_settings(call)
                 if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
                     self._check_devices(call, jobs[0].arguments, observation.observers)
-                self._observe_second_size(call, inputs, rehearsals, state)
+                self._observe_second_size(call, inputs, rehearsals, state, jobs)
 
         probes = [rehearsals, observation, state, _BeforeCaptures(before_captures), *self.probes]
         capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
@@ -427,14 +427,16 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey)
 
-    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState) -> None:
+    def _observe_second_size(
+        self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
+    ) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
         """
         binding, confirmed = call.binding, call.confirmed(self.reader)
         sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
-        for job in capture.jobs if call.breaks else ():
+        for job in jobs if call.breaks else ():
             if (seen := self.manager.table.traces.get(job.key)) is not None:
                 binding.note_trace(job.rows, seen)
         sliced = sliced and (not call.breaks or binding.break_rows is not None)
