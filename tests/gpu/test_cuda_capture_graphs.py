@@ -14,10 +14,11 @@ from tests.module.test_capture_graphs import (  # noqa: F401
 )
 from tests.module.test_filled_once import (  # noqa: F401
     module,
+    place,
     test_a_check_leaves_a_module_as_it_was,
     test_captures_at_first_calls_note_nothing,
     test_captures_of_an_engine_note_nothing,
-    test_captures_up_front_note_nothing,
+    test_captures_up_front_note_nothing_and_name_the_place,
     test_eager_calls_between_captures_and_replays_fill_the_memory,
     test_places_that_are_given_out_by_size_stay,
     test_runs_that_learn_about_lengths_note_nothing,

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from simplegraph.program.breaks.marks import PaddedBreak, name_of
 from simplegraph.program.breaks.step import (
     IN_THE_CALL,
@@ -32,7 +34,8 @@ def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> 
         return f"other eager breaks run at {b} rows than at {a}"
     found: list[BreakRows | None] = []
     for call, like in zip(first.calls, second.calls, strict=True):
-        if isinstance(call.function, PaddedBreak):
+        # A tagged operator is attention that is planned for the padded batch.
+        if isinstance(call.function, (PaddedBreak, torch._ops.OpOverload)):
             found.append(None)
             continue
         name = name_of(call.function)

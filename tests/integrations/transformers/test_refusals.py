@@ -105,7 +105,9 @@ def test_layers_with_keys_of_an_indexer(device: torch.device) -> None:
         for _ in range(3):
             found, expected = (one(**batch, use_cache=False).logits for one in (model, plain))
             torch.testing.assert_close(found, expected)
-    assert encoder.stats.replays
+    # Its indexer picks the best positions of the whole length: with shorter texts padding may be among them.
+    assert encoder.stats.eager[Reason.LENGTH_PADDING]
+    assert "aten.topk" in encoder.stats.details[Reason.LENGTH_PADDING]
     encoder.remove()
 
 
