@@ -20,7 +20,6 @@ CALLS = 16
 SIZES = [[6], [3, 6], [2, 4, 6], [1, 3, 6], [1, 2, 3, 4, 5, 6]]
 EXPECTED = {sg.Reason.FIRST_CALL, sg.Reason.WARMUP, sg.Reason.OUTPUT_SHAPE_UNKNOWN, sg.Reason.BATCH_DIM_UNCONFIRMED}
 EXPECTED.add(sg.Reason.SIZE_NOT_CAPTURED)
-EXPECTED.add(sg.Reason.PADDING_SHOWS)  # a list of the call's own tensors stays as it is, and cannot be cut
 
 
 _library = torch.library.Library("sgrandom", "FRAGMENT")
