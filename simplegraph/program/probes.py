@@ -63,7 +63,7 @@ class Run:
 
 @dataclasses.dataclass(eq=False)
 class RecordedRun:
-    """What a run was recorded as, before anything replays it.
+    """Describes what a run was recorded as, before anything replays it.
 
     Attributes:
         run: what was recorded.
@@ -82,7 +82,7 @@ class RecordedRun:
 
 
 class Undone(enum.Enum):
-    """What is undone, from the smallest to the largest."""
+    """Says what is undone, from the smallest to the largest."""
 
     RUN = "what runs noted as done, of which no later call sees the effect"
     RECORDING = "a recording that failed"

@@ -34,7 +34,7 @@ def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> 
         return f"other eager breaks run at {b} rows than at {a}"
     found: list[BreakRows | None] = []
     for call, like in zip(first.calls, second.calls, strict=True):
-        # A tagged operator is attention that is planned for the padded batch.
+        # Tagged operators are taken for attention, which is planned for the padded batch.
         if isinstance(call.function, (PaddedBreak, torch._ops.OpOverload)):
             found.append(None)
             continue

@@ -275,7 +275,7 @@ class BreakArguments(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a break is passed and takes at one number of rows; see `Break`."""
+    """Holds what a break is passed and takes at one number of rows; see `Break`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

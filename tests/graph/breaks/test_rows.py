@@ -113,3 +113,22 @@ def test_a_break_that_declares_padding_sees_padding_rows(device: torch.device) -
         x = torch.randn(rows, WIDTH, device=device)
         torch.testing.assert_close(model(x), x * 2 + 1)
     assert seen[-1] == 4
+
+
+def test_a_tagged_operator_sees_padding_rows_as_it_is_planned_for_them(device: torch.device) -> None:
+    seen: list[int] = []
+    with torch.library._scoped_library("sgrows", "FRAGMENT") as library:
+        library.define("attend(Tensor h) -> Tensor", tags=[torch.Tag.cudagraph_unsafe])
+        library.impl("attend", lambda h: (seen.append(len(h)), h * 1)[1], device.type.upper())
+
+        class Attending(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                found: Tensor = torch.ops.sgrows.attend(x * 2)
+                return found + 1
+
+        model = piecewise(Attending(), device, capture_sizes=[4])
+        for rows in (4, 4, 3, 3, 3, 3):
+            x = torch.randn(rows, WIDTH, device=device)
+            torch.testing.assert_close(model(x), x * 2 + 1)
+    assert seen[-1] == 4
+    assert model.graph_stats.padded_tokens > 0
