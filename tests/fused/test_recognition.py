@@ -725,6 +725,18 @@ def test_a_proof_keeps_no_model_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("value", [object(), torch.ones(()), nn.Identity(), [1.0], types.SimpleNamespace(scale=2.0)])
+def test_an_object_that_may_change_and_stay_equal_is_no_setting(value: Any) -> None:
+    class Holding(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.holder.scale
+
+    norm = Holding()
+    assert functions.settings_read(norm, [Holding.forward]) == {}
+    vars(norm)["holder"] = value
+    assert functions.settings_read(norm, [Holding.forward]) is None
+
+
 def test_functions_of_a_library_are_those_of_its_files() -> None:
     forward = LlamaRMSNorm.forward
     module = sys.modules[LlamaRMSNorm.__module__]

@@ -995,4 +995,32 @@ MUTANTS = [
         "",
         FLASHINFER,
     ),
+    Mutant(
+        "a tagged operator is passed the real rows alone",
+        "program/breaks/rows.py",
+        "isinstance(call.function, (PaddedBreak, torch._ops.OpOverload))",
+        "isinstance(call.function, PaddedBreak)",
+        ("tests/graph/breaks/test_rows.py",),
+    ),
+    Mutant(
+        "a break is passed padding rows",
+        "program/breaks/step.py",
+        "        self.pass_to(self.whole.cut(dims.arguments, rows))\n",
+        "        self.pass_to(self.whole)\n",
+        ("tests/graph/breaks/test_rows.py",),
+    ),
+    Mutant(
+        "padding rows after a break hold what was there",
+        "program/breaks/step.py",
+        "        for tail in self.tails:\n            tail.repeat_last()\n",
+        "",
+        ("tests/graph/breaks/test_rows.py",),
+    ),
+    Mutant(
+        "breaks keep the rows of the call before",
+        "program/program.py",
+        "        if rows != self._rows:\n",
+        "        if rows and not self._rows:\n",
+        ("tests/graph/breaks/test_rows.py",),
+    ),
 ]

@@ -11,10 +11,12 @@ import dis
 import functools
 import sys
 from collections.abc import Collection, Mapping
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from simplegraph.base.nested import ATOMS
 
 _LIBRARIES = frozenset({"transformers", "timm", "torchvision", "diffusers"})
 # Files with decorators that pass calls on: for gradient checkpointing, and to rename an argument of old callers.
@@ -116,10 +118,16 @@ def settings_read(module: nn.Module, code: Collection[FunctionType]) -> dict[str
     attributes = vars(module)
     names = {name for each in code for name in each.__code__.co_names}
     read = {name: attributes[name] for name in sorted(names.intersection(attributes)) if name not in _OF_MODULES}
-    return read if all(getattr(type(value), "__hash__", None) for value in read.values()) else None
+    return read if all(map(_is_setting, read.values())) else None
 
 
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_SETTINGS = (*ATOMS, FunctionType, BuiltinFunctionType, functools.partial)
+
+
+def _is_setting(value: Any) -> bool:
+    """True for a plain value or a function; others may change and be equal still, and an answer would own them."""
+    return issubclass(type(value), _SETTINGS) or (type(value) is tuple and all(map(_is_setting, value)))
 
 
 def plain_class(module: Any) -> Any:
