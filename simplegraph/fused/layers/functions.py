@@ -23,21 +23,10 @@ _LIBRARIES = frozenset({"transformers", "timm", "torchvision", "diffusers"})
 _DECORATORS = ("transformers.modeling_layers", "transformers.utils.deprecation")
 # How the instructions of straight Python begin, in Python 3.10 to 3.14. Others may branch, compare, cut or write.
 _STRAIGHT = (
-    *(
-        "BINARY_",
-        "BUILD_CONST_KEY_MAP",
-        "BUILD_MAP",
-        "BUILD_TUPLE",
-        "CACHE",
-        "CALL",
-        "COPY",
-        "DICT_MERGE",
-        "DUP_TOP",
-        "EXTENDED_ARG",
-    ),
-    *("KW_NAMES", "LOAD_ATTR", "LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD", "LOAD_SMALL_INT", "NOP"),
-    *("POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_", "ROT_", "STORE_FAST", "SWAP", "UNARY_NEGATIVE"),
-    "UNPACK_SEQUENCE",
+    *("BINARY_", "BUILD_CONST_KEY_MAP", "BUILD_MAP", "BUILD_TUPLE", "CACHE", "CALL", "COPY", "DICT_MERGE", "DUP_TOP"),
+    *("EXTENDED_ARG", "KW_NAMES", "LOAD_ATTR", "LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD"),
+    *("LOAD_SMALL_INT", "NOP", "POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_", "ROT_", "STORE_FAST", "SWAP"),
+    *("UNARY_NEGATIVE", "UNPACK_SEQUENCE"),
 )
 _CUTS = ("BINARY_SUBSCR", "BINARY_SLICE")
 
