@@ -125,8 +125,10 @@ def test_captures_in_gaps_run_once_in_memory_that_the_module_does_not_hold(devic
 
 @pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("fails", [None, 2])
-def test_a_cache_outside_of_the_module_that_only_a_rehearsal_fills_stays_filled(device, fails, verify):
-    tables, filled = {size: torch.zeros(1, device=device) for size in (1, 2, 4, 8)}, set()
+@pytest.mark.parametrize("notes", [set, list])
+def test_a_cache_outside_of_the_module_that_only_a_rehearsal_fills_stays_filled(device, notes, fails, verify):
+    tables, filled = {size: torch.zeros(1, device=device) for size in (1, 2, 4, 8)}, notes()
+    note = filled.add if notes is set else filled.append  # a list that grew is not put back
 
     class Looks(nn.Module):
         def forward(self, x):
@@ -135,7 +137,7 @@ def test_a_cache_outside_of_the_module_that_only_a_rehearsal_fills_stays_filled(
                 if size == fails:
                     x.sum().item()
                 tables[size].fill_(5)
-                filled.add(size)
+                note(size)
             return x + tables[size]
 
     sizes = [2, 8] if fails else [4, 8]

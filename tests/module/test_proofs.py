@@ -751,12 +751,13 @@ MIXED = {
 
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("into", [False, True], ids=["returned", "filled"])
-def test_rows_that_are_mixed_after_a_break_are_not_padded(device, mixed, into):
-    @sg.eager_break
+@pytest.mark.parametrize("padded", [False, True], ids=["real rows", "padded rows"])
+def test_rows_that_are_mixed_after_a_break_are_not_padded(device, mixed, into, padded):
+    @sg.eager_break(padded=padded)
     def attend(x, out):
         out.copy_(x.tanh())
 
-    returned = sg.eager_break(torch.tanh)
+    returned = sg.eager_break(torch.tanh, padded=padded)
 
     def forward(m, x):
         h = x @ m.weight
@@ -771,6 +772,20 @@ def test_rows_that_are_mixed_after_a_break_are_not_padded(device, mixed, into):
     twins.call(8, 8, 8, 5, 5, 6, 8, 5, 3, 1)
     assert reasons(twins.model)["padding_shows"] >= 1
     assert twins.model.graph_stats.replays >= 1
+
+
+def test_rows_that_are_added_up_after_a_break_are_not_padded_although_the_last_one_adds_nothing(device):
+    def ending_in_zeros(count, device):
+        x = rows(count, device)
+        x[-1] = 0
+        return x
+
+    halved = sg.eager_break(lambda h: h * 0.5)
+    twins = Twins(device, lambda m, x: x + halved(x).sum(0), mode="PIECEWISE", capture_sizes=[8])
+    twins.call(8, 8, 8)
+    twins.call(5, 5, 5, make=ending_in_zeros)
+    twins.call(5, 5)
+    assert reasons(twins.model)["padding_shows"] >= 1
 
 
 def test_a_break_that_writes_what_was_in_its_memory_by_chance_still_fills_it(device):

@@ -1023,4 +1023,11 @@ MUTANTS = [
         "        if rows and not self._rows:\n",
         ("tests/graph/breaks/test_rows.py",),
     ),
+    Mutant(
+        "padding rows after a break are the last real one in every trial of a proof",
+        "program/breaks/eager.py",
+        "        if self._repeats():\n            tail.repeat_all()\n",
+        "        if False:\n            tail.repeat_all()\n",
+        PROOFS,
+    ),
 ]
