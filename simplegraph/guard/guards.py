@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,19 @@ from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts
+from simplegraph.guard import versions
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Link, Survey, code_of
 from simplegraph.program.snapshot import is_same
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_READERS = tuple(map(operator.itemgetter, _REGISTRIES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_READERS = tuple(map(operator.itemgetter, _REGISTRIES))
 _CONTAINERS = (list, dict, collections.deque)
 _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past what the class of an object makes of it
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
-_training = operator.itemgetter("training")
+_DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
 # Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it holds
@@ -47,8 +48,56 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 _Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
+class _Entries:
+    """What the attributes of one module must be: settings by type and value, everything else by identity.
+
+    Args:
+        entries: by name.
+        count: of all attributes, those included that matter to nothing.
+    """
+
+    def __init__(self, entries: dict[str, Any], count: int) -> None:
+        settings = {name: value for name, value in entries.items() if type(value) in SETTINGS}
+        # Owned, so that their ids stay theirs.
+        self._others = [value for name, value in entries.items() if name not in settings]
+        self._ids = tuple(map(id, self._others))
+        self._settings_at = _getter(list(settings))
+        self._others_at = _getter([name for name in entries if name not in settings])
+        self._settings, self._types = tuple(settings.values()), tuple(map(type, settings.values()))
+        self._count = count
+
+    def hold(self, attributes: dict[str, Any]) -> bool:
+        """True if the attributes are these, and no others were added or removed."""
+        settings = self._settings_at(attributes)  # their types first: a tensor of one element may equal a number
+        return (
+            len(attributes) == self._count
+            and tuple(map(type, settings)) == self._types
+            and settings == self._settings
+            and tuple(map(id, self._others_at(attributes))) == self._ids
+        )
+
+
+class _Held(NamedTuple):
+    """The dicts and containers that a reading reads, but for the module's own attributes.
+
+    Attributes:
+        entries: what the attributes of each module must be, the module's own first.
+        attributes: of each module below.
+        filled: of these, the ones that have parameters, that have buffers, and that have children.
+        bases: other containers that links start at.
+    """
+
+    entries: list[_Entries]
+    attributes: list[dict[str, Any]]
+    filled: list[list[dict[str, Any]]]
+    bases: list[Any]
+
+
 class Reading:
     """Reads what a module holds, and compares that with what it held when this was made.
+
+    Versions of the modules' attributes say where to look for settings, functions and modes. Tensors are read in every
+    call, since they move without their holder, and so are the children, whose class and `__dict__` may be replaced.
 
     It holds dicts of submodules, but no tensor; once a submodule is gone it holds nothing, and reads as changed.
 
@@ -66,30 +115,34 @@ class Reading:
         owned: Sequence[Tensor] = (),
     ) -> None:
         root, *children = modules
-        registries = [vars(module)[name] for module in modules for name in _REGISTRIES]
-        filled = [[vars(child) for child in children if vars(child)[name]] for name in _REGISTRIES]
+        below = [vars(child) for child in children]
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in _HOOKS]
-        attributes = [vars(child) for child in children]
-        self._empty_registries = [held for held in registries if not held]
         self._empty_hooks = [held for held in hooks if not held]
         self._hooks = [held for held in hooks if held]
         self._hooks_before = [dict(held) for held in self._hooks]
         self._handles = RemovableHandle.next_id
+        self._empty_registries = [
+            held for module in modules for name in _REGISTRIES if not (held := vars(module)[name])
+        ]
         self._owned = owned
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
-        bases, self._levels = _levels(vars(root), attributes, links)
-        self._held = [(filled, attributes, bases)]
+        entries, read = _split(modules, links)
+        self._versions: list[int] | None = None  # of all attributes, when they were looked at last
+        bases, self._levels = _levels([vars(root), *below], read)
+        filled = [[attributes for attributes in below if attributes[name]] for name in _REGISTRIES]
+        self._held = [_Held(entries, below, filled, bases)]
         held = self._held  # cleared once a submodule is gone
         self._deaths = [weakref.ref(child, lambda _: held.clear()) for child in children]
         values, self._lengths = self._read(vars(root))
+        registered = self._lengths[0]
         tensors = [
             at
             for at, value in enumerate(values)
             if issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
-        others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
+        others = sorted(set(range(len(values))) - set(tensors) - self._opened(registered))
         numbers = [at for at in others if type(values[at]) in SETTINGS]
         others = sorted(set(others) - set(numbers))
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
@@ -99,8 +152,9 @@ class Reading:
         self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
         self._ids = list(map(id, self._others_at(values)))
         self._modules_at = _getter([at for at in others if issubclass(type(values[at]), nn.Module)])
-        self._types = list(map(type, self._modules_at(values)))
-        self._modes = list(map(_training, attributes))
+        held_modules = self._modules_at(values)
+        self._types = list(map(type, held_modules))
+        self._dicts = list(map(id, map(_get, held_modules, _DICTS)))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
@@ -124,20 +178,22 @@ class Reading:
         return indices
 
     def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]]:
-        """Read all values and the lengths of all containers. Raises whatever a place that is gone raises."""
-        filled, below, bases = self._held[0]
+        """Read all that no version tells of: the values, and the lengths of containers.
+
+        Raises whatever a place that is gone raises.
+        """
+        _, below, filled, bases = self._held[0]
         own = map(attributes.__getitem__, _REGISTRIES)
         parameters, buffers, modules = map(map, _READERS, filled)
         values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
-        lengths = list(map(len, below))
-        lengths += len(values), len(attributes)
+        lengths = [len(values)]
         if not self._levels:
             return values, lengths
         holders: Sequence[Any] = [attributes, *below, *bases]
         for parents, keys, opened in self._levels:
-            found = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
-            values += found
-            holders = [_get(found[at], "__dict__") if by_attributes else found[at] for at, by_attributes in opened]
+            slots = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
+            values += slots
+            holders = [_get(slots[at], "__dict__") if by_attributes else slots[at] for at, by_attributes in opened]
             lengths += map(len, holders)
         return values, lengths
 
@@ -164,11 +220,22 @@ class Reading:
                 if any(self._empty_hooks):
                     return False
                 self._handles = RemovableHandle.next_id
+            dicts = [attributes, *self._held[0].attributes]
+            version = versions.dict_version
+            # Before anything is read: another thread may write meanwhile.
+            taken = None if version is None else list(map(version, dicts))
+            if (taken is None or taken != self._versions) and not self._look(dicts, taken):
+                return False
             values, lengths = self._read(attributes)
             if lengths != self._lengths or list(map(id, self._others_at(values))) != self._ids:
                 return False
             numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
             if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
+                return False
+            modules = self._modules_at(values)
+            if list(map(type, modules)) != self._types:
+                return False
+            if list(map(id, map(_get, modules, _DICTS))) != self._dicts:
                 return False
             tensors = self._of(values) if self._is_more else self._tensors_at(values)
             if list(map(Tensor.data_ptr, tensors)) != self._addresses:
@@ -178,14 +245,21 @@ class Reading:
                     return False
                 tensors = self._once(tensors)
             check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
-            return (
-                (check.check(*tensors) if check is not None else self._same_layouts(tensors))
-                and list(map(type, self._modules_at(values))) == self._types
-                and list(map(_training, self._held[0][1])) == self._modes
-                and [kind.forward for kind in self._kinds] == self._forwards
-            )
+            if not (check.check(*tensors) if check is not None else self._same_layouts(tensors)):
+                return False
+            return [kind.forward for kind in self._kinds] == self._forwards
         except Exception:  # a survey finds out what it was
             return False
+
+    def _look(self, dicts: Sequence[dict[str, Any]], taken: list[int] | None) -> bool:
+        """Compare the attributes of the modules whose version is another one by now, and keep the versions."""
+        before = self._versions
+        for at, (entries, attributes) in enumerate(zip(self._held[0].entries, dicts, strict=True)):
+            is_moved = taken is None or before is None or taken[at] != before[at]
+            if is_moved and not entries.hold(attributes):
+                return False
+        self._versions = taken
+        return True
 
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
         """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
@@ -197,15 +271,43 @@ class Reading:
         return True
 
 
-def _levels(
-    root: dict[str, Any], attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]
-) -> tuple[list[Any], list[_Level]]:
+def _split(
+    modules: Sequence[nn.Module], links: Iterable[Sequence[Link]]
+) -> tuple[list[_Entries], list[Sequence[Link]]]:
+    """Divide links into entries of the modules' attributes, of which versions tell, and those to be read in every call.
+
+    Tensors move, containers fill, and modules are given another class without a change of the attribute.
+    """
+    entries: list[dict[str, Any]] = []
+    for module in modules:
+        # What every module has, without the registries that hold something: these are read in every call.
+        empty = {name: held for name in _REGISTRIES if not (held := vars(module)[name])}
+        # Another module's mode is what a compiled one's is.
+        entries.append({name: vars(module)[name] for name in ("training", *_HOOKS) if name in vars(module)} | empty)
+    by_holder = {id(vars(module)): held for module, held in zip(modules, entries, strict=True)}
+    read = []
+    for chain in links:
+        holder, name, value = chain[0]
+        held = by_holder.get(id(holder))
+        if len(chain) > 1 or held is None or issubclass(type(value), (Tensor, nn.Module)) or _is_opened(value):
+            read.append(chain)
+        else:
+            held[name] = value
+    return [_Entries(held, len(vars(module))) for module, held in zip(modules, entries, strict=True)], read
+
+
+def _is_opened(value: Any) -> bool:
+    """True for what tensors may be added to: a container, or an object without attributes that may get some."""
+    return issubclass(type(value), _CONTAINERS) or (not callable(value) and own_dict(value) == {})
+
+
+def _levels(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> tuple[list[Any], list[_Level]]:
     """Order slots so that each is read of a container which was read before it, and each is read once.
 
     Returns:
         The containers that the first slots are read of, beside attributes of modules, and the levels.
     """
-    first = {id(held): at for at, held in enumerate((root, *attributes))}
+    first = {id(held): at for at, held in enumerate(attributes)}
     bases: list[Any] = []
     levels: list[_Level] = []
     slots: dict[tuple[int, int, Any], int] = {}  # (level, container, key) -> the index of what it holds
@@ -227,17 +329,17 @@ def _levels(
                 parents.append(container)
                 keys.append(key)
             is_last = depth + 1 == len(chain)
-            known = issubclass(type(value), _CONTAINERS)
-            # An empty one may be filled, an object without attributes get some; code is compared by identity.
-            if not is_last or known or (not callable(value) and own_dict(value) == {}):
-                step = at, not known if is_last else chain[depth + 1][0] is not value
+            if not is_last or _is_opened(value):
+                is_container = issubclass(type(value), _CONTAINERS)
+                step = at, not is_container if is_last else chain[depth + 1][0] is not value
                 container = opened.setdefault((depth, *step), len(containers))
                 if container == len(containers):
                     containers.append(step)
     return bases, levels
 
 
-def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _getter(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads these indices of a sequence, or keys of a dict."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return (lambda values: (values[indices[0]],)) if indices else (lambda values: ())

@@ -61,7 +61,9 @@ _READ: dict[str, Callable[[], Any]] = {
     **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
     **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
 }
-_ALL = tuple(_READ.values())
+# Enumerations of pybind11 compare slowly: a call compares their numbers.
+_ENUMERATIONS = tuple(read for name, read in _READ.items() if name.endswith("_preferred_backend"))
+_OTHERS = tuple(read for read in _READ.values() if read not in _ENUMERATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +71,24 @@ class TorchSettings:
     """The settings of the whole process, as one value.
 
     Attributes:
-        read: what the getters return.
-        values: the same, as far as it differs to torch.
+        values: what the getters return, as far as it differs to torch.
     """
 
-    read: list[Any] = dataclasses.field(default_factory=lambda: [read() for read in _ALL], init=False, compare=False)
-    values: tuple[Any, ...] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "values", tuple(map(_comparable, self.read)))
+    _others: list[Any] = dataclasses.field(
+        default_factory=lambda: [read() for read in _OTHERS], init=False, compare=False
+    )
+    _numbers: list[int] = dataclasses.field(
+        default_factory=lambda: [read().value for read in _ENUMERATIONS], init=False, compare=False
+    )
+    # Read last: what another thread sets meanwhile is found to differ from the two above, and compared with this.
+    values: tuple[Any, ...] = dataclasses.field(
+        default_factory=lambda: tuple(_comparable(read()) for read in _READ.values()), init=False
+    )
 
     def hold(self) -> bool:
         """True if every setting still has its value; quick, since it is asked at every call."""
-        return [read() for read in _ALL] == self.read or TorchSettings() == self
+        others, numbers = [read() for read in _OTHERS], [read().value for read in _ENUMERATIONS]
+        return (others == self._others and numbers == self._numbers) or TorchSettings() == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
         """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""

@@ -210,6 +210,10 @@ PAST_THE_API = {
     "forward of a class": class_forward,
     "vars()": lambda m: vars(m).update(mask=new(m.linear.bias)),
     "hook written beside another": lambda m: m.hooked._forward_hooks.update({999: doubled}),
+    "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
+    "__dict__ of a submodule replaced": lambda m: setattr(
+        m.linear, "__dict__", vars(m.linear) | {"_parameters": other_parameters(m.linear)}
+    ),
     "dict.update": lambda m: dict.update(m.linear._parameters, weight=parameter(m.linear.weight)),
     "dict.__setitem__ of a module": lambda m: dict.__setitem__(m._modules, "linear", nn.ReLU()),
     "the operator of set_": lambda m: torch.ops.aten.set_.source_Tensor(m.more[0], new(m.more[0])),
@@ -221,7 +225,6 @@ CHANGES |= PAST_THE_API
 # No call looks at these; the documentation lists them.
 UNNOTICED = {
     "hook written into an empty dict": lambda m: m.linear._forward_hooks.__setitem__(12345, doubled),
-    "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
 }
 
 
