@@ -423,7 +423,7 @@ class KnownCalls:
             CannotBind: a graph cannot serve the call.
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
-        autocast, settings, modes = autocast_dtype(device.type), TorchSettings(), function_modes()
+        autocast, settings, modes = autocast_dtype(device.type), TorchSettings(device.type), function_modes()
         # The Python state that is part of the key: as declared, or else as extras know it, and a function's.
         key = known = self._config.state_key or extras.installed.state_key(module)
         if isinstance(module, FunctionModule):

@@ -42,6 +42,9 @@ _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requir
 # only in the dispatch state in which it was made; where it is absent, Python compares them.
 _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
+# Compares the addresses of many tensors by one call. Private to torch, and only there where torch knows CUDA.
+_same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
 
 # One level of nesting: the index of each slot's container in the level above, each slot's key, and which of the values
 # are opened for the next level: their indices, with True for an object's attributes, False for a container's items.
@@ -81,16 +84,16 @@ class _Held(NamedTuple):
     """The dicts and containers that a reading reads, but for the module's own attributes.
 
     Attributes:
-        entries: what the attributes of each module must be, the module's own first.
         attributes: of each module below.
         filled: of these, the ones that have parameters, that have buffers, and that have children.
         bases: other containers that links start at.
+        entries: what the attributes of modules must be, in the order in which the modules are read, and whose they are.
     """
 
-    entries: list[_Entries]
     attributes: list[dict[str, Any]]
     filled: list[list[dict[str, Any]]]
     bases: list[Any]
+    entries: list[tuple[_Entries, dict[str, Any] | None]]
 
 
 class Reading:
@@ -131,7 +134,7 @@ class Reading:
         self._versions: list[int] | None = None  # of all attributes, when they were looked at last
         bases, self._levels = _levels([vars(root), *below], read)
         filled = [[attributes for attributes in below if attributes[name]] for name in _REGISTRIES]
-        self._held = [_Held(entries, below, filled, bases)]
+        self._held = [_Held(below, filled, bases, [(entries[0], None)])]
         held = self._held  # cleared once a submodule is gone
         self._deaths = [weakref.ref(child, lambda _: held.clear()) for child in children]
         values, self._lengths = self._read(vars(root))
@@ -144,21 +147,24 @@ class Reading:
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(registered))
         numbers = [at for at in others if type(values[at]) in SETTINGS]
-        others = sorted(set(others) - set(numbers))
+        modules_at = [at for at in others if issubclass(type(values[at]), nn.Module)]
+        others = sorted(set(others) - {*numbers, *modules_at})
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
         self._numbers = self._numbers_at(values)
         self._number_types = list(map(type, self._numbers))
-        # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
-        self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
-        self._ids = list(map(id, self._others_at(values)))
-        self._modules_at = _getter([at for at in others if issubclass(type(values[at]), nn.Module)])
+        self._anchors = self._others_at(values)  # owned, so that their ids stay theirs
+        self._ids = list(map(id, self._anchors))
+        self._modules_at = _getter(modules_at)
         held_modules = self._modules_at(values)
         self._types = list(map(type, held_modules))
-        self._dicts = list(map(id, map(_get, held_modules, _DICTS)))
+        by_dict = {id(attributes): each for each, attributes in zip(entries[1:], below, strict=True)}
+        for attributes in (module.__dict__ for module in held_modules):
+            self._held[0].entries.append((by_dict[id(attributes)], attributes))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
+        self._indices = list(range(len(live)))
         # Tied weights, and parameters that an optimizer holds, too: `_TensorGuards` takes no tensor twice.
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
         again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
@@ -182,7 +188,7 @@ class Reading:
 
         Raises whatever a place that is gone raises.
         """
-        _, below, filled, bases = self._held[0]
+        below, filled, bases, _ = self._held[0]
         own = map(attributes.__getitem__, _REGISTRIES)
         parameters, buffers, modules = map(map, _READERS, filled)
         values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
@@ -220,12 +226,6 @@ class Reading:
                 if any(self._empty_hooks):
                     return False
                 self._handles = RemovableHandle.next_id
-            dicts = [attributes, *self._held[0].attributes]
-            version = versions.dict_version
-            # Before anything is read: another thread may write meanwhile.
-            taken = None if version is None else list(map(version, dicts))
-            if (taken is None or taken != self._versions) and not self._look(dicts, taken):
-                return False
             values, lengths = self._read(attributes)
             if lengths != self._lengths or list(map(id, self._others_at(values))) != self._ids:
                 return False
@@ -235,10 +235,17 @@ class Reading:
             modules = self._modules_at(values)
             if list(map(type, modules)) != self._types:
                 return False
-            if list(map(id, map(_get, modules, _DICTS))) != self._dicts:
+            # No two dicts ever have one version, so that these tell the modules, too. They are taken before anything is
+            # looked at, since another thread may write meanwhile.
+            dicts, version = [attributes, *map(_get, modules, _DICTS)], versions.dict_version
+            taken = None if version is None else list(map(version, dicts))
+            if (taken is None or taken != self._versions) and not self._look(dicts, taken):
                 return False
             tensors = self._of(values) if self._is_more else self._tensors_at(values)
-            if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+            if _same_addresses is not None:
+                if not _same_addresses(list(tensors), self._addresses, self._indices):
+                    return False
+            elif list(map(Tensor.data_ptr, tensors)) != self._addresses:
                 return False
             if self._is_again:
                 if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
@@ -254,9 +261,10 @@ class Reading:
     def _look(self, dicts: Sequence[dict[str, Any]], taken: list[int] | None) -> bool:
         """Compare the attributes of the modules whose version is another one by now, and keep the versions."""
         before = self._versions
-        for at, (entries, attributes) in enumerate(zip(self._held[0].entries, dicts, strict=True)):
-            is_moved = taken is None or before is None or taken[at] != before[at]
-            if is_moved and not entries.hold(attributes):
+        for at, ((entries, held), attributes) in enumerate(zip(self._held[0].entries, dicts, strict=True)):
+            if taken is not None and before is not None and taken[at] == before[at]:
+                continue
+            if (held is not None and held is not attributes) or not entries.hold(attributes):
                 return False
         self._versions = taken
         return True

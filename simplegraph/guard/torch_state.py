@@ -61,42 +61,54 @@ _READ: dict[str, Callable[[], Any]] = {
     **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
     **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
 }
-# Enumerations of pybind11 compare slowly: a call compares their numbers.
-_ENUMERATIONS = tuple(read for name, read in _READ.items() if name.endswith("_preferred_backend"))
-_OTHERS = tuple(read for read in _READ.values() if read not in _ENUMERATIONS)
+# No graph of a GPU holds operators of mkldnn; to read their settings takes a fifth of the time. But its precision of
+# products is what tells `set_float32_matmul_precision` "medium" from "high".
+_OF_THE_CPU = {name for name in _READ if "mkldnn" in name} - {"fp32_precision of mkldnn.matmul"}
+_READ_ON = {"cuda": {name: read for name, read in _READ.items() if name not in _OF_THE_CPU}}
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchSettings:
-    """The settings of the whole process, as one value.
+    """The settings of the whole process that decide what a graph does, as one value.
+
+    Args:
+        device_type: where the graph runs.
 
     Attributes:
         values: what the getters return, as far as it differs to torch.
     """
 
-    _others: list[Any] = dataclasses.field(
-        default_factory=lambda: [read() for read in _OTHERS], init=False, compare=False
-    )
-    _numbers: list[int] = dataclasses.field(
-        default_factory=lambda: [read().value for read in _ENUMERATIONS], init=False, compare=False
-    )
-    # Read last: what another thread sets meanwhile is found to differ from the two above, and compared with this.
-    values: tuple[Any, ...] = dataclasses.field(
-        default_factory=lambda: tuple(_comparable(read()) for read in _READ.values()), init=False
-    )
+    device_type: str = "cpu"
+    values: tuple[Any, ...] = dataclasses.field(init=False)
+    _quick: tuple[Any, ...] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        getters = _READ_ON.get(self.device_type, _READ)
+        # Enumerations of pybind11 compare slowly: a call compares their numbers.
+        enumerations = tuple(read for name, read in getters.items() if name.endswith("_preferred_backend"))
+        others = tuple(read for read in getters.values() if read not in enumerations)
+        before = [read() for read in others], [read().value for read in enumerations]
+        object.__setattr__(self, "_quick", (others, enumerations, *before))
+        # Last: what another thread sets meanwhile is then found to differ from what was read before.
+        object.__setattr__(self, "values", tuple(_comparable(read()) for read in getters.values()))
 
     def hold(self) -> bool:
         """True if every setting still has its value; quick, since it is asked at every call."""
-        others, numbers = [read() for read in _OTHERS], [read().value for read in _ENUMERATIONS]
-        return (others == self._others and numbers == self._numbers) or TorchSettings() == self
+        others, enumerations, read_before, numbers_before = self._quick
+        if [read() for read in others] == read_before and [read().value for read in enumerations] == numbers_before:
+            return True
+        return TorchSettings(self.device_type) == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
         """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""
         if other is None:
             if self.hold():
                 return ""
-            other = TorchSettings()
-        triples = zip(_READ, self.values, other.values, strict=True)
+            other = TorchSettings(self.device_type)
+        if other.device_type != self.device_type:
+            return f"device {self.device_type} became {other.device_type}"
+        names = _READ_ON.get(self.device_type, _READ)
+        triples = zip(names, self.values, other.values, strict=True)
         return ", ".join(f"{name} {then} became {now}" for name, then, now in triples if then != now)
 
 

@@ -53,6 +53,10 @@ SETTINGS = {
         lambda: switched(torch.set_float32_matmul_precision, "high", "highest"),
         lambda: torch.get_float32_matmul_precision() == "high",
     ),
+    "matmul precision, medium": (
+        lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
+        lambda: torch.get_float32_matmul_precision() == "medium",
+    ),
     "deterministic": (
         lambda: switched(torch.use_deterministic_algorithms, True, False),
         torch.are_deterministic_algorithms_enabled,

@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "addresses of weights are not compared before a replay",
         "guard/guards.py",
-        "if list(map(Tensor.data_ptr, tensors)) != self._addresses:",
-        "if False:",
+        "elif list(map(Tensor.data_ptr, tensors)) != self._addresses:",
+        "elif False:",
         STALE,
     ),
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "settings of a module whose version moved are not looked at",
         "guard/guards.py",
-        "if is_moved and not entries.hold(attributes):",
+        "if (held is not None and held is not attributes) or not entries.hold(attributes):",
         "if False:",
         ("tests/module/test_versions.py", "tests/module/test_layer_settings.py"),
     ),
@@ -150,8 +150,8 @@ MUTANTS = [
     Mutant(
         "another dict in place of a submodule's own is not noticed",
         "guard/guards.py",
-        "if list(map(id, map(_get, modules, _DICTS))) != self._dicts:",
-        "if False:",
+        "(held is not None and held is not attributes) or ",
+        "",
         STALE,
     ),
     Mutant(
