@@ -37,7 +37,9 @@ from bench.tools.replays import Replays, Served, timed
 from bench.tools.tables import cell, grid, in_line, measured
 
 READY_CALLS = 5  # after which every arm has compiled and captured
+WARMUP = 5  # calls of an arm before those of its turn
 EXACT = 0.05  # largest difference of an arm's answer from eager's, relative to its norm
+BLOCK = 0.3  # seconds that one arm's calls of a round take at most, so that a slow model has fewer
 WAITED, ISSUED, ROW = "waited_us", "issued_us", "row_us"
 TITLES = {WAITED: "waited", ISSUED: "issued", ROW: "back to back"}
 
@@ -52,17 +54,19 @@ class LatencyPlan:
         compiled: True to compile every model, too.
         guards: True to measure the parts of the guards, too.
         smoke: True for tiny shapes, two models and few calls.
+        total: seconds after which rows that are not done are left out.
         more: True to keep the rows that the file has, and measure the others.
         json: the file, written whenever a row is done.
     """
 
     models: tuple[str, ...]
     arms: tuple[str, ...] = USUAL
-    rounds: int = 7
+    rounds: int = 5
     calls: int = 200
     compiled: bool = False
     guards: bool = False
     smoke: bool = False
+    total: int = 1000
     more: bool = False
     json: Path | None = None
 
@@ -80,9 +84,9 @@ def measure(plan: LatencyPlan, device: torch.device) -> Figures:
         plan = dataclasses.replace(plan, models=TINY, rounds=1, calls=5)
     rows: dict[str, Figures] = known_rows(plan.json) if plan.more else {}
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
-    for name in plan.models:
-        if name in rows:
-            continue
+    began, left = time.monotonic(), [name for name in plan.models if name not in rows]
+    while left and time.monotonic() - began < plan.total:
+        name = left.pop(0)
         try:
             rows[name] = _row(name, plan, device)
         except Exception as error:  # the other models go on
@@ -97,6 +101,8 @@ def measure(plan: LatencyPlan, device: torch.device) -> Figures:
         if plan.guards:
             say(f"{name}, guards: {in_line(rows[name]['guards'], '.1f', '')}")
         save_figures(plan.json, figures)
+    if left:
+        say(f"{plan.total} s are over; left out: {', '.join(left)}. The same command with --more measures them.")
     return figures
 
 
@@ -171,9 +177,13 @@ class Samples:
         self._taken: dict[str, dict[str, list[float]]] = {name: {each: [] for each in TITLES} for name in calls}
 
     def take(self, calls: int) -> None:
-        """Measure one round: of each so many calls that are waited for, then as many back to back."""
+        """Measure one round: of each so many calls that are waited for, or as `BLOCK` allows, and as many in a row."""
+        most = calls
         for name, call in self._calls.items():
             taken = self._taken[name]
+            synchronize(self._device)
+            usual = min(self._waited(call)[1] for _ in range(WARMUP))
+            calls = max(3, min(most, int(BLOCK / usual)))
             with timed(call, 2 * calls) as bare:
                 issued, waited = zip(*(self._waited(bare) for _ in range(calls)), strict=True)
                 taken[ISSUED].append(statistics.median(issued))
@@ -251,10 +261,11 @@ OPTIONS: Options = {
     "--models": name_list(MODELS, "all that are installed but the largest by default; on a CPU two tiny ones"),
     "--arms": name_list(ARMS, "all but compiled by default"),
     "--compiled": {"action": "store_true", "help": "compile every model, too, which takes up to a minute for each"},
-    "--rounds": {"type": count, "help": "in which arms take turns; 7 on a GPU, else 1"},
+    "--rounds": {"type": count, "help": "in which arms take turns; 5 on a GPU, else 1"},
     "--calls": {"type": count, "help": "of an arm in a round; 200 on a GPU, else 5"},
     "--guards": {"action": "store_true", "help": "measure the parts of the guards, too, as after a wait"},
     "--smoke": {"action": "store_true", "help": "tiny shapes and few calls, on any machine"},
+    "--total": {"type": count, "help": "seconds after which rows that are not done are left out"},
     "--more": {"action": "store_true", "help": "keep the rows that the file has, and measure the others"},
 }
 main = command.of("bench.latency", __doc__, OPTIONS, default_plan, measure, render, failures)
