@@ -22,6 +22,12 @@ _COMPARED = "simplegraph,compiled-piecewise,eager,lean-loop,plain-loop,simplegra
 _SUITE = ("-m", "pytest", "bench/startup", "--benchmark-only", "--arms", _COMPARED, "--rounds", "2")
 _GENERATED = ("--arms", f"{_GENERATE_ARMS},simplegraph-8-tokens", "--processes", "2")
 _MEMORY = ("--workloads", "vit-b-64", "--arms", "eager,train-step,hand-made,forward-backward")
+_LATENCY = (
+    "--models",
+    "ten-layers,resnet18,resnet50,efficientnet,vit,bert,llama-24,decoder-2,8b-step",
+    "--total",
+    "560",
+)
 _SPECULATION = [name for name in SERVE_ARMS if name not in ("full", "full-decode-only")]
 _AT_ONCE = ("--models", ",".join(FAMILIES), "--arms", "static-compiled,simplegraph", "--at-once", str(len(FAMILIES)))
 
@@ -103,10 +109,11 @@ def _one_gpu() -> list[Job]:
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
         Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls",), seconds=150),
+        Job("h200_latency", _command("bench.latency", "--guards", "--compiled", *_LATENCY), ("latency", "readme")),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h100_host_inputs", _command("bench.host_inputs"), ("host-inputs",), seconds=100),
-        Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
+        Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "480"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),

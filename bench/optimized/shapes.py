@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -163,9 +163,9 @@ MODELS: dict[str, ComparedModel] = {
 }
 
 
-def available() -> list[str]:
+def available(models: Mapping[str, ComparedModel] = MODELS) -> list[str]:
     """List the names of models whose package can be imported."""
-    return [name for name, model in MODELS.items() if _imports(model.package)]
+    return [name for name, model in models.items() if _imports(model.package)]
 
 
 def _imports(package: str) -> bool:

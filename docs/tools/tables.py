@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import sleep
-from docs.tools import model_table, optimized, several_gpus
+from docs.tools import latency, model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
@@ -66,13 +66,17 @@ def _readme() -> str:
     shown = {
         arm: name for arm, name in README_ARMS.items() if any("ms" in arms.get(arm, {}) for arms in found.values())
     }
-    rows = []
+    rows, waited = [], latency.readme_cells()
     for text, arms in found.items():
         faster = f"{arms['eager']['ms'] / arms['graph']['ms']:.1f} times"
         ready = (f"{arms[arm]['ready_seconds']:.1f}" for arm in ("graph", "optimized", "compiled") if arm in arms)
         times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in shown)
-        rows.append([text, *times, faster, " / ".join(ready)])
-    return grid(["", *shown.values(), "faster than eager", "ready, s: simplegraph / `optimize` / compiled"], rows)
+        more = [waited.get(text, "")] if waited else []
+        rows.append([text, *times, faster, *more, " / ".join(ready)])
+    more = [latency.README_HEAD] if waited else []
+    return grid(
+        ["", *shown.values(), "faster than eager", *more, "ready, s: simplegraph / `optimize` / compiled"], rows
+    )
 
 
 def _startup(file: str = "headline/startup") -> str:
@@ -523,6 +527,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "startup-beside-compiled": _beside_compiled,
     "startup-compiled": lambda: _startup("h200_startup_compiled"),
     "model-calls": _model_calls,
+    "latency": latency.calls,
     "training-memory": _training_memory,
     "startup-preloaded": _preloaded,
     "mixed": _mixed,

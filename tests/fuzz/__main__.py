@@ -14,6 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
 
@@ -21,6 +22,7 @@ from tests.fuzz.grammar import PENDING
 from tests.fuzz.program import random_program, report
 
 SAY_EVERY = 10.0  # seconds
+T = TypeVar("T")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +48,7 @@ def seeds_of(first: int, calls: int, without: Collection[str]) -> Iterator[tuple
         seed, calls = seed + 1, calls - count
 
 
-def reports(run: Callable[[int], str | None], seeds: Iterable[int], workers: int) -> Iterator[str | None]:
+def reports(run: Callable[[int], T], seeds: Iterable[int], workers: int) -> Iterator[T]:
     """Yield what each program's run says, those of several processes in the order of the seeds."""
     if workers == 1:
         yield from map(run, seeds)

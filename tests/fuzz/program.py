@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from seeds import leave_absent_devices_unseeded
 
+import simplegraph as sg
+from simplegraph.base.extras import memory_sources
 from tests.fuzz.grammar import (
     CALL_PROMISES,
     CALLS,
@@ -127,21 +130,33 @@ class Program:
 
     def difference(self, device: str = "cpu") -> str | None:
         """Run it; how the module with graphs differs from its twin, or None."""
-        namespace = {"__name__": "program"}
+        return self.run(device)[0]
+
+    def run(self, device: str = "cpu") -> tuple[str | None, Counter[str]]:
+        """Run it; how the module with graphs differs from its twin, or None, and what its graphs did."""
+        namespace: dict[str, Any] = {"__name__": "program"}
+        found, done = None, Counter[str]()
         try:
             exec(compile(self.text(device), "<program>", "exec"), namespace)
         except Different as error:
-            return str(error)
+            found = str(error)
         finally:
+            if "twins" in namespace:
+                stats = namespace["twins"].model.graph_stats
+                done |= {name: getattr(stats, name) for name in ("captures", "recaptures", "replays")}
             namespace.clear()  # else both modules live on with their class, which caches by class keep
             _restore()
-        return None
+        return found, done
 
 
 def _restore() -> None:
     """Undo what a program may change for the whole process."""
     torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
     torch.nn.modules.module._global_forward_hooks.clear()
+    sg.wake()
+    memory_sources.clear()
 
 
 def _indented(code: str) -> str:
@@ -246,10 +261,15 @@ def _smaller(program: Program) -> Iterator[Program]:
                     yield dataclasses.replace(program, events=(*events[:index], simpler, *events[index + 1 :]))
 
 
+def prepare() -> None:
+    """Make this process run programs quickly, also one of its own."""
+    torch.set_num_threads(1)
+    leave_absent_devices_unseeded()
+
+
 def report(seed: int, device: str, without: Collection[str] = (), *, whole: bool = False) -> str | None:
     """Run the program of a seed; return what differs, with its text, or None."""
-    torch.set_num_threads(1)  # also in a process of its own
-    leave_absent_devices_unseeded()
+    prepare()
     program = random_program(seed, without)
     found = program.difference(device)
     if found is None:

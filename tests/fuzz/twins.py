@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,6 +49,13 @@ def attend(h: Tensor, out: Tensor, *more: Tensor) -> None:
     """Write to buffers of the caller, as a kernel of attention does."""
     for buffer in (out, *more):
         buffer.copy_(torch.tanh(h) * 0.5)
+
+
+class Shifting(Scaling):
+    """One that does something else when it is called."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h + self.value
 
 
 _REFUSED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -135,7 +143,10 @@ class Twins:
         device: where.
         seed: of weights and of everything drawn later.
         frozen: True for parameters that do not require gradients.
-        optimized: True if `sg.optimize` rewrites the one with graphs first; settings: of its graphs.
+        optimized: True if `sg.optimize` rewrites the one with graphs first.
+        mixin: True if its class has graphs, instead of a wrapper around it.
+        sleepable: True if its memory can sleep.
+        settings: of its graphs.
     """
 
     def __init__(
@@ -145,13 +156,18 @@ class Twins:
         seed: int = 0,
         frozen: bool = True,
         optimized: bool = False,
+        mixin: bool = False,
+        sleepable: bool = False,
         **settings: Any,
     ) -> None:
         self.device, self.seed, self.turn = torch.device(device), seed, 0
-        self.eager, self.module = (self._made(kind, frozen) for _ in range(2))
+        graphed = type(kind.__name__, (sg.CudaGraphWrapper, kind), {}, progress=False, **settings) if mixin else kind
+        self.eager = self._made(kind, frozen)
+        with sg.sleepable(device=device) if sleepable else contextlib.nullcontext():
+            self.module = self._made(graphed, frozen)
         if optimized:
             sg.optimize(self.module)
-        self.model: Any = sg.wrap(self.module, progress=False, **settings)
+        self.model: Any = self.module if mixin else sg.wrap(self.module, progress=False, **settings)
         self.spaces = {id(m): _namespace(m, self.device) for m in (self.eager, self.model)}
         self.kept: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=KEPT)
         self._coarse = False
@@ -284,6 +300,11 @@ def _namespace(module: Any, device: torch.device) -> dict[str, Any]:
         "sg": sg,
         "W": W,
         "Box": Box,
+        "Scaling": Scaling,
+        "Shifting": Shifting,
+        "OrderedDict": collections.OrderedDict,
+        "gc": gc,
+        "contextlib": contextlib,
         "collect": collect,
         "m": module,
         "in_place": in_place,

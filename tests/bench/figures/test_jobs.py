@@ -13,7 +13,7 @@ pytest.importorskip("transformers", minversion="5.0")
 from bench.figures import __main__ as command
 from bench.figures.jobs import JSON, all_jobs
 from bench.tools.options import command_line
-from docs.tools import layer_kinds, model_table, optimized, raw, several_gpus, tables
+from docs.tools import latency, layer_kinds, model_table, optimized, raw, several_gpus, tables
 
 COMPUTED = {"modes"}  # not measured
 ELSEWHERE = {"vllm-audit"}  # where vLLM is installed, which has other versions of what we measure
@@ -55,7 +55,7 @@ def test_a_tables_jobs_write_the_files_that_it_is_written_from(table: str, monke
         return known(name)
 
     known = raw.load
-    for module in (raw, tables, layer_kinds, model_table, optimized, several_gpus):
+    for module in (raw, tables, latency, layer_kinds, model_table, optimized, several_gpus):
         monkeypatch.setattr(module, "load", load)
     model_table.rows.cache_clear()
     tables.make(table)

@@ -1,0 +1,84 @@
+"""Tables of single calls whose answers are waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.latency import guards
+from bench.latency.rows import ROW, WAITED
+from docs.tools import optimized
+from docs.tools.grids import grid
+from docs.tools.raw import commit, device_name, load
+
+FILE = "h200_latency"
+MODELS = {"ten layers": "ten linear layers"} | optimized.MODELS
+MODELS |= {"llama 24": "Llama, 24 layers", "decoder 2": "a decoder of 2 layers", "8b step": "a decode step of 8 B"}
+ARMS = {
+    "eager": "eager",
+    "simplegraph": "**simplegraph**",
+    "static": '**`outputs="static"`**',
+    "no-guards": "the same without guards",
+    "bare-graph": "a bare graph",
+    "make-graphed-callables": "`make_graphed_callables`",
+    "tensordict-cudagraph": "tensordict",
+    "optimized-static": "**`sg.optimize`**, static",
+    "compiled": "compiled, reduce-overhead",
+}
+_README = ("eager", "simplegraph", "static", "make-graphed-callables")
+README_HEAD = 'waited for: eager / simplegraph / `outputs="static"` / `make_graphed_callables`'
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """Return the figures of every model that was measured, by its name in tables. Raises FileNotFoundError."""
+    found = load(FILE)["rows"]
+    return {text: found[key] for key, text in MODELS.items() if key in found}
+
+
+def readme_cells() -> dict[str, str]:
+    """Return the ms of waited calls by model, for README's table; none if there is no such file."""
+    try:
+        found = rows()
+    except FileNotFoundError:
+        return {}
+    return {text: " / ".join(_ms(row["arms"].get(arm, {})) for arm in _README) for text, row in found.items()}
+
+
+def _ms(figures: dict[str, Any]) -> str:
+    return f"{figures[WAITED] / 1e3:.2f}" if WAITED in figures else "-"
+
+
+def calls() -> str:
+    """Return a table of waited calls, one of calls back to back, and one of guards."""
+    found = rows()
+    return "\n\n".join(
+        [
+            _by_arm("waited for, us", WAITED, found),
+            _by_arm("back to back, us a call", ROW, found),
+            _guards(found),
+            f"One {device_name(FILE)}, commit {commit(FILE)}.",
+        ]
+    )
+
+
+def _by_arm(title: str, figure: str, found: dict[str, Any]) -> str:
+    shown = {
+        key: text for key, text in ARMS.items() if any(figure in row["arms"].get(key, {}) for row in found.values())
+    }
+    lines = [
+        [name, *(f"{row['arms'][arm][figure]:,.0f}" if figure in row["arms"].get(arm, {}) else "" for arm in shown)]
+        for name, row in found.items()
+    ]
+    return grid([title, *shown.values()], lines)
+
+
+def _guards(found: dict[str, Any]) -> str:
+    lines = []
+    for name, row in found.items():
+        static, without = (row["arms"][arm][WAITED] for arm in ("static", "no-guards"))
+        goal = guards.DICT_US * row["dicts"] + guards.TENSOR_US * row["tensors"]
+        parts = (f"{row['guards'][part]:.1f}" if part in row.get("guards", {}) else "" for part in _PARTS)
+        lines.append([name, str(row["dicts"]), str(row["tensors"]), f"{static - without:.0f}", f"{goal:.0f}", *parts])
+    return grid(["guards, us", "dicts", "tensors", "of a waited call", "goal", *_PARTS.values()], lines)
+
+
+_PARTS = {"moved_us": "what is read of the module, alone", "settings_us": "settings of torch, alone"}

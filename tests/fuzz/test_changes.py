@@ -1,0 +1,83 @@
+"""Changes between two calls are noticed, with versions of dicts and without; `tests.fuzz.changes` runs more."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph.guard.guards import CapturedState
+from tests.fuzz import changes
+from tests.fuzz.grammar import AND_BACK, AROUND, CHANGES, GAPS, HARMLESS, OWN_DICT, PENDING
+from tests.fuzz.program import Program
+
+pytestmark = pytest.mark.proofs  # as users have them
+
+CALLED = tuple(("call", 4, "no_grad", "x") for _ in range(5))
+ONCE = sorted(name for name in CHANGES if "freed" in name or ("storage" in name and "back" not in name))
+READ = sorted(AND_BACK.keys() - HARMLESS - AROUND - GAPS.keys())
+
+
+def program(name: str, **settings: Any) -> Program:
+    """Calls that end in replays, before a change, after it, and after it was taken back."""
+    events = [*CALLED, ("change", f"{name} (and back)"), *CALLED, ("change", f"{name}, back"), *CALLED]
+    if name not in AND_BACK:
+        events = [*CALLED, ("change", name), *CALLED]
+    return Program(0, ("linear", "norm"), "h", {"capture_sizes": [4]} | settings, False, tuple(events))
+
+
+@pytest.fixture(params=["versions", "no versions"])
+def versions(request: pytest.FixtureRequest) -> Any:
+    with contextlib.nullcontext() if request.param == "versions" else changes.without_versions():
+        yield
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("name", [*AND_BACK, *ONCE])
+def test_a_change_is_noticed_and_so_is_its_end(device: torch.device, name: str) -> None:
+    kinds = [{"mixin": True}] if name in OWN_DICT else [{}, {"mixin": True}, {"outputs": "static"}]
+    found = [program(name, **settings).run(str(device)) for settings in kinds]
+    if name in GAPS and name not in HARMLESS:  # delete it from there once it is noticed
+        assert all(difference is not None for difference, _ in found)
+        return
+    assert [difference for difference, _ in found] == [None] * len(kinds)
+    recaptures = {done["recaptures"] for _, done in found}
+    if name in HARMLESS | AROUND:
+        assert recaptures == {0}
+    else:
+        assert recaptures <= {1, 2}
+        assert 0 not in recaptures
+
+
+@pytest.mark.parametrize("name", [*READ, *ONCE])
+def test_an_answer_shows_each_change(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would pass without any guard."""
+    monkeypatch.setattr(CapturedState, "moved", lambda state: False)
+    assert program(name, mixin=True).difference(str(device)) is not None
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_changes_equal_eager_with_as_many_recaptures_without_versions(device: torch.device, block: int) -> None:
+    for seed in range(block * 8, (block + 1) * 8):
+        found, done = changes.outcome(seed, str(device), without=PENDING)
+        other, again = changes.outcome(seed, str(device), versions=False, without=PENDING)
+        if found or other:
+            pytest.fail(found or other or "")
+        assert done == again
+        assert done["replays"]
+
+
+def test_the_command_counts_and_prints_what_differs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["--calls", "10", "--seed", "3", "--most", "1", "--whole"]
+    monkeypatch.setattr(changes, "BLOCK", 1)
+    assert changes.main([*line, "--without-versions"]) == 0
+    assert "recaptures" in capsys.readouterr().out
+    monkeypatch.setattr(CapturedState, "moved", lambda state: False)
+    assert changes.main(line) == 1
+    told = capsys.readouterr().out
+    assert "# seed 3: call" in told
+    assert "1 programs differ" in told
