@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import sleep
-from docs.tools import latency, model_table, optimized, several_gpus
+from docs.tools import latency, lifecycle, model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
     ROOT / "docs" / "audit.md",
+    ROOT / "docs" / "how_it_works.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
@@ -564,4 +565,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-start": _training_start,
     "training-pairs": _training_pairs,
     "modes": _modes,
+    "lifecycle": lifecycle.drawing,
 }

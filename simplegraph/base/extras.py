@@ -47,7 +47,7 @@ class Extras(abc.ABC):
         """Return a function that reads Python state of a module which its graphs depend on; None if there is none."""
 
     @abc.abstractmethod
-    def runner_kind(self, config: Any) -> Any:
+    def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the class that serves the calls of a module wrapped with these settings; None for the core's own."""
 
     @abc.abstractmethod

@@ -44,6 +44,7 @@ from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
+from simplegraph.manager.lifecycle import SignatureRecord
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.rows import alike_rows, rows_between
 from simplegraph.program.breaks.step import BreakRows, BreakTrace, trace_between
@@ -68,19 +69,15 @@ def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 @dataclasses.dataclass(eq=False)
-class Binding:
-    """Everything known of the calls of one signature.
+class Binding(SignatureRecord):
+    """Everything known of the calls of one signature: beside their lifecycle, what their runs showed.
 
     Attributes:
         inputs: static inputs, one set unless sizes have their own.
-        outputs: how outputs follow the batch size; unsliceable: why they do not.
-        called: True once a call went through eagerly, as it was.
+        outputs: how outputs follow the batch size.
         layouts: the ways its calls pass their arguments, by nesting.
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
         break_rows: which dimensions of what breaks are passed and return hold rows; None until two sizes were seen.
-        warm: warmup runs by padded size.
-        ran: the batch sizes that ran eagerly as they were called, by nesting.
-        proven: the batch sizes of which a replay equalled eager, by mode and descriptor.
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if it draws random numbers.
@@ -95,12 +92,6 @@ class Binding:
     signature: Signature
     inputs: list[InputSet] = dataclasses.field(default_factory=list)
     outputs: OutputShapes = dataclasses.field(default_factory=OutputShapes)
-    unsliceable: CannotBind | None = None
-    unsupported: CannotBind | None = None
-    called: bool = False
-    warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
-    proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
     written: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
     counted: dict[int, CountedState] = dataclasses.field(default_factory=lambda: collections.defaultdict(CountedState))
@@ -114,7 +105,7 @@ class Binding:
     refused: HostError | None = None
     waited: set[str] = dataclasses.field(default_factory=set)
 
-    def refuse_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
+    def stop_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
         """Let padded calls run eagerly from now on, and `warn` of it.
 
         Args:
@@ -124,18 +115,16 @@ class Binding:
             remedy: what to do.
             warn: False if the caller raises.
         """
-        self.unsliceable = CannotBind(Reason.PADDING_SHOWS, said)
+        self.refuse_padding(CannotBind(Reason.PADDING_SHOWS, said))
         texts = table.stats.name, text, said, "Padded batches of such calls now run eagerly.", remedy
         if warn:
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
-        for layout in self.layouts.values():
-            layout.plans.clear()
 
     def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
         """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
         found = self.numbers.learn(seen)
-        if found is not None and self.unsliceable is None and table.config.padding:
-            self.refuse_padding(table, "padding changes the answer", *found)
+        if found is not None and self.padding_refusal is None and table.config.padding:
+            self.stop_padding(table, "padding changes the answer", *found)
         return None if found is None else found[0]
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
@@ -158,10 +147,9 @@ class Binding:
 
     def _refuse_cut(self, found: str) -> CannotBind:
         """Let padded calls run eagerly from now on: a break could not be passed the real rows alone."""
-        self.unsliceable = CannotBind(Reason.PADDING_SHOWS, f"{found}; capture this size, too")
-        for layout in self.layouts.values():
-            layout.plans.clear()
-        return self.unsliceable
+        why = CannotBind(Reason.PADDING_SHOWS, f"{found}; capture this size, too")
+        self.refuse_padding(why)
+        return why
 
     def can_cut_breaks(self, padded: int) -> bool:
         """True if what breaks are passed can be cut to the real rows once they were seen at the size `padded` too."""
@@ -186,20 +174,18 @@ class Binding:
         on_cpu = (arg.name for arg in self.signature.args if isinstance(arg, (HostArg, HostInput)))
         hosted = [name for name in on_cpu if name in self.written]
         if hosted:
-            self.unsupported = CannotBind(
-                Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"
-            )
+            self.refuse(CannotBind(Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"))
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
         detail = unreturnable(leaves)
         if detail is not None:
-            self.unsupported = CannotBind(Reason.UNSUPPORTED_OUTPUT, detail)
+            self.refuse(CannotBind(Reason.UNSUPPORTED_OUTPUT, detail))
             return
         try:
             self.outputs.learn(size, leaves, spec)
         except CannotBind as error:
-            self.unsliceable = error.again()
+            self.refuse_padding(error.again())
 
 
 @dataclasses.dataclass(eq=False)
@@ -260,6 +246,7 @@ class Call:
 
     Attributes:
         binding, spec: those of its layout.
+        size: what its plan is found by: the batch size, as its layout tells it.
         padded: rows of its graph; padding: how many of these are none of the call's.
         key: of its graph; plan_key: of such calls' plan in their layout.
         breaks: True if its graph honours breaks, so that its warmup must trace them.
@@ -273,13 +260,14 @@ class Call:
     batch: int
     layout: CallLayout
     dispatch: Dispatch
+    size: int
 
     def __post_init__(self) -> None:
         mode, descriptor = self.dispatch[:2]
         self.binding, self.spec = self.layout.binding, self.layout.spec
         self.padded, self.padding = descriptor.num_tokens, descriptor.num_tokens - self.batch
-        self.key: Hashable = (self.binding.signature, mode, descriptor)
-        self.plan_key: Hashable = self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
+        self.key: tuple[Hashable, ...] = (self.binding.signature, mode, descriptor)
+        self.plan_key: Hashable = self.size if CALLS.context is None else (self.size, CALLS.context.batch)
         self.breaks = mode is CudaGraphMode.PIECEWISE
 
     @functools.cached_property
@@ -297,14 +285,14 @@ class Call:
     def check(self) -> None:
         """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
         binding = self.binding
-        if binding.unsupported is not None:
-            raise binding.unsupported.again()
+        if binding.refusal is not None:
+            raise binding.refusal.again()
         if binding.differentiates and (hindered := autograd_hindrance()) is not None:
             raise CannotBind(*hindered)
         for counted in binding.counted.values():  # what one size advances, others may, where it cannot be seen
             counted.check()
-        if self.padding and binding.unsliceable is not None:
-            raise binding.unsliceable.again()
+        if self.padding and binding.padding_refusal is not None:
+            raise binding.padding_refusal.again()
         if self.padding and binding.draws:
             raise CannotBind(Reason.SIZE_NOT_CAPTURED, f"it draws; add {self.batch} to capture_sizes")
         copied = {arg.name: leaf for leaf, arg in zip(self.leaves, self.layout.args, strict=True) if is_copied(arg)}
@@ -359,14 +347,6 @@ def is_copied(arg: Arg) -> bool:
 
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
-# They stay while nothing more is learnt of the module: no reason that is about the memory of one call.
-LASTING = frozenset(
-    {
-        *(Reason.CAPTURE_FAILED, Reason.NOT_CAPTURED_UPFRONT, Reason.UNSUPPORTED_OUTPUT, Reason.CHANGED_ARGUMENTS),
-        *(Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED, Reason.PADDING_SHOWS, Reason.SIZE_NOT_CAPTURED),
-        Reason.PYTHON_STATE,
-    }
-)
 # The classes and shapes of arguments alone decide these, before a call is read as one of a signature.
 _BY_FORM = frozenset(
     {
@@ -459,8 +439,10 @@ class KnownCalls:
         self.bindings[layout.binding.signature.values] = layout.binding
         known.pop(layout.spec, None)  # the latest comes last
         known[layout.spec] = layout
+        layout.binding.plans[layout.spec] = layout.plans
         while len(known) > _MAX_LAYOUTS:
-            del known[next(iter(known))]  # its plan is made again when such a call comes
+            spec = next(iter(known))
+            del known[spec], layout.binding.plans[spec]  # its plan is made again when such a call comes
         self.put_first(layout)
 
     def put_first(self, layout: CallLayout) -> None:
@@ -487,11 +469,8 @@ class KnownCalls:
 
     def drop_plans(self) -> None:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
-        for layout in self.layouts:
-            layout.plans.clear()
         for binding in self.bindings.values():
-            binding.warm.clear()
-            binding.ran.clear()
+            binding.move()
             binding.numbers.clear()  # what went stale may have held some
             binding.counted.clear()  # it may be another object by now, or other code
 
@@ -501,6 +480,7 @@ class KnownCalls:
         if self._reader is not None:
             self._reader.hosts.clear()
         for binding in self.bindings.values():
+            binding.forget()
             binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
         self.bindings.clear()
         self.layouts = []

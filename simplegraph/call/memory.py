@@ -245,7 +245,8 @@ def invoke_watched(
             if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
                 call.binding.written.add(name)
             call.binding.compared.add(name)
-    call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
+    if (effect := arguments.effect(result)) is not None:
+        call.binding.refuse(effect)
     return result
 
 

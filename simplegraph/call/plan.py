@@ -27,7 +27,9 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.call.outputs import SharedOutputs
 from simplegraph.guard.guards import CapturedState
-from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.manager.lifecycle import SERVED, CapturedGraph
+from simplegraph.manager.table import ProgramTable
+from simplegraph.program.program import Program
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
@@ -103,6 +105,11 @@ class Plan:
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
 
+    @staticmethod
+    def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
+        """Return the leaves that the forward itself returned, and how they nest."""
+        return program.outputs, program.spec
+
     def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""
         table, self._spec = self.table, spec
@@ -127,7 +134,7 @@ class Plan:
     @property
     def unproven(self) -> bool:
         """True if the next such call is to be compared with eager."""
-        return self.graph.unproven(self.rows)
+        return self.graph.verdict(self.rows) not in SERVED
 
     def laid_alike(self, leaves: Sequence[Any]) -> bool:
         """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
@@ -306,15 +313,6 @@ class Plan:
     def whole(self, result: Any) -> Any:
         """Return what eager's result is compared as with a replay's outputs."""
         return result
-
-
-def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
-    """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
-    whole: Any = graph.program.spec.type
-    if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
-        plan: Plan = whole.make_plan(call, table, graph, *more)
-        return plan
-    return Plan(call, table, graph, *more)
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

@@ -43,8 +43,14 @@ class LateExtras(Extras):
 
         return known_switches(module)
 
-    def runner_kind(self, config: Any) -> Any:
-        """Return the runner of forward and backward graphs if the settings ask for these."""
+    def runner_kind(self, config: Any, module: Any) -> Any:
+        """Return the runner of whole steps, or that of forward and backward graphs if the settings ask for these."""
+        from simplegraph.guard.functions import FunctionModule
+
+        if isinstance(module, FunctionModule) and module.computes_gradients:
+            from simplegraph.training.step_runner import StepRunner
+
+            return StepRunner
         if not config.training:
             return None
         from simplegraph.training.runner import TrainingRunner

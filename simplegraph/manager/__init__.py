@@ -1,6 +1,7 @@
 """Keeps the Programs of one model by key: captures, replays and counts them. Knows no module or argument.
 
 manager    `CudaGraphManager`, for engines
+lifecycle  the states of sizes, the verdicts of row counts, and refusals: every change of them
 table      the Programs by key, what failed, and the one way to replay
 capture    warmups, capture sessions, second tries, other ranks
 stats      counters, and the report

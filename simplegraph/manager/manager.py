@@ -21,7 +21,7 @@ from torch import Tensor
 
 from simplegraph.base import extras
 from simplegraph.base.config import AttentionCGSupport, BatchDim, CudaGraphConfig, CudaGraphMode, PadRule
-from simplegraph.base.errors import ConfigError, InputError, ReplayError, refuse_inside_capture
+from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
@@ -30,15 +30,9 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import Consensus, SingleRank, Vote
 from simplegraph.manager.capture import GraphCapture
+from simplegraph.manager.lifecycle import CapturedGraph
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
-from simplegraph.manager.table import (
-    CapturedGraph,
-    CaptureJob,
-    Forward,
-    GraphHooks,
-    Key,
-    ProgramTable,
-)
+from simplegraph.manager.table import CaptureJob, Forward, GraphHooks, Key, ProgramTable
 from simplegraph.program.program import Program
 
 if sys.version_info >= (3, 11):
@@ -147,7 +141,7 @@ class CudaGraphManager(Sleeps):
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
         self.table.probes += extras.installed.probes(self.table.constants.notes)
-        self.failures, self.hooks = self.table.failures, self.table.hooks
+        self.hooks = self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))
         self.kept_alive: list[Tensor] = []
@@ -157,6 +151,11 @@ class CudaGraphManager(Sleeps):
     def __repr__(self) -> str:
         """Name the manager and sum up its steps, as `wrappers` shows it."""
         return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
+
+    @property
+    def failures(self) -> dict[Key, CaptureError]:
+        """The errors of what could not be captured, or was dropped for what a graph did, by key."""
+        return self.table.failures
 
     @property
     def programs(self) -> dict[Key, Program]:

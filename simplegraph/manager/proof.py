@@ -17,8 +17,9 @@ from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import lies_at, storage_key, wait_collectives
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.manager.lifecycle import CapturedGraph
 from simplegraph.manager.stats import GraphCounters
-from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
+from simplegraph.manager.table import CaptureJob, ProgramTable
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.observe import WHOLE, MemoryObserver
 from simplegraph.program.probes import Run, around

@@ -17,11 +17,12 @@ from simplegraph.base.constants import FrozenConstants
 from simplegraph.base.context import bypassed
 from simplegraph.base.errors import CaptureError, HostError
 from simplegraph.base.failures import release_frames
-from simplegraph.base.reasons import Reason
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
 from simplegraph.distributed.ranks import SingleRank
-from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin
+from simplegraph.manager.lifecycle import CapturedGraph, Event, SizeRecord
+from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin, where_failed
 from simplegraph.program.breaks.step import BreakTrace, ResultChanged
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
@@ -33,7 +34,6 @@ logger = logging.getLogger("simplegraph")
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
 OTHERS_TOO = "other sizes with the same cause will, too"  # where these were not tried
-_TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -53,6 +53,7 @@ class CaptureJob:
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
         refused: why it cannot be captured, if a run showed that.
         arguments: the CPU tensors that the forward is passed, where the graph is of another device.
+        record: of the size.
     """
 
     key: Key
@@ -67,6 +68,7 @@ class CaptureJob:
     follows: Key | None = None
     refused: HostError | None = None
     arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
+    record: SizeRecord = dataclasses.field(default_factory=SizeRecord, compare=False)
 
     @property
     def rows(self) -> int:
@@ -121,73 +123,6 @@ class GraphHooks:
         """Inside the capture, after the forward: whatever runs here is recorded."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class CapturedGraph:
-    """One captured key, ready to be replayed.
-
-    Attributes:
-        rows: the batch sizes of which a call was compared with eager; None if no call is compared.
-        left: replays until the next comparison with eager; 0 if the next call is compared, or the graph was dropped;
-            negative if no comparison is to come.
-        distance: replays between its last such comparison and the next; it doubles.
-        tries: how many calls could not be compared.
-        operators: a hash of those that eager ran on as many rows as it has; None before it did.
-        freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
-            before its first proof: a graph that was replayed keeps what it keeps.
-    """
-
-    mode: CudaGraphMode
-    descriptor: BatchDescriptor
-    program: Program
-    counters: GraphCounters
-    rows: set[int] | None = None
-    left: int = -1
-    distance: int = 0
-    tries: int = 0
-    operators: int | None = None
-    freed: Callable[[], str | None] = lambda: None
-
-    def unproven(self, rows: int) -> bool:
-        """True if the next call of so many rows is to be compared with eager."""
-        return not self.left or (self.rows is not None and rows not in self.rows)
-
-    def keeps_writing_elsewhere(self) -> bool:
-        """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
-        self.tries += 1
-        return self.tries == _TRIES
-
-    def prove(self, rows: int, known: set[int] | None = None, distance: int = 0) -> None:
-        """Note that a call equalled eager.
-
-        Args:
-            rows: its batch size.
-            known: batch sizes compared by graphs of the same calls before, which this one goes on with; None if no
-                others are compared.
-            distance: replays until a call is compared again, if this was the first; 0 if none is.
-        """
-        if self.left <= 0:
-            self.distance = 2 * self.distance or distance
-            self.left = self.distance or -1
-        self.rows = known
-        if known is not None:
-            known.add(rows)
-        self._note("exact" if rows == self.descriptor.num_tokens else "padded")
-
-    def drop(self) -> None:
-        """Free its memory; it serves no call any more."""
-        self.program.drop()
-        self.left = 0
-
-    def leave_unverified(self, why: str) -> None:
-        """Note that no call can be compared, and why."""
-        self.rows, self.left = None, -1
-        self._note(f"unverified: {why}")
-
-    def _note(self, what: str) -> None:
-        if what not in self.counters.proof:
-            self.counters.proof = ", ".join(filter(None, (self.counters.proof, what)))
-
-
 @dataclasses.dataclass(eq=False)
 class ProgramTable:
     """Programs by key, and everything that their captures and replays share.
@@ -202,7 +137,7 @@ class ProgramTable:
 
     Attributes:
         graphs: what can be replayed, by key.
-        failures: what could not be captured, by key.
+        records: of the sizes that were captured, or could not be, by key.
         hooks: called around every capture and replay.
         constants: what warmups moved to the device from Python data, for captures.
         foreign: tensors that graphs touch and no operator named; they are kept alive.
@@ -219,7 +154,7 @@ class ProgramTable:
     support: AttentionCGSupport
     stats: GraphStats
     graphs: dict[Key, CapturedGraph] = dataclasses.field(default_factory=dict)
-    failures: dict[Key, CaptureError] = dataclasses.field(default_factory=dict)
+    records: dict[Key, SizeRecord] = dataclasses.field(default_factory=dict)
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
     foreign: list[Tensor] = dataclasses.field(default_factory=list)
@@ -229,6 +164,11 @@ class ProgramTable:
     probes: list[Probe] = dataclasses.field(default_factory=list)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
+
+    @property
+    def failures(self) -> dict[Key, CaptureError]:
+        """The errors of what could not be captured, or was dropped for what a graph did, by key."""
+        return {key: record.failure for key, record in self.records.items() if record.failure is not None}
 
     def replay(self, graph: CapturedGraph, padding: int = 0) -> None:
         """Replay a graph, of which so many rows are padding. Call after `order_streams`, with the pool's lock held."""
@@ -246,7 +186,7 @@ class ProgramTable:
             paddings[padding] += 1
         except IndexError:  # it grows as needed: scrapes add up the lists of every graph
             paddings += [0] * (padding - len(paddings)) + [1]
-        graph.left -= 1
+        graph.replays_until_proof -= 1
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph, padding: int) -> Any:
@@ -283,10 +223,13 @@ class ProgramTable:
         what = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
-        if job.key in self.failures:
+        if job.key in self.records:
             self._forget_failure(job)
-        rows: set[int] | None = set() if self.config.verify else None
-        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)
+        compare = self.config.verify > 0
+        job.record.capture(compare=compare)
+        self.records[job.key] = job.record
+        left = 0 if compare else -1
+        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, job.record, left)
         self.stats.captures += 1
         self.stats.graphs[job.key] = counters
 
@@ -301,7 +244,8 @@ class ProgramTable:
             return
         for job, error in failed.items():
             self._forget_failure(job)
-            self.failures[job.key] = error
+            self.records[job.key] = job.record
+            job.record.refuse(CannotBind(Reason.CAPTURE_FAILED, where_failed(error)), error)
             known = self.stats.failures.get(job.label, str(error)) == str(error)
             self.stats.failures[job.label if known else job.label_with_inputs] = str(error)
         messages = {job.label: str(error) for job, error in failed.items()}
@@ -317,7 +261,11 @@ class ProgramTable:
             logger.warning("simplegraph: %s: %s\n  %s; %s.\n  See: %s", *said)
 
     def _forget_failure(self, job: CaptureJob) -> None:
-        message = str(self.failures.pop(job.key, ""))
+        record = self.records.get(job.key)
+        if record is None or record.failure is None:
+            return
+        message = str(record.failure)
+        record.retry()
         for label in (job.label, job.label_with_inputs):
             if self.stats.failures.get(label) == message:
                 del self.stats.failures[label]
@@ -326,7 +274,7 @@ class ProgramTable:
         """Drop these jobs' programs as if they had not been captured."""
         for key in [job.key for job in jobs if job.key in self.graphs]:
             self.stats.captures -= not self.graphs[key].counters.replays  # the totals of replays stay
-            self.graphs.pop(key).drop()
+            self.graphs.pop(key).drop(Event.DROPPED)
             self.stats.dropped([key])
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
@@ -375,10 +323,12 @@ class ProgramTable:
         if self.graphs:
             self.device.synchronize()  # a graph still running must not lose its memory
         for graph in self.graphs.values():
-            graph.drop()
+            graph.drop(Event.MOVED)
+        for record in self.records.values():
+            record.drop(Event.MOVED)
         self.stats.dropped(self.graphs)
         self.graphs.clear()
-        self.failures.clear()
+        self.records.clear()
         self.traces.clear()
         self._trace_of_any_size = None
         self.constants.clear()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call, is_copied
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
 from simplegraph.call.memory import MemoryInUse, Rehearsals, drawn_generators, held_generators, invoke_watched
-from simplegraph.call.plan import Plan, make_plan
+from simplegraph.call.plan import Plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -31,6 +31,7 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey, device_of_state
+from simplegraph.manager.lifecycle import ModuleRecord, SizeRecord, Stage, Verdict
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
@@ -42,8 +43,6 @@ from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.probes import Probe, Run
 
 logger = logging.getLogger("simplegraph")
-
-_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
 
 _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
@@ -58,24 +57,27 @@ class GraphBuilder:
     Args:
         manager: keeps the programs.
         reader: learns from calls that went well.
+        module_record: the lifecycle of all calls of the module.
 
     Attributes:
+        plan_kind: serves calls by a graph.
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
         ran_on: the GPU that the latest eager run without a tensor there moved its inputs to, where no weight is on one;
             None if it did not.
-        unsettled: settings that each of the latest eager runs changed.
         probes: further ones, of captures.
     """
 
+    plan_kind: ClassVar[type[Plan]] = Plan
+
     manager: CudaGraphManager
     reader: CallReader
+    module_record: ModuleRecord = dataclasses.field(default_factory=ModuleRecord)
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
     ran_on: torch.device | None = None
-    unsettled: list[str] = dataclasses.field(default_factory=list)
     probes: Sequence[Probe] = ()
 
     def drop(self) -> None:
@@ -85,11 +87,68 @@ class GraphBuilder:
         self.state = None
         self.manager.reset()
 
+    # The lifecycle of a call.
+
+    def record(self, call: Call) -> SizeRecord:
+        """Return the lifecycle of a call's size."""
+        return call.binding.size(call.key)
+
+    def admit(self, call: Call) -> tuple[Call, SizeRecord]:
+        """Refuse a call that no graph can serve, and bring the lifecycle of its size up to date.
+
+        Returns:
+            The call, which may be taken at its exact size instead of padded, and the lifecycle of that size.
+
+        Raises:
+            CannotBind: it runs eagerly.
+        """
+        call.check()
+        self.seen.check(call)
+        config, binding = self.manager.config, call.binding
+        again = call.padding > 0 and (call.spec, call.batch) in binding.ran
+        if again and config.capture == "lazy" and not call.confirmed(self.reader):
+            # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
+            call = call.at_exact_size()
+        record = self.record(call)
+        record.check()
+        if record.stage is not Stage.CAPTURED:
+            if config.capture == "upfront":
+                raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, self.missing_upfront(call))
+            self.module_record.check_settled()
+            record.count_warmups(self.warmups_left(binding, call.batch, *call.dispatch[:2]))
+        return call, record
+
+    def missing_upfront(self, call: Call) -> str:
+        """Describe what should have been captured up front for a call."""
+        unlike = "" if call.binding.called else self.difference_to_captured(call)
+        method = self.manager.stats.capture_method
+        return unlike or f"batch size {call.batch}{f': use {method}' * bool(method)}"
+
+    def lacking(self, call: Call) -> Reason | None:
+        """Return what is not known yet of a call that would be padded; None if nothing is missing."""
+        binding = call.binding
+        breaks = not call.breaks or binding.can_cut_breaks(call.padded)
+        if not (binding.outputs.can_cut(call.padded) and breaks):
+            return Reason.OUTPUT_SHAPE_UNKNOWN
+        return None if call.confirmed(self.reader) else Reason.BATCH_DIM_UNCONFIRMED
+
     # Eager runs.
+
+    def run_first(self, call: Call) -> Any:
+        """Run the first call of a signature."""
+        unlike = self.difference_to_captured(call)
+        if call.padding and not call.confirmed(self.reader):
+            call = call.at_exact_size()  # as the next of this size is, unless another size comes before
+        return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
+
+    def warm_up(self, call: Call) -> Any:
+        """Run a call that is a warmup of its size."""
+        return self.run_as_called(call, Reason.WARMUP)
 
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
         """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
         if (call.spec, call.batch) in call.binding.ran:
+            self.record(call).refuse_rows(call.batch)
             raise CannotBind(reason, f"only batch size {call.batch} has been called")
         return self.run_as_called(call, reason)
 
@@ -110,8 +169,7 @@ class GraphBuilder:
             self.ran_on = observer.gpu if held is None or held.type == "cpu" else None
         if arguments is not None:
             self._learn_hosts(call, arguments)
-        changed = call.layout.settings.difference()
-        self.unsettled = [*self.unsettled, changed] if changed else []
+        self.module_record.settle(call.layout.settings.difference())
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
         # What eager breaks write, no capture sees: they do not run in one.
@@ -120,29 +178,10 @@ class GraphBuilder:
         self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
-        if call.binding.unsupported is None:  # else the run may have given arguments other shapes
+        if call.binding.refusal is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
-        call.binding.called = True
-        call.binding.ran.add((call.spec, call.batch))
-        call.binding.warm[call.padded] += 1
+        call.binding.learn_call(call.spec, call.batch, call.padded)
         return result
-
-    def check_may_capture(self, call: Call) -> None:
-        """Refuse a capture that failed before, was to come upfront, or is of a forward that changes torch's settings.
-
-        Raises:
-            CannotBind: no such call is captured.
-        """
-        table = self.manager.table
-        if call.key in table.failures:
-            raise CannotBind(Reason.CAPTURE_FAILED, where_failed(table.failures[call.key]))
-        if table.config.capture == "upfront":
-            unlike = "" if call.binding.called else self.difference_to_captured(call)
-            method = self.manager.stats.capture_method
-            said = f"batch size {call.batch}{f': use {method}' * bool(method)}"
-            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, unlike or said)
-        if len(self.unsettled) >= _UNSETTLED:
-            raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
         """Count the eager calls of so many rows before the graph's capture; padded sizes run as they are called."""
@@ -156,22 +195,25 @@ class GraphBuilder:
 
     def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:
         """Name the eager calls of so many rows before such calls replay; none if they do, or if no graph is to come."""
-        table, refused = self.manager.table, binding.unsupported is not None
-        if refused or any(rows in layout.plans for layout in list(binding.layouts.values())):
+        table = self.manager.table
+        if binding.refusal is not None or any(rows in layout.plans for layout in list(binding.layouts.values())):
             return []
         mode, descriptor, _, padding = self.manager.dispatcher.dispatch(rows)
         if padding and binding.warm[rows] and not binding.outputs.known:  # while batch dimensions are a guess
             descriptor, padding = dataclasses.replace(descriptor, num_tokens=rows), 0
         key = (binding.signature, mode, descriptor)
-        graph = table.graphs.get(key)
-        if mode is CudaGraphMode.NONE or key in table.failures or (padding and (binding.unsliceable or binding.draws)):
+        graph, record = table.graphs.get(key), binding.sizes.get(key)
+        refused = record is not None and (record.refusal or record.rows.get(rows) is Verdict.REFUSED)
+        if mode is CudaGraphMode.NONE or refused:
+            return []
+        if padding and (binding.padding_refusal or binding.draws):
             return []
         if graph is None:
             if table.config.capture == "upfront":
                 return []
             warmups = self.warmups_left(binding, rows, mode, descriptor)
             return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
-        return ["proof"] * graph.unproven(rows)
+        return ["proof"] * (graph.verdict(rows) is Verdict.DUE)
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by the stream that they run on: that of captures."""
@@ -250,7 +292,7 @@ class GraphBuilder:
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
-        plan = make_plan(
+        plan = self.plan_kind(
             call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, self.seen.guards(call)
         )
         if not plan.unproven:
@@ -269,9 +311,9 @@ class GraphBuilder:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
         failed = self.build(call, inputs, jobs, lazy=True).failed
-        if failed and call.binding.unsupported is None:
+        if failed and call.binding.refusal is None:
             if self.manager.config.on_capture_failure == "raise":
-                self.manager.failures.pop(call.key, None)  # the next call tries again
+                self.record(call).retry()
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, where_failed(next(iter(failed.values()))))
         call.check()  # as was learnt meanwhile
@@ -290,7 +332,7 @@ class GraphBuilder:
         if following and not jobs:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
-        binding.called = True
+        binding.learn()
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
@@ -339,7 +381,7 @@ class GraphBuilder:
         num_warmups = manager.config.num_warmups
 
         def before_captures() -> None:
-            if call.binding.unsupported is None:  # else the run may have given the static inputs other shapes
+            if call.binding.refusal is None:  # else the run may have given the static inputs other shapes
                 # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
@@ -417,12 +459,9 @@ class GraphBuilder:
         for job in jobs:
             if (graph := self.manager.table.graphs.get(job.key)) is not None:
                 self.inputs_of[job.key] = inputs
-                spec = graph.program.spec
-                if hasattr(spec.type, "make_plan"):  # with more than the forward's outputs
-                    spec = spec.children[0]
                 if job.key in self.manager.table.traces:
                     call.binding.note_trace(job.rows, self.manager.table.traces[job.key])
-                call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs[: spec.num_leaves], spec)
+                call.binding.learn_outputs(job.descriptor.num_tokens, *self.plan_kind.returned(graph.program))
         if self.state is None:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey)
@@ -440,7 +479,7 @@ class GraphBuilder:
             if (seen := self.manager.table.traces.get(job.key)) is not None:
                 binding.note_trace(job.rows, seen)
         sliced = sliced and (not call.breaks or binding.break_rows is not None)
-        if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
+        if (sliced and confirmed) or binding.padding_refusal or binding.refusal or call.padded == 1:
             return
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = inputs.passed(call.layout.args, lambda static: static.copied_part(call.padded, other, reference=True))
@@ -481,6 +520,7 @@ class GraphBuilder:
                 self.manager.config.exact_shapes,
                 refused=call.binding.refused or refused,
                 arguments=arguments,
+                record=call.binding.size((call.binding.signature, *kind)),
             )
             for kind in todo
         ]
@@ -491,9 +531,9 @@ class GraphBuilder:
         state_key = manager.config.state_key
 
         def refuse() -> None:
-            unsupported = call.binding.unsupported
-            if unsupported is not None and unsupported.reason is Reason.CHANGED_ARGUMENTS:
-                cause = f"{unsupported.reason.text} ({unsupported.detail})"
+            refusal = call.binding.refusal
+            if refusal is not None and refusal.reason is Reason.CHANGED_ARGUMENTS:
+                cause = f"{refusal.reason.text} ({refusal.detail})"
                 raise CaptureError(f"capturing batch size {size} failed\n  {cause}.", cause=cause)
 
         leaves = inputs.leaves(call.layout.args, size)  # not in a capture, which would read them all

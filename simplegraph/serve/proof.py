@@ -226,7 +226,7 @@ class _CallProof:
             freed: True if the graph touches memory that was given back, whatever the padding.
         """
         plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
-        if found is not None and not graph.left:
+        if found is not None and graph.distance and not graph.replays_until_proof:
             total = graph.counters.replays
             found += (
                 f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
@@ -238,18 +238,17 @@ class _CallProof:
         if failure is None:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
-            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
             distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
-            graph.prove(call.batch, known, distance)
+            graph.prove(call.batch, distance, each=alone)
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
         if plan.padding and not freed:
             verb = "changes" if self._shown else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
-            if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
+            if call.binding.padding_refusal is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"
-                call.binding.refuse_padding(table, text, said, _REMEDY, warn=warn)
+                call.binding.stop_padding(table, text, said, _REMEDY, warn=warn)
         else:
             text = f"a replay of {self._label} does not equal eager{where}"
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import LASTING, Call, Graphed, KnownCalls, Refusal, invoke
+from simplegraph.call.call import Call, Graphed, KnownCalls, Refusal, invoke
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -43,6 +43,7 @@ from simplegraph.guard.torch_state import (
     saved_hooks,
     saved_hooks_allowed,
 )
+from simplegraph.manager.lifecycle import LASTING, ModuleRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
 from simplegraph.program.breaks.marks import recording_breaks
@@ -58,8 +59,6 @@ logger = logging.getLogger("simplegraph")
 OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
-# Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
-_STALE_LIMIT = 3
 _COMPILED = (
     "a compiler traces the forward, whose compiled code runs without graphs: wrap what torch.compile returns, "
     "simplegraph.wrap(torch.compile(module)), and do not compile what has graphs"
@@ -119,7 +118,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
     def _graph_runner(self) -> GraphRunner:
         runner: GraphRunner | None = self.__dict__.get("_simplegraph")
         if runner is None:
-            runner = self.__dict__["_simplegraph"] = new_runner(type(self).cuda_graph_config)
+            runner = self.__dict__["_simplegraph"] = new_runner(type(self).cuda_graph_config, self)
         return runner
 
     def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
@@ -239,10 +238,14 @@ class GraphRunner:
 
     Attributes:
         trains: it serves calls in training mode, too; builder_kind: builds its graphs.
+        replays_per_call: graphs that a call replays, one after the other.
+        prove: serves a call eagerly, and compares replays with that.
     """
 
     trains = False
     builder_kind = GraphBuilder
+    replays_per_call = 1
+    prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)
 
     def __init__(
         self,
@@ -253,8 +256,6 @@ class GraphRunner:
     ) -> None:
         self.stats = stats or GraphStats(unit="calls" if config.exact_shapes else "rows")
         self._lock = threading.RLock()
-        self._strikes = 0
-        self._served_before = 0
         self._use(config, _settings_of_wrapper(config), pool, ranks)
         if stats is None:
             register(self)
@@ -266,7 +267,7 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.lengths = extras.installed.lengths(config)
         self._known = KnownCalls(config)
-        self._disabled = Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None
+        self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
         return type(self), (self.settings,)
@@ -329,7 +330,7 @@ class GraphRunner:
                 if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):
                     continue
                 with plan.pool.lock:
-                    if plan.state.moved() or not plan.graph.left or plan.is_capturing():
+                    if plan.state.moved() or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
                     if layout is not layouts[0]:
                         known.put_first(layout)
@@ -338,7 +339,7 @@ class GraphRunner:
         except CannotBind as error:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:
-                self._disabled = error.reason  # for the life of the process
+                self._record.refuse(error.reason)
         except ResultChanged as error:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why)
@@ -396,8 +397,7 @@ class GraphRunner:
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
     ) -> tuple[GraphBuilder, Call]:
         """Read everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
-        if self._disabled is not None:
-            raise CannotBind(self._disabled, "")
+        self._record.check()
         if module.training and not self.trains:
             raise CannotBind(Reason.TRAINING, "")
         known = self._known
@@ -411,16 +411,21 @@ class GraphRunner:
             raise CannotBind(*hindered)
         gradients = self._gradients(builder, module, leaves)
         size, layout = known.read(module, leaves, names, spec, manager.device.torch_device, gradients)
+        rows, dispatch = self._dispatch(manager, size, leaves, names)
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
-        else:
-            dispatch = manager.dispatcher.dispatch(size, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
         if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size)
         known.use(layout)
-        return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
+        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size)
+
+    def _dispatch(
+        self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]
+    ) -> tuple[int, Dispatch]:
+        """Return how many rows a call has, and the graph for them; `size` is its batch size. Raises CannotBind."""
+        return size, manager.dispatcher.dispatch(size, *described_batch())
 
     def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any]) -> Hashable:
         """Describe the gradients that a call's graphs make: none. Raises CannotBind if eager would make some."""
@@ -463,7 +468,7 @@ class GraphRunner:
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
-            known = self.builder = self.builder_kind(manager, self._known.reader(module))
+            known = self.builder = self.builder_kind(manager, self._known.reader(module), self._record)
             known.ran_on = ran_on
         return known
 
@@ -487,33 +492,17 @@ class GraphRunner:
         return builder.ran_on or device
 
     def _serve(self, builder: GraphBuilder, call: Call) -> Any:
-        """Run a call that a graph could serve, taking the next step towards that graph where there is none."""
+        """Run a call that a graph could serve, and take the next step of its lifecycle."""
         self._drop_if_stale(builder)
-        table, binding = builder.manager.table, call.binding
-        table.order_streams()
-        call.check()
-        builder.seen.check(call)
-        again = call.padding > 0 and (call.spec, call.batch) in binding.ran
-        if again and self.config.capture == "lazy" and not call.confirmed(builder.reader):
-            # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
-            call = call.at_exact_size()
-        captured = call.key in table.graphs
-        if not captured:
-            builder.check_may_capture(call)
-            if not binding.called:
-                unlike = builder.difference_to_captured(call)
-                if call.padding and not call.confirmed(builder.reader):
-                    call = call.at_exact_size()  # as the next of this size is, unless another size comes before
-                return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
-        if call.padding and not (
-            binding.outputs.can_cut(call.padded) and (not call.breaks or binding.can_cut_breaks(call.padded))
-        ):
-            return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-        if call.padding and not call.confirmed(builder.reader):
-            return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
-        if not captured:
-            if builder.warmups_left(binding, call.batch, *call.dispatch[:2]) > 0:
-                return builder.run_as_called(call, Reason.WARMUP)
+        builder.manager.table.order_streams()
+        call, record = builder.admit(call)
+        if record.stage is Stage.UNSEEN:
+            return builder.run_first(call)
+        if call.padding and (lacking := builder.lacking(call)) is not None:
+            return builder.run_to_learn(call, lacking)
+        if record.stage is Stage.LEARNT:
+            return builder.warm_up(call)
+        if record.stage is Stage.WARM:
             return self._capture_and_serve(builder, call)
         return self._replay_or_prove(builder, call)
 
@@ -522,7 +511,8 @@ class GraphRunner:
         begun = time.perf_counter()
         try:
             builder.capture(call)
-            self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
+            # The replays of this very call do not pay for the capture.
+            self._record.capture(self.stats.replays + self.replays_per_call)
             return self._replay_or_prove(builder, call)
         finally:
             self.stats.longest_stall = max(self.stats.longest_stall, time.perf_counter() - begun)
@@ -530,7 +520,7 @@ class GraphRunner:
     def _replay_or_prove(self, builder: GraphBuilder, call: Call) -> Any:
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
-        return prove(builder, call, plan) if plan.unproven else plan.replay(call.leaves, copies)
+        return self.prove(builder, call, plan) if plan.unproven else plan.replay(call.leaves, copies)
 
     def _drop_if_stale(self, builder: GraphBuilder) -> None:
         if builder.state is None or not builder.state.moved():
@@ -539,12 +529,11 @@ class GraphRunner:
         # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
-        self._strikes = 0 if self.stats.replays > self._served_before else self._strikes + 1
+        self._record.drop(self.stats.replays)
         self.stats.recaptures += 1
         self._drop_graphs()
-        if self._strikes >= _STALE_LIMIT:
-            self._disabled = Reason.STALE_TOO_OFTEN
-            raise CannotBind(Reason.STALE_TOO_OFTEN, moved)
+        if self._record.disabled is not None:
+            raise CannotBind(self._record.disabled, moved)
 
     # For the wrapper's other methods.
 
@@ -564,7 +553,7 @@ class GraphRunner:
         """Capture every size, or the `following` one; see `CudaGraphWrapper.capture_graphs` and `capture_next`."""
         what = "capture_next" if following else "capture_graphs"
         _refuse_inside_forward(what)
-        if self._disabled is Reason.SWITCHED_OFF:
+        if self._record.disabled is Reason.SWITCHED_OFF:
             return CaptureSummary(0, {}, 0.0, 0, switched_off=True)  # the program goes on
         left = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
@@ -572,11 +561,13 @@ class GraphRunner:
                 left -= 1
                 try:
                     builder, call = self._read(module, args, kwargs, largest=True)
-                    self._strikes = 0 if following else self._strikes  # no request waits for it
+                    if following:  # no request waits for it
+                        self._record.forgive()
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock:
                         summary = builder.capture_sizes(call, following=following)
-                    self._served_before = self.stats.replays if summary.captured else self._served_before
+                    if summary.captured:
+                        self._record.capture(self.stats.replays)
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
@@ -621,9 +612,7 @@ class GraphRunner:
         _refuse_inside_forward(what)
         with self._lock:
             self._forget()
-            self._strikes = 0
-            if self._disabled is Reason.STALE_TOO_OFTEN:
-                self._disabled = None
+            self._record.reset()
 
     def _forget(self) -> None:
         """Drop the programs, static inputs and what calls look like."""
@@ -654,8 +643,9 @@ def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
     return config.replace(num_warmups=max(1, config.num_warmups))  # an engine beside it may ask for 0 there
 
 
-def new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
-    """Make the runner that the settings ask for."""
-    known = config.from_env()
-    kind = extras.installed.runner_kind(known) or GraphRunner
+def new_runner(
+    config: CudaGraphConfig, module: Any, pool: GraphPool | None = None, ranks: RankGroup | None = None
+) -> GraphRunner:
+    """Make the runner that the settings and the module ask for."""
+    kind = extras.installed.runner_kind(config.from_env(), module) or GraphRunner
     return kind(config, pool, ranks)

@@ -152,7 +152,7 @@ def wrap(
     module = unwrap(module)
     config = config.replace(**settings)
     check_names(module.forward, config)
-    runner = new_runner(config, pool, ranks)
+    runner = new_runner(config, module, pool, ranks)
     kind: Any = type(module)
     kind = getattr(kind, "_simplegraph_overridden", kind)  # what overrides a model's methods serves that model alone
     wrapped = _share(module, _graphed(kind))

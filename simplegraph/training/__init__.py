@@ -2,6 +2,7 @@
 
 step         `train_step`: a whole step in one graph
 effects      what a step does beside returning a result
+step_runner  serves calls of it
 runner       serves calls under grad mode by pairs of graphs
 builder      captures a pair
 pair         a forward graph and its backward graph, and a call that they serve

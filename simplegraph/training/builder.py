@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
+from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call
 from simplegraph.call.inputs import InputSet
 from simplegraph.call.memory import held_generators, invoke_watched
 from simplegraph.guard.guards import CapturedState
+from simplegraph.manager.lifecycle import SizeRecord
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.observation import Observation
 from simplegraph.manager.stats import where_failed
@@ -38,13 +41,12 @@ class PairBuilder(GraphBuilder):
 
     Attributes:
         last: the forward that last ran in the pairs' memory.
-        pairs: by call and what its backward needs; refused: by the same, why there is none.
+        pairs: by call and what its backward needs.
         leaves: tensors of the module that may want gradients; None before the first call.
     """
 
     last: LastForward = dataclasses.field(default_factory=LastForward)
     pairs: dict[Hashable, PairPlan] = dataclasses.field(default_factory=dict)
-    refused: dict[Hashable, CannotBind] = dataclasses.field(default_factory=dict)
     leaves: Leaves | None = None
     _notes: weakref.WeakKeyDictionary[Binding, BackwardNotes] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
@@ -55,7 +57,6 @@ class PairBuilder(GraphBuilder):
     def drop(self) -> None:
         """Drop the graphs; those whose backward may still come go with it, and others get memory of their own."""
         self.pairs.clear()
-        self.refused.clear()
         if self.last.pending:
             table, known = self.manager.table, self.manager
             table.stats.dropped(table.graphs)
@@ -68,16 +69,49 @@ class PairBuilder(GraphBuilder):
         """Return what backwards of such calls showed."""
         return self._notes.setdefault(call.binding, BackwardNotes(self.manager.device.torch_device.type))
 
-    def key(self, call: Call) -> Hashable:
-        """Return what tells a call's pair from others."""
-        return call.key, call.spec, self.notes(call).needs
+    def key(self, call: Call) -> tuple[Hashable, ...]:
+        """Return what tells a call's pair from others: the signature first."""
+        return (*call.key, call.spec, self.notes(call).needs)
 
     def leaves_of(self, module: nn.Module) -> Leaves:
         """Return the tensors of the module that may want gradients, as the latest capture found them."""
         self.leaves = self.leaves or Leaves(module)
         return self.leaves
 
+    # The lifecycle of a call.
+
+    def record(self, call: Call) -> SizeRecord:
+        """Return the lifecycle of a pair: that of its forward."""
+        return call.binding.size((*self.key(call), "forward"))
+
+    def admit(self, call: Call) -> tuple[Call, SizeRecord]:
+        """Refuse a call that no pair can serve, too; see `GraphBuilder.admit`."""
+        admitted = super().admit(call)
+        if self.notes(call).twice:
+            raise CannotBind(Reason.UNTRAINABLE, "its backward is to be differentiated itself (create_graph=True)")
+        return admitted
+
+    def missing_upfront(self, call: Call) -> str:
+        """Say that nothing can be captured up front."""
+        return "training graphs are captured by the calls that they serve"
+
+    def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
+        """Count the eager calls before the capture; the backward of one must have been seen."""
+        notes = self._notes.get(binding)
+        unseen = notes is None or notes.seen is None
+        return max(super().warmups_left(binding, rows, mode, descriptor), int(unseen))
+
     # Eager calls.
+
+    def warm_up(self, call: Call) -> Any:
+        """Run a call that is a warmup, or whose backward is to be seen."""
+        if super().warmups_left(call.binding, call.batch, *call.dispatch[:2]) > 0:
+            return super().warm_up(call)
+        said = "graphs are captured once a backward of such a call was seen"
+        self.manager.stats.ran_eagerly(Reason.GRAD, said, call.batch)
+        result = call.run(call.args, call.kwargs)
+        self.watch(call, result)
+        return result
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by nothing: their backwards run on the stream that they ran on."""
@@ -92,8 +126,8 @@ class PairBuilder(GraphBuilder):
             why = f"the forward calls {hooks.found}, and a replay runs no hook that it registers"
         elif binding.written:
             why = _WRITTEN.format(", ".join(sorted(binding.written)))
-        if why and binding.unsupported is None:
-            binding.unsupported = CannotBind(Reason.UNTRAINABLE, why)
+        if why and binding.refusal is None:
+            binding.refuse(CannotBind(Reason.UNTRAINABLE, why))
         self.watch(call, result)
         return result
 
@@ -104,27 +138,30 @@ class PairBuilder(GraphBuilder):
 
     # Captures.
 
-    def plan(self, call: Call) -> PairPlan:
-        """Find or capture the pair that serves such calls, from now on if nothing of it is left to be proven.
+    def capture(self, call: Call) -> None:
+        """Capture the pair that serves such calls.
 
         Raises:
             CannotBind: it cannot be captured.
             CaptureError: likewise, and ``on_capture_failure`` is "raise".
         """
+        if self.last.pending:  # a capture would write over what it needs
+            raise CannotBind(Reason.BACKWARD_PENDING, "")
         key = self.key(call)
-        plan = self.pairs.get(key)
-        if plan is None:
-            try:
-                plan = self.pairs[key] = self._new_pair(call, key)
-            except CannotBind as error:
-                self.refused[key] = error.again()
-                raise
+        try:
+            self.pairs[key] = self._new_pair(call, key)
+        except CannotBind as error:
+            self.record(call).refuse(error.again())
+            raise
+
+    def plan(self, call: Call) -> PairPlan:
+        """Find the pair that serves such calls, from now on if nothing of it is left to be proven."""
+        plan = self.pairs[self.key(call)]
         if not plan.unproven:
-            one_row = dataclasses.replace(call, batch=1)  # no dimension of a layout counts rows
-            call.layout.plans[one_row.plan_key] = plan
+            call.layout.plans[call.plan_key] = plan
         return plan
 
-    def _new_pair(self, call: Call, key: Hashable) -> PairPlan:
+    def _new_pair(self, call: Call, key: tuple[Hashable, ...]) -> PairPlan:
         """Capture a call's forward and its backward."""
         device, table = self.manager.device, self.manager.table
         device.release_cached_memory()  # what eager calls used, the graphs have again in their own pool

@@ -25,8 +25,8 @@ from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.program import Program
 from simplegraph.program.snapshot import restore
 from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
 from simplegraph.training.optimizers import StepOptimizers, kept_python
@@ -268,14 +268,15 @@ class WithGradients(NamedTuple):
     result: Any
     gradients: tuple[Any, ...]
 
-    @staticmethod
-    def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
-        """Make the plan by which calls like this are served; see `Plan`."""
-        return StepPlan(call, table, graph, *more)
-
 
 class StepPlan(Plan):
     """Serves training steps; see `Plan`."""
+
+    @staticmethod
+    def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
+        """Return the leaves that the step itself returned, and how they nest."""
+        spec = program.spec.children[0]
+        return program.outputs[: spec.num_leaves], spec
 
     def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
         self.step: StepEffects = call.module.step

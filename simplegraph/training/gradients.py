@@ -60,7 +60,7 @@ def replicas_refused(binding: Any) -> Iterator[None]:
             yield
         finally:
             if any(isinstance(module, DistributedDataParallel) for module in called):
-                binding.unsupported = CannotBind(Reason.UNTRAINABLE, _REPLICA)
+                binding.refuse(CannotBind(Reason.UNTRAINABLE, _REPLICA))
 
 
 def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:

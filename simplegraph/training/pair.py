@@ -20,7 +20,8 @@ from simplegraph.call.inputs import InputSet, Spans
 from simplegraph.call.plan import NOTHING, Copies, Plan
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.manager.table import CapturedGraph, CaptureJob, ProgramTable
+from simplegraph.manager.lifecycle import SERVED, CapturedGraph
+from simplegraph.manager.table import CaptureJob, ProgramTable
 from simplegraph.training.notes import keeps_graph
 from simplegraph.training.recording import Recording
 
@@ -146,7 +147,7 @@ class PairPlan(Plan):
     def unproven(self) -> bool:
         """True if the next call is to be compared with eager."""
         graphs = self.graph, self.backwards[0]
-        return any(graph.unproven(graph.descriptor.num_tokens) for graph in graphs)
+        return any(graph.verdict(graph.descriptor.num_tokens) not in SERVED for graph in graphs)
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
         """Find what has to be copied for this call; None if its gradients are others, or need more, or have hooks."""

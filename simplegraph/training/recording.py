@@ -278,7 +278,7 @@ class Recording:
         # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
-    def jobs(self, key: Hashable, generators: tuple[torch.Generator, ...]) -> list[CaptureJob]:
+    def jobs(self, key: tuple[Hashable, ...], generators: tuple[torch.Generator, ...]) -> list[CaptureJob]:
         """Make the jobs: forward, the backward for what usually gets gradients, and one for all outputs."""
         call = self._call
         kind = call.dispatch[:2]
@@ -292,19 +292,20 @@ class Recording:
         }
         if not alone:
             runs["backward, of all outputs"] = functools.partial(self._backward, everything, last=True)
-        self.last = key, list(runs)[-1]
+        self.last = (*key, list(runs)[-1])
         return [
             CaptureJob(
-                (key, part),
+                (*key, part),
                 *kind,
                 run,
                 generators,
                 inputs,
                 self._leaves.name_of,
                 part=part,
-                follows=None if part == "forward" else (key, "forward"),
+                follows=None if part == "forward" else (*key, "forward"),
                 refused=call.binding.refused,
                 arguments=self._host_arguments,
+                record=call.binding.size((*key, part)),
             )
             for part, run in runs.items()
         ]
@@ -315,9 +316,9 @@ class Recording:
         captured_run = call.binding.counted[call.padded].captured_run(call.module, self._state_key)
         with captured_run, autocast_cache(enabled=self._caches):
             result = self.arguments.run(self._invoke)
-        unsupported = call.binding.unsupported
-        if unsupported is not None:
-            raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
+        refusal = call.binding.refusal
+        if refusal is not None:
+            raise HostError(f"{refusal.reason.text} ({refusal.detail})", "Return results instead.")
         outputs = self.tape.take(result, self.arguments, self._leaves)
         # One buffer of its gradient does for other strides, which may follow those of inputs.
         looks, known = ([look._replace(stride=()) for look in each] for each in (look_at(outputs), self.notes.outputs))

@@ -5,7 +5,6 @@ A pair is proven on a call of the caller's, whose forward and backward run eager
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Hashable, Sequence
@@ -27,9 +26,10 @@ from simplegraph.call.plan import NOTHING
 from simplegraph.device.memory import SavedMemory, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool
 from simplegraph.distributed.ranks import SingleRank
+from simplegraph.manager.lifecycle import CapturedGraph
+from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.stats import GraphReport, GraphStats
-from simplegraph.manager.table import CapturedGraph
 from simplegraph.serve.proof import learn_writes
 from simplegraph.serve.replay_or_eager import GraphRunner
 from simplegraph.training.builder import PairBuilder
@@ -55,6 +55,7 @@ class PairRunner(GraphRunner):
 
     trains = True
     builder_kind = PairBuilder
+    replays_per_call = 2
 
     def __init__(self, config: CudaGraphConfig, stats: GraphStats) -> None:
         exact = {"mode": CudaGraphMode.FULL, "exact_shapes": True, "lengths": None, "length_dims": {}}
@@ -68,42 +69,21 @@ class PairRunner(GraphRunner):
         wanting = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         return wanting, builder.leaves_of(module).wanting_names, torch.is_autocast_cache_enabled()
 
-    def _serve(self, builder: Any, call: Call) -> Any:
-        """Run a call that a pair could serve, taking the next step towards it where there is none."""
-        self._drop_if_stale(builder)
-        sized = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-        rows = call.leaves[sized[0]].shape[0] if sized else 1
+    def _dispatch(
+        self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]
+    ) -> tuple[int, Dispatch]:
+        """Return the rows of the first tensor with a dimension, and a graph of exactly these; see `GraphRunner`."""
+        shapes = ((name, leaf.shape) for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, Tensor))
+        name, shape = next(((name, shape) for name, shape in shapes if shape), ("", torch.Size([1])))
+        rows = shape[0]
         if rows == 0:
-            shape = tuple(call.leaves[sized[0]].shape)
-            raise CannotBind(Reason.EMPTY_BATCH, f"{call.names[sized[0]]} has shape {shape}")
-        dispatch = Dispatch(CudaGraphMode.FULL, BatchDescriptor(rows), Reason.EXACT, 0)
-        call = dataclasses.replace(call, batch=rows, dispatch=dispatch)
-        table, binding, notes = builder.manager.table, call.binding, builder.notes(call)
-        table.order_streams()
-        if (refused := builder.refused.get(builder.key(call))) is not None:
-            raise refused.again()
-        call.check()
-        builder.seen.check(call)
-        if notes.twice:
-            raise CannotBind(Reason.UNTRAINABLE, "its backward is to be differentiated itself (create_graph=True)")
-        if not binding.called or builder.warmups_left(binding, rows, *dispatch[:2]) > 0:
-            return builder.run_as_called(call, Reason.WARMUP if binding.called else Reason.FIRST_CALL)
-        if self.config.capture == "upfront":
-            raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, "training graphs are captured by the calls that they serve")
-        if notes.seen is None:
-            self.stats.ran_eagerly(Reason.GRAD, "graphs are captured once a backward of such a call was seen", rows)
-            result = call.run(call.args, call.kwargs)
-            builder.watch(call, result)
-            return result
-        if builder.last.pending:  # a capture would write over what it needs
-            raise CannotBind(Reason.BACKWARD_PENDING, "")
-        if builder.key(call) not in builder.pairs:  # the replays of this very call do not pay for the capture
-            self._served_before = self.stats.replays + 2
-        plan = builder.plan(call)
-        copies = plan.copies(call.leaves)
-        if plan.unproven:
-            return plan.serve(PairProof(plan, builder, call), call.leaves)
-        return plan.replay(call.leaves, copies)
+            raise CannotBind(Reason.EMPTY_BATCH, f"{name} has shape {tuple(shape)}")
+        return rows, Dispatch(CudaGraphMode.FULL, BatchDescriptor(rows), Reason.EXACT, 0)
+
+    @staticmethod
+    def prove(builder: Any, call: Call, plan: Any) -> Any:
+        """Run forward and backward eagerly, and compare replays with them."""
+        return plan.serve(PairProof(plan, builder, call), call.leaves)
 
 
 class TrainingRunner(GraphRunner):
@@ -162,7 +142,8 @@ class PairProof(PairReplay):
         self._builder, self._call = builder, call
         self._table = plan.table
         self._seen = builder.seen
-        self._generators, self._key = drawn_generators(call, plan.table.device.torch_device), builder.key(call)
+        self._generators = drawn_generators(call, plan.table.device.torch_device)
+        self._record = builder.record(call)
         self._eager: tuple[list[Tensor], list[Tensor]] = [], []
         self._forward: ReplayProof | None = None
 
@@ -204,7 +185,7 @@ class PairProof(PairReplay):
         self.check()
         first, saved = self._forward, self._seen.save(self._table, self._call)
         run = functools.partial(self._run_backward, grads)
-        proves = self._key not in self._builder.refused and not self.done and self.serial == plan.last.serial
+        proves = self._record.refusal is None and not self.done and self.serial == plan.last.serial
         if first is None or saved is None or not proves:
             found = run()
         else:
@@ -299,7 +280,7 @@ class PairProof(PairReplay):
         cause = f"a replay of {graph.counters.label} does not equal eager: {found}"
         table.refuse(plan.jobs[:1], cause, _REMEDY)
         table.forget(plan.jobs[1:])
-        self._builder.refused[self._key] = CannotBind(Reason.CAPTURE_FAILED, cause)
+        self._record.refuse(CannotBind(Reason.CAPTURE_FAILED, cause))
         self._forward = None
         if table.config.on_capture_failure == "raise":
             raise VerificationError(f"{cause}.\n  {_REMEDY}")

@@ -198,10 +198,10 @@ def test_one_that_the_forward_writes_to_is_refused_with_its_name() -> None:
 
     binding = Binding(read(torch.tensor(2.0))[2])
     binding.note_written(Observed(), {"x": 7})  # type: ignore[arg-type]
-    assert binding.unsupported is None
+    assert binding.refusal is None
     binding.note_written(Observed(), {"scale": 7})  # type: ignore[arg-type]
-    assert binding.unsupported is not None
-    assert "scale is on the CPU and the forward writes to it" in binding.unsupported.detail
+    assert binding.refusal is not None
+    assert "scale is on the CPU and the forward writes to it" in binding.refusal.detail
 
 
 def test_the_device_of_a_call_is_the_one_that_is_not_the_cpu() -> None:

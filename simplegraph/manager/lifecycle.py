@@ -1,0 +1,396 @@
+"""The lifecycle of calls: the stage of each size, the verdict of each row count, and refusals; every change of them.
+
+A `ModuleRecord` is about all calls of a module, a `SignatureRecord` about all sizes of a signature, a `SizeRecord`
+about one size of it. docs/how_it_works.md draws `EDGES`, `VERDICT_EDGES` and `REFUSALS`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import CaptureError
+from simplegraph.base.nested import TreeSpec
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.batch.sizes import BatchDescriptor
+
+if TYPE_CHECKING:
+    from simplegraph.manager.stats import GraphCounters
+    from simplegraph.program.program import Program
+
+_STALE_LIMIT = 3  # drops in a row before a single replay; after that, capturing is a waste
+_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
+_TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
+
+
+class Stage(enum.Enum):
+    """The stage of one size of one signature. The value says what the next such call does."""
+
+    UNSEEN = "runs eagerly, and shows what the forward reads and writes"
+    LEARNT = "runs eagerly: a warmup"
+    WARM = "captures the size"
+    CAPTURED = "replays the graph, or proves it"
+
+
+class Event(enum.Enum):
+    """An event that may change the stage of a size; the value describes it."""
+
+    CALLED = "a call of the signature ran eagerly"
+    WARMED = "no warmup is left to run"
+    COOLED = "another warmup is needed: a constant, a break or Python state changed"
+    RECORDED = "the size is captured"
+    DROPPED = "the graph is dropped: its capture was undone, or a replay differs"
+    MOVED = "what graphs read was moved or replaced"
+    FORGOTTEN = "graphs are reset or configured, or a signature is one too many"
+
+
+# An event that a stage has no edge for leaves it as it is.
+EDGES: dict[tuple[Stage, Event], Stage] = {
+    (Stage.UNSEEN, Event.CALLED): Stage.LEARNT,
+    (Stage.LEARNT, Event.WARMED): Stage.WARM,
+    (Stage.WARM, Event.RECORDED): Stage.CAPTURED,
+    (Stage.UNSEEN, Event.RECORDED): Stage.CAPTURED,  # `capture_graphs` and engines need no call
+    (Stage.LEARNT, Event.RECORDED): Stage.CAPTURED,
+    (Stage.WARM, Event.COOLED): Stage.LEARNT,
+    (Stage.CAPTURED, Event.DROPPED): Stage.LEARNT,
+    (Stage.WARM, Event.MOVED): Stage.LEARNT,
+    (Stage.CAPTURED, Event.MOVED): Stage.LEARNT,
+    (Stage.LEARNT, Event.FORGOTTEN): Stage.UNSEEN,
+    (Stage.WARM, Event.FORGOTTEN): Stage.UNSEEN,
+    (Stage.CAPTURED, Event.FORGOTTEN): Stage.UNSEEN,
+}
+
+
+class Verdict(enum.Enum):
+    """The verdict of a row count that a captured size serves. The value says what its next call does."""
+
+    DUE = "runs eagerly, and is compared with a replay"
+    PROVEN = "replays"
+    UNVERIFIED = "replays, though nothing was compared"
+    REFUSED = "runs eagerly"
+
+
+SERVED = frozenset({Verdict.PROVEN, Verdict.UNVERIFIED})
+# (before, after) -> what leads there.
+VERDICT_EDGES: dict[tuple[Verdict, Verdict], str] = {
+    (Verdict.DUE, Verdict.PROVEN): "a replay equals eager",
+    (Verdict.PROVEN, Verdict.DUE): "so many replays came that one is compared again, or the size is captured again",
+    (Verdict.DUE, Verdict.UNVERIFIED): "a call writes more memory than can be compared, or `verify` is 0",
+    (Verdict.UNVERIFIED, Verdict.DUE): "the size is captured again",
+    (Verdict.DUE, Verdict.REFUSED): "only this batch size was seen so far",
+    (Verdict.REFUSED, Verdict.DUE): "another call runs eagerly, or the graph is gone",
+}
+
+
+class Scope(enum.Enum):
+    """The calls that a refusal is about."""
+
+    MODULE = "all calls of the module"
+    SIGNATURE = "all calls of the signature"
+    PADDING = "padded calls of the signature"
+    SIZE = "calls of the size"
+    ROWS = "calls of the row count"
+
+
+class RefusalRule(NamedTuple):
+    """A kind of refusal that is remembered: the calls it is about, its reasons, and what ends it."""
+
+    scope: Scope
+    reasons: tuple[Reason, ...]
+    until: str
+
+
+# Other reasons are about the one call, and nothing is remembered.
+REFUSALS = (
+    RefusalRule(Scope.MODULE, (Reason.SWITCHED_OFF,), "`configure_graphs` sets another mode"),
+    RefusalRule(Scope.MODULE, (Reason.ALLOCATOR,), "the process ends"),
+    RefusalRule(Scope.MODULE, (Reason.STALE_TOO_OFTEN,), "`reset_graphs`"),
+    RefusalRule(Scope.MODULE, (Reason.PYTHON_STATE,), "an eager run leaves torch's settings as they are"),
+    RefusalRule(
+        Scope.SIGNATURE,
+        (
+            *(Reason.UNSUPPORTED_OUTPUT, Reason.CHANGED_ARGUMENTS, Reason.WRONG_DEVICE),
+            *(Reason.UNTRAINABLE, Reason.PYTHON_STATE),
+        ),
+        "`reset_graphs`",
+    ),
+    RefusalRule(
+        Scope.PADDING,
+        (Reason.PADDING_SHOWS, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.SIZE_NOT_CAPTURED),
+        "`reset_graphs`",
+    ),
+    RefusalRule(Scope.SIZE, (Reason.CAPTURE_FAILED, Reason.NOT_CAPTURED_UPFRONT), "graphs are captured again"),
+    RefusalRule(Scope.ROWS, (Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED), "another call runs eagerly"),
+)
+# Such a refusal stays while nothing more is learnt of the module: it is not about the memory of one call.
+LASTING = frozenset(reason for rule in REFUSALS if rule.scope is not Scope.MODULE for reason in rule.reasons)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SizeRecord:
+    """The lifecycle of one size of one signature, or of one descriptor of an engine.
+
+    Attributes:
+        stage: changed by events alone, as `EDGES` says.
+        rows: the verdict of each row count that has one of its own.
+        others: the verdict of all other row counts.
+        failure: why the capture failed, or the graph was dropped, for the report.
+        refusal: why calls of the size run eagerly.
+    """
+
+    stage: Stage = Stage.UNSEEN
+    rows: dict[int, Verdict] = dataclasses.field(default_factory=dict)
+    others: Verdict = Verdict.DUE
+    failure: CaptureError | None = None
+    refusal: CannotBind | None = None
+
+    def happened(self, event: Event) -> None:
+        """Change the stage as an event does; row counts that were refused are tried again."""
+        self.stage = EDGES.get((self.stage, event), self.stage)
+        self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not Verdict.REFUSED}
+
+    def count_warmups(self, left: int) -> None:
+        """Note how many warmups are left to run before the capture."""
+        self.happened(Event.COOLED if left > 0 else Event.WARMED)
+
+    def capture(self, *, compare: bool) -> None:
+        """Note that the size is captured; `compare` if calls are to be compared with replays."""
+        self.happened(Event.RECORDED)
+        self.refusal = self.failure = None
+        self.others = Verdict.DUE if compare else Verdict.UNVERIFIED
+
+    def refuse(self, why: CannotBind, failure: CaptureError | None = None) -> None:
+        """Let calls of the size run eagerly; `failure` is the capture's, for the report."""
+        self.refusal, self.failure = why, failure or self.failure
+
+    def retry(self) -> None:
+        """Let the next call of the size try again what failed."""
+        self.refusal = self.failure = None
+
+    def check(self) -> None:
+        """Refuse a call of the size. Raises CannotBind."""
+        if self.refusal is not None:
+            raise self.refusal.again()
+
+    def refuse_rows(self, rows: int) -> None:
+        """Let calls of so many rows run eagerly, until something more is learnt."""
+        self.rows[rows] = Verdict.REFUSED
+
+    def drop(self, event: Event) -> None:
+        """Note that there is no graph any more; row counts that were proven are proven again by one comparison."""
+        self.happened(event)
+        self.refusal = self.failure = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class CapturedGraph:
+    """The graph of one size, ready to be replayed. A size that is captured again gets another.
+
+    Attributes:
+        record: of the size.
+        replays_until_proof: replays until the next comparison with eager; 0 if the next call is compared, or the graph
+            was dropped; negative if no comparison is to come.
+        distance: replays between its last such comparison and the next; it doubles. 0 before the first.
+        tries: how many calls could not be compared.
+        operators: a hash of those that eager ran on as many rows as it has; None before it did.
+        freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
+            before its first proof: a graph that was replayed keeps what it keeps.
+    """
+
+    mode: CudaGraphMode
+    descriptor: BatchDescriptor
+    program: Program
+    counters: GraphCounters
+    record: SizeRecord = dataclasses.field(default_factory=SizeRecord)
+    replays_until_proof: int = 0
+    distance: int = 0
+    tries: int = 0
+    operators: int | None = None
+    freed: Callable[[], str | None] = lambda: None
+
+    def verdict(self, rows: int) -> Verdict:
+        """Return the verdict of calls of so many rows."""
+        record = self.record
+        if record.others is Verdict.UNVERIFIED:
+            return record.others
+        verdict = record.rows.get(rows, record.others)
+        return Verdict.DUE if verdict is Verdict.PROVEN and not self.replays_until_proof else verdict
+
+    @property
+    def rows(self) -> Collection[int] | None:
+        """The row counts that were compared with this graph or one before it; empty before this one's first comparison.
+
+        None if one comparison stands for all row counts, or none is made.
+        """
+        if self.record.others is not Verdict.DUE:
+            return None
+        proven = self.record.rows if self.distance else {}
+        return [rows for rows, verdict in proven.items() if verdict is Verdict.PROVEN]
+
+    def keeps_writing_elsewhere(self) -> bool:
+        """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
+        self.tries += 1
+        return self.tries == _TRIES
+
+    def prove(self, rows: int, distance: int = 0, *, each: bool = False) -> None:
+        """Note that a call equalled eager.
+
+        Args:
+            rows: its batch size.
+            distance: replays until a call is compared again, if this was the first; 0 if none is.
+            each: each row count is compared; else this comparison stands for all.
+        """
+        if self.replays_until_proof <= 0:
+            self.distance = 2 * self.distance or distance
+            self.replays_until_proof = self.distance or -1
+        if each:
+            self.record.rows[rows] = Verdict.PROVEN
+        else:
+            self.record.others = Verdict.PROVEN
+        self._note("exact" if rows == self.descriptor.num_tokens else "padded")
+
+    def leave_unverified(self, why: str) -> None:
+        """Note that no call can be compared, and why."""
+        self.record.others, self.replays_until_proof = Verdict.UNVERIFIED, -1
+        self._note(f"unverified: {why}")
+
+    def drop(self, event: Event) -> None:
+        """Free its memory; it serves no call any more."""
+        self.program.drop()
+        self.replays_until_proof = 0
+        self.record.drop(event)
+
+    def _note(self, what: str) -> None:
+        if what not in self.counters.proof:
+            self.counters.proof = ", ".join(filter(None, (self.counters.proof, what)))
+
+
+@dataclasses.dataclass(eq=False)
+class SignatureRecord:
+    """The lifecycle of the calls of one signature.
+
+    Attributes:
+        called: True once a call went through eagerly, as it was.
+        refusal: why its calls run eagerly; padding_refusal: why those do that would be padded.
+        warm: warmup runs by padded size.
+        ran: the batch sizes that ran eagerly as they were called, by nesting.
+        sizes: by the keys of their graphs.
+        plans: by the nesting of arguments and then the batch size, how calls are replayed, or why they are not.
+    """
+
+    called: bool = dataclasses.field(default=False, init=False)
+    refusal: CannotBind | None = dataclasses.field(default=None, init=False)
+    padding_refusal: CannotBind | None = dataclasses.field(default=None, init=False)
+    warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter, init=False)
+    ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set, init=False)
+    sizes: dict[Hashable, SizeRecord] = dataclasses.field(default_factory=dict, init=False)
+    plans: dict[TreeSpec, dict[Any, Any]] = dataclasses.field(default_factory=dict, init=False)
+
+    def size(self, key: Hashable) -> SizeRecord:
+        """Find or make the record of a size, by the key of its graph."""
+        record = self.sizes.get(key)
+        if record is None:
+            record = self.sizes[key] = SizeRecord()
+            if self.called:
+                record.happened(Event.CALLED)
+        return record
+
+    def learn(self) -> None:
+        """Note that a call went through eagerly."""
+        self.called = True
+        for record in self.sizes.values():
+            record.happened(Event.CALLED)
+
+    def learn_call(self, spec: TreeSpec, rows: int, padded: int) -> None:
+        """Note that a call of so many rows went through eagerly, which was a warmup of its padded size."""
+        self.ran.add((spec, rows))
+        self.warm[padded] += 1
+        self.learn()
+
+    def refuse(self, why: CannotBind) -> None:
+        """Let all calls run eagerly."""
+        self.refusal = why
+        self.forget_plans()
+
+    def refuse_padding(self, why: CannotBind) -> None:
+        """Let calls that would be padded run eagerly."""
+        self.padding_refusal = why
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Let the next calls be looked at again: no plan of theirs holds any more."""
+        for plans in self.plans.values():
+            plans.clear()
+
+    def move(self) -> None:
+        """Note that what graphs read was moved: sizes need warmups again, and are captured again."""
+        self._end(Event.MOVED)
+
+    def forget(self) -> None:
+        """Forget all sizes and plans."""
+        self._end(Event.FORGOTTEN)
+        self.sizes.clear()
+        self.plans.clear()
+
+    def _end(self, event: Event) -> None:
+        self.forget_plans()
+        self.warm.clear()
+        self.ran.clear()
+        for record in self.sizes.values():
+            record.drop(event)
+
+
+class ModuleRecord:
+    """The lifecycle of the calls of one module: what is about all of them.
+
+    Args:
+        disabled: why all calls run eagerly from the start; None if they do not.
+    """
+
+    def __init__(self, disabled: Reason | None = None) -> None:
+        self.disabled = disabled
+        self._strikes = 0  # drops since graphs served a call
+        self._served_before = 0  # replays when the latest capture was paid for
+        self._unsettled: list[str] = []
+
+    def check(self) -> None:
+        """Refuse a call of the module. Raises CannotBind."""
+        if self.disabled is not None:
+            raise CannotBind(self.disabled, "")
+
+    def check_settled(self) -> None:
+        """Refuse to capture a forward that changes settings of torch whenever it runs. Raises CannotBind."""
+        if len(self._unsettled) >= _UNSETTLED:
+            raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self._unsettled[-1]}")
+
+    def settle(self, changed: str) -> None:
+        """Note which settings of torch an eager run changed; empty if none."""
+        self._unsettled = [*self._unsettled, changed] if changed else []
+
+    def refuse(self, reason: Reason) -> None:
+        """Let all calls run eagerly."""
+        self.disabled = reason
+
+    def capture(self, replays: int) -> None:
+        """Note that graphs were captured; they are worth it if there are more than so many replays until they go."""
+        self._served_before = replays
+
+    def drop(self, replays: int) -> None:
+        """Note that graphs went stale after so many replays; too often, and calls run eagerly from now on."""
+        self._strikes = 0 if replays > self._served_before else self._strikes + 1
+        if self._strikes >= _STALE_LIMIT:
+            self.refuse(Reason.STALE_TOO_OFTEN)
+
+    def forgive(self) -> None:
+        """Note that drops so far cost no request."""
+        self._strikes = 0
+
+    def reset(self) -> None:
+        """Begin again: graphs may go stale as often as before."""
+        self.forgive()
+        if self.disabled is Reason.STALE_TOO_OFTEN:
+            self.disabled = None

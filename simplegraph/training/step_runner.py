@@ -1,0 +1,19 @@
+"""Serves training steps: calls like others, whose replays leave gradients, too."""
+
+from __future__ import annotations
+
+from simplegraph.serve.builder import GraphBuilder
+from simplegraph.serve.replay_or_eager import GraphRunner
+from simplegraph.training.effects import StepPlan
+
+
+class StepBuilder(GraphBuilder):
+    """Builds the graphs of a training step; see `GraphBuilder`."""
+
+    plan_kind = StepPlan
+
+
+class StepRunner(GraphRunner):
+    """Serves training steps; see `GraphRunner`."""
+
+    builder_kind = StepBuilder
