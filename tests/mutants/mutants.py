@@ -555,6 +555,20 @@ MUTANTS = [
         ("tests/module/test_lengths.py",),
     ),
     Mutant(
+        "a rehearsal keeps what it writes outside of the module",
+        "call/rehearsal.py",
+        "observe_run(module, run, device, undo.copy)",
+        "observe_run(module, run, device)",
+        ("tests/module/test_lengths.py",),
+    ),
+    Mutant(
+        "the padded run beside an encoder's call stays",
+        "integrations/transformers/encoding.py",
+        "rehearse(self.model, step, flatten(call.inputs)[0], self.model.device)",
+        "observe_run(self.model, step, self.model.device)",
+        ("tests/integrations/transformers/test_encoding.py",),
+    ),
+    Mutant(
         "the stream is not handed over after a session",
         "program/session.py",
         "            stack.callback(self._hand_over)\n",
