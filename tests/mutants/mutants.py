@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "the verdict of a proof is that nothing differs",
-        "serve/proof.py",
+        "manager/proof.py",
         "None if found is None else VerificationError(found)",
         "None",
         PROOFS,
