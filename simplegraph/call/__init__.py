@@ -6,4 +6,5 @@ inputs      static inputs, which graphs read
 plan        binds arguments, replays, and returns the outputs; refuses single calls
 outputs     how outputs follow the batch size, and which of them share memory
 memory      what a forward reads and writes beside its arguments
+rehearsal   runs a forward beside a call, and puts everything back
 """

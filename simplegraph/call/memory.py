@@ -31,6 +31,7 @@ from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.probes import Probe, Run
+from simplegraph.program.snapshot import Snapshot
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,6 +175,17 @@ class Undo(contextlib.ExitStack):
             self.callback(saved.put, saved.copy())
         self.callback(put_random_states, generators, random_states(generators))
         self.callback(HostRandom().put_back)
+
+    def watch(self, module: Any) -> Snapshot:
+        """Put back what places below a module hold, too."""
+        snapshot = Snapshot(module)
+
+        def put_back() -> None:
+            snapshot.take_notes()
+            snapshot.put_back(snapshot.changes())
+
+        self.callback(put_back)
+        return snapshot
 
     def copy(self, tensor: Tensor) -> None:
         """Copy all memory that a tensor is a part of, unless it was copied before or the budget does not allow it."""

@@ -16,25 +16,26 @@ from torch import Tensor, nn
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import bypassed, outside_calls
-from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.errors import CaptureError, InputError, VerificationError
 from simplegraph.base.failures import BREAK, user_location
-from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.call.inputs import HostInput, batch_dim_of
+from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, known_arguments
-from simplegraph.device.memory import HostRandom, default_generator, put_random_states, random_states
+from simplegraph.device.memory import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
-from simplegraph.manager.proof import cloned, first_difference
+from simplegraph.manager.proof import Effects, cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import Snapshot, names_in
+from simplegraph.program.snapshot import names_in
 from simplegraph.serve.wrap import wrap
 
 logger = logging.getLogger("simplegraph")
@@ -176,7 +177,7 @@ def check(
     config = TrialConfig(
         batch_dims=batch_dims or {},
         on_capture_failure="raise",
-        verify=0,  # a trial compares replays itself
+        verify=1,
         progress=False,
     )
     with torch.no_grad():
@@ -292,12 +293,9 @@ class ModuleTrial:
                 "A wrapped module may be called with either, if its forward moves what it is passed."
             )
         self._device = graph_device(device)
-        self._before_all = Snapshot(module)
         held = (entry for entry in held_tensors(module) if has_address(entry.tensor))
         self._state = {name: part for entry in held for name, part in _named_parts(entry)}
-        self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
-        self._generators = (default_generator(self._device.torch_device),)
-        self._random, self._host_random = random_states(self._generators), HostRandom()
+        self._generators = (default_generator(self._device.torch_device), torch.default_generator)
         self._before = before
         self._number = number
         self._batches = {number: self._leaves}
@@ -306,15 +304,13 @@ class ModuleTrial:
 
     def _observe(self) -> None:
         """Run once eagerly, to find what the forward writes, what its outputs alias, and its breaks."""
-        observer = MemoryObserver()
-        operators = breaking_operators()
-        tracer = BreakTracer(operators, observer, self._device.torch_device)
+        buffers = [(name, part) for name, part in self._state.items() if not isinstance(part, nn.Parameter)]
         leaves = cloned(self._leaves)
-        try:
+        with self._undone(SavedMemory(buffers)) as undo:
+            observer = MemoryObserver(before_write=undo.copy)
+            tracer = BreakTracer(breaking_operators(), observer, self._device.torch_device)
             with observer, recording_breaks(tracer):
-                outputs, _ = self._run(leaves)
-        finally:
-            self._restore()
+                outputs = self._run(leaves)
         own = {storage_key(tensor): name for name, tensor in self._state.items()}
         named = zip(leaves, self._names, strict=True)
         inputs = {storage_key(leaf): name for leaf, name in named if isinstance(leaf, Tensor)}
@@ -328,6 +324,8 @@ class ModuleTrial:
             if isinstance(leaf, Tensor) and storage_key(leaf) in own | inputs
         )
         self._unreturnable = unreturnable(outputs)
+        written = [(name, self._state[name]) for name in self.state_written]
+        self._memory = SavedMemory(list(dict(buffers + written).items()))
 
     def add_batch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Add a batch to compare replays on; False, without adding it, if it needs another graph."""
@@ -337,65 +335,64 @@ class ModuleTrial:
             self._batches[number] = leaves
         return alike
 
-    def _run(self, leaves: Sequence[Any], number: int | None = None) -> tuple[list[Any], TreeSpec]:
+    def _run(self, leaves: Sequence[Any], wrapped: Any = None, number: int | None = None) -> list[Any]:
+        """Run the module eagerly, or a wrapper of it, on these inputs; return the leaves of the outputs."""
         self._before(self._number if number is None else number)
         args, kwargs = self._spec.unflatten(leaves)
-        with bypassed(Reason.NESTED):  # wrapped modules, this one among them, run eagerly
-            return flatten(wait_collectives(self._module(*args, **kwargs)))
+        with bypassed(Reason.NESTED) if wrapped is None else outside_calls():  # else wrapped modules run eagerly
+            return flatten(wait_collectives((wrapped or self._module)(*args, **kwargs)))[0]
 
-    def _restore(self) -> None:
-        self._before_all.put_back(self._before_all.changes())
-        for name, tensor in self._state.items():
-            tensor.detach().copy_(self._saved[name])
-        put_random_states(self._generators, self._random)
-        self._host_random.put_back()
+    @contextlib.contextmanager
+    def _undone(self, memory: SavedMemory) -> Iterator[Undo]:
+        """Put back what runs in here change."""
+        with Undo(memory, self._generators) as undo:
+            undo.watch(self._module)
+            yield undo
 
-    def _eager(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run eagerly and return the outputs that can be compared; the module's state is restored."""
-        try:
-            outputs, _ = self._run(cloned(leaves))
-            return cloned([leaf for leaf in outputs if unreturnable([leaf]) is None])
-        finally:
-            self._restore()
+    def _effects(self, leaves: Sequence[Any], *, start: Mapping[str, Tensor] | None = None, **how: Any) -> Effects:
+        """Run on copies of inputs; return the outputs that can be compared, and what memory holds. All is put back.
+
+        Args:
+            leaves: the inputs.
+            start: values that memory of the module holds before, by name.
+            how: see `_run`.
+        """
+        with self._undone(self._memory):
+            for name, values in (start or {}).items():
+                self._state[name].detach().copy_(values)
+            outputs = [leaf for leaf in self._run(cloned(leaves), **how) if unreturnable([leaf]) is None]
+            return Effects(cloned(outputs), cloned([tensor for _, tensor in self._memory.tensors]), ())
 
     def mixing(self) -> str | None:
         """Return '' if padding rows do not change real rows, else what differs; None if two eager runs differ."""
-        if first_difference(self._eager(self._leaves), self._eager(self._leaves)) is not None:
+        first, second = (self._effects(self._leaves).outputs for _ in range(2))
+        if first_difference(first, second) is not None:
             return None
         found = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
         return found or self._written_by_padding() or ""
 
     def _written_by_padding(self) -> str | None:
         """Say what of the module's memory rows of padding write otherwise than real rows do; it holds other values."""
-        written = {name: self._saved[name] for name in self.state_written if self._saved[name].is_floating_point()}
-        start = {name: -copy - 1 for name, copy in written.items()}
+        written = {name: self._state[name] for name in self.state_written if self._state[name].is_floating_point()}
+        start = {name: -tensor.detach() - 1 for name, tensor in written.items()}
         try:
             padded = [self._padded(self._leaves, factor) for factor in _FILLS] if start else []
-            tried = [self._state_after(leaves, start) for leaves in (self._leaves, *padded)]
+            tried = [self._effects(leaves, start=start).memory for leaves in (self._leaves, *padded)]
         except Exception as error:
             logger.debug("the forward fails with other values in %s: %s", ", ".join(start), error)
             return None
-        found = (first_difference(other, tried[0], names=list(start)) for other in tried[1:])
+        names = [name for name, _ in self._memory.tensors]
+        found = (first_difference(other, tried[0], names=names) for other in tried[1:])
         return next((f"rows of padding write to the module's memory: {text}" for text in found if text), None)
-
-    def _state_after(self, leaves: Sequence[Any], start: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run eagerly with these values in memory of the module, and return what it holds then; all is put back."""
-        try:
-            for name, values in start.items():
-                self._state[name].detach().copy_(values)
-            self._run(cloned(leaves))
-            return [self._state[name].detach().clone() for name in start]
-        finally:
-            self._restore()
 
     def _mixed(self, leaves: Sequence[Any]) -> str | None:
         """Say how the rows of a batch differ if it is padded to twice its rows or cut to half of them, or None."""
-        alone, half = self._eager(leaves), self._rows // 2
+        alone, half = self._effects(leaves).outputs, self._rows // 2
         tried = [(2 * self._rows, self._padded(leaves, factor)) for factor in _FILLS]
         tried += [(half, self._part(leaves, range(half)))] if half else []
         for rows, other in tried:
             try:
-                outputs = self._eager(other)
+                outputs = self._effects(other).outputs
             except Exception as error:
                 return f"it fails with {rows} rows: {type(error).__name__}: {error}"
             if len(outputs) != len(alone):
@@ -443,6 +440,9 @@ class ModuleTrial:
             with inlining(inlined), self._capture(wrapped):
                 rounds = itertools.product(range(3), self._batches)
                 return next(filter(None, (self._difference(wrapped, *each) for each in rounds)), None)
+        except VerificationError as error:
+            said, _, _ = str(error).partition("\n")  # the advice is to call `check`
+            return f"{said} Python state that changes from call to call is frozen."
         except (CaptureError, InputError) as error:
             return str(error)
         except Exception as error:
@@ -464,41 +464,40 @@ class ModuleTrial:
     def _capture(self, wrapped: Any) -> Iterator[CaptureSummary]:
         """Capture the wrapped module; afterwards its graphs are dropped and its state is restored."""
         try:
-            with outside_calls():
+            with self._undone(self._memory), outside_calls():
                 self._before(self._number)
                 args, kwargs = self._spec.unflatten(cloned(self._leaves))
                 summary = wrapped.capture_graphs(*args, **kwargs)
-                self._restore()
-                yield summary
+            yield summary
         finally:
             wrapped.reset_graphs()
-            self._restore()
 
     def _difference(self, wrapped: Any, turn: int, number: int) -> str | None:
-        """Say how a replay differs from eager on one batch with its rows rolled by `turn`; None if it does not."""
+        """Say how a replay differs from eager on one batch with its rows rolled by `turn`; None if it does not.
+
+        The first call is a proof, which runs eagerly, and raises VerificationError if its replays differ.
+        """
         pairs = [(leaf, batch_dim_of(arg)) for leaf, arg in zip(self._batches[number], self._args, strict=True)]
-        values = [leaf if dim is None else leaf.roll(turn, dim) for leaf, dim in pairs]
-        self._restore()
-        expected, _ = self._run(cloned(values), number)
-        expected, expected_state = cloned(expected), cloned(list(self._state.values()))
-        self._restore()
-        self._before(number)
+        leaves = [leaf if dim is None else leaf.roll(turn, dim) for leaf, dim in pairs]
         stats = wrapped.graph_stats
+        for graph in wrapped.graph_manager.table.graphs.values():
+            graph.rows = graph.rows and set()  # the next call is compared, whatever was
+        proofs = stats.eager[Reason.PROOF]
+        expected = self._effects(leaves, number=number, wrapped=wrapped)
+        if stats.eager[Reason.PROOF] == proofs:  # nothing was compared, as too much memory is written
+            expected = self._effects(leaves, number=number)
         replays = stats.replays
-        args, kwargs = self._spec.unflatten(cloned(values))
-        outputs, _ = flatten(wrapped(*args, **kwargs))
+        effects = self._effects(leaves, number=number, wrapped=wrapped)
         if stats.replays == replays:
-            reasons = ", ".join(reason.text for reason in stats.eager)
-            commands = ", ".join(reason.command for reason in stats.eager)
+            others = [reason for reason in stats.eager if reason is not Reason.PROOF]
+            reasons, commands = (", ".join(getattr(reason, name) for reason in others) for name in ("text", "command"))
             return f"the call did not replay: {reasons}. See: {commands}"
-        found = first_difference(outputs, expected)
+        found = first_difference(effects.outputs, expected.outputs)
         if found is not None:
             return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."
-        for (name, tensor), expected_tensor in zip(self._state.items(), expected_state, strict=True):
-            found = first_difference([tensor], [expected_tensor])
-            if found is not None:
-                return f"after a replay {name} differs from eager's: {found}."
-        return None
+        names = [name for name, _ in self._memory.tensors]
+        found = first_difference(effects.memory, expected.memory, names=names)
+        return found and f"after a replay {found} from eager's."
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:

@@ -4,120 +4,32 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from simplegraph.base.config import CudaGraphConfig
-from simplegraph.base.context import CALLS, bypassed
+from simplegraph.base.context import CALLS
 from simplegraph.base.errors import InputError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.call.call import invoke
-from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
+from simplegraph.call.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states
-from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import any_requires_grad
-from simplegraph.guard.survey import Survey, held_tensors
-from simplegraph.manager.proof import EXACT, cloned, difference, first_difference
+from simplegraph.manager.proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.program.observe import MemoryObserver, NumbersSeen
-from simplegraph.program.snapshot import Snapshot, tensors_in
 from simplegraph.serve.proof import first_distance
 
 _COST = 100.0  # calls that are taken to last as long as a comparison
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
 _TRIED = 8  # sizes that are predicted from the others
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
-
-
-@dataclasses.dataclass
-class RunEffects:
-    """The effects of a run: what it returned and did.
-
-    Attributes:
-        leaves, spec: of its outputs; outputs: these themselves, None of a rehearsal.
-        left: tensors that it set below the module, by name.
-        drawn: the states of random generators after it.
-        numbers: what its operators were passed, and picked.
-        arguments: the leaves of what was passed, as it left them.
-        notes: the places in which it noted something, which was put back.
-    """
-
-    leaves: list[Any]
-    spec: TreeSpec
-    outputs: Any
-    left: dict[str, list[Tensor]]
-    drawn: list[Tensor]
-    numbers: NumbersSeen
-    arguments: list[Any] = dataclasses.field(default_factory=list)
-    notes: set[str] = dataclasses.field(default_factory=set)
-
-    def left_otherwise(self, other: RunEffects) -> set[str]:
-        """Name what this run and another set, and to something else."""
-        names = self.left.keys() & other.left.keys()
-        return {name for name in names if first_difference(self.left[name], other.left[name]) is not None}
-
-
-def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
-    """Run the module on these arguments."""
-    snapshot = Snapshot(module)
-    with bypassed(Reason.NESTED), MemoryObserver() as observer:
-        outputs = invoke(module, args, kwargs)
-    drawn = random_states([default_generator(device), *Survey(module).generators.values()])
-    return RunEffects(*flatten(outputs), outputs, _left(snapshot), drawn, observer.numbers)
-
-
-def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
-    """Run the module on these arguments, and put back what that changed: memory, random numbers, Python's objects."""
-    held: dict[int, tuple[str, Tensor]] = {}
-    passed = [("an argument", tensor) for tensor in tensors_in(flatten((args, kwargs))[0])]
-    for name, tensor in [*((entry.name, entry.tensor) for entry in held_tensors(module)), *passed]:
-        for part in parts(tensor):
-            if has_address(part) and not isinstance(part, nn.Parameter):
-                held.setdefault(storage_key(part), (name, part))
-    saved = SavedMemory((), held.values())
-    limit = copy_limit(graph_device(device).free_memory())
-    drawing = [default_generator(device), *Survey(module).generators.values()]
-    generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
-    with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
-        snapshot = Snapshot(module)
-        undo.callback(snapshot.put_back)
-        try:
-            with bypassed(Reason.NESTED), MemoryObserver(before_write=undo.copy) as observer:
-                leaves, spec = flatten(invoke(module, args, kwargs))
-        finally:
-            notes = snapshot.take_notes()
-        return RunEffects(
-            cloned(leaves),
-            spec,
-            None,
-            {name: cloned(tensors) for name, tensors in _left(snapshot).items()},
-            random_states(drawing),
-            observer.numbers,
-            cloned(flatten((args, kwargs))[0]),
-            {note.name for note in notes},
-        )
-
-
-def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
-    found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
-    return {name: tensors for name, tensors in found if tensors}
-
-
-def chosen_along(run: NumbersSeen, padded_run: NumbersSeen) -> str | None:
-    """Name the first operator that picks values along the length, as a maximum does: it may pick padding some day."""
-    chosen = padded_run.choice(run, places=False)
-    if chosen is None:
-        return None
-    return f"{chosen.described} {'picks from' if chosen.made else 'sorts'} the whole length, its padding too"
 
 
 def wrong_since(served: int) -> str:
@@ -240,7 +152,7 @@ class OutputLengths:
     def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
         """Learn from what one call as it is, and padded, returned and left."""
         leaves, others, said = run.leaves, padded_run.leaves, f"from {length} to {padded}"
-        refusal = unlike_outputs((leaves, run.spec), (others, padded_run.spec), said)
+        refusal = unlike_outputs(run, padded_run, said)
         if refusal is not None:
             self._refusal = refusal
             return
@@ -415,21 +327,18 @@ class LengthBuckets:
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(why, size=call.rows)
         try:
-            padded = rehearse(module, *at, device)
+            padded = rehearse(module, functools.partial(invoke, module, *at), flatten(at)[0], device)
         except Exception as error:
             rule.refuse(f"from {call.length} to {call.padded}, it fails with {type(error).__name__}: {error}")
             return invoke(module, *call.at(call.length))
         again = flatten(call.at(call.padded))[0]
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
-        run = run_as_it_is(module, *call.at(call.length), device)
+        run = observe_run(module, functools.partial(invoke, module, *call.at(call.length)), device)
         rule.learn(call.length, call.padded, run, padded)
-        chosen = None if call.declares_values else chosen_along(run.numbers, padded.numbers)
-        if chosen is not None:
-            rule.refuse(f"from {call.length} to {call.padded}, {chosen}")
-        if written:
-            rule.refuse("it writes to an argument that has the length")
-        elif not all(map(torch.equal, padded.drawn, run.drawn)):
-            rule.refuse("it draws more random numbers")
+        found = "it writes to an argument that has the length" if written else None
+        found = found or unlike_effects(run, padded, chooses=call.declares_values)
+        if found is not None:
+            rule.refuse(f"from {call.length} to {call.padded}, {found}")
         return run.outputs
 
 
@@ -441,14 +350,28 @@ def _declared(declared: Mapping[str, Any], name: str) -> Any:
     return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
 
 
-def unlike_outputs(run: tuple[Any, TreeSpec], other: tuple[Any, TreeSpec], changed: str) -> CannotBind | None:
-    """Return why outputs cannot be compared with those of a padded call, as leaves and structure; None if they can."""
-    opaque = unreturnable(run[0])
+def unlike_outputs(run: RunEffects, padded_run: RunEffects, changed: str) -> CannotBind | None:
+    """Return why the outputs of a call cannot be compared with those of its padded form; None if they can."""
+    opaque = unreturnable(run.leaves)
     if opaque is not None:
         return CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
-    if run[1] != other[1]:
+    if run.spec != padded_run.spec:
         return CannotBind(Reason.LENGTH_PADDING, f"{changed}, the structure of the outputs changes")
     return None
+
+
+def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = False) -> str | None:
+    """Say what padding a call changes, or may change another time, beside its outputs; None if nothing.
+
+    Args:
+        run: the call as it is.
+        padded_run: the same, padded.
+        chooses: operators may pick values along the length, as a maximum does, since padding is never picked.
+    """
+    chosen = None if chooses else padded_run.numbers.choice(run.numbers, places=False)
+    if chosen is not None:
+        return f"{chosen.described} {'picks from' if chosen.made else 'sorts'} the whole length, its padding too"
+    return None if all(map(torch.equal, padded_run.drawn, run.drawn)) else "it draws more random numbers"
 
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:

@@ -35,19 +35,29 @@ class Effects(NamedTuple):
     inputs: Sequence[Tensor]
 
 
-class ReplayProof(contextlib.ExitStack):
-    """Runs a forward eagerly, once, and replays its graph as often as needed from the very same start.
+class Verdict(NamedTuple):
+    """What differs: a sentence for it, the rank that found it if there are several, and how."""
 
-    When it is closed, memory and random generators are as eager left them.
+    text: str
+    where: str
+    said: str
+
+
+class ReplayProof(contextlib.ExitStack):
+    """Runs a forward eagerly, once, replays its graph as often as needed from the very same start, and compares.
+
+    When it is closed, memory and random generators are as eager left them. All proofs are this one: who asks for one
+    brings what runs, what is passed to replays, and which of the effects count.
 
     Args:
-        table, graph: what is proven. Its replays in here are not counted.
+        table, graph: what is proven. Its replays in here are not counted; its time is.
         memory: all that the forward may write and that is not its own.
         generators: those it may draw from.
 
     Attributes:
         expected: the effects of the eager run.
         rounding: what runs of other batch sizes may differ by.
+        seconds: the time that all of it took, once there is a verdict.
         replay_seconds: the time that the fastest replay took.
         otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
         draws: True if it drew random numbers.
@@ -59,6 +69,7 @@ class ReplayProof(contextlib.ExitStack):
         self, table: ProgramTable, graph: CapturedGraph, memory: SavedMemory, generators: Sequence[torch.Generator]
     ) -> None:
         super().__init__()
+        self._started = time.perf_counter()
         self._table = table
         self._graph = graph
         self._memory = memory
@@ -66,7 +77,7 @@ class ReplayProof(contextlib.ExitStack):
         self._before = memory.copy()
         self._random = random_states(generators)
         self.draws, self.otherwise = False, ""
-        self.replay_seconds = float("inf")
+        self.seconds, self.replay_seconds = 0.0, float("inf")
         self.repeats = False
         self._padding = 0
         self.written_inputs: set[str] = set()
@@ -140,7 +151,13 @@ class ReplayProof(contextlib.ExitStack):
             outputs: views of what the graph writes.
             inputs: views of the static inputs, in the order of the caller's in `SavedMemory`.
         """
-        self._run_again()
+        for hooks in self._table.hooks:
+            hooks.undo_step()
+        self._table.device.synchronize()
+        started = time.perf_counter()
+        self._table.replay(self._played, self._padding)
+        self._table.device.synchronize()
+        self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
         return self.effects(outputs, inputs)
 
     def rewind(self) -> None:
@@ -154,15 +171,6 @@ class ReplayProof(contextlib.ExitStack):
         """Copy the effects of the run that just ended."""
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
-
-    def _run_again(self) -> None:
-        for hooks in self._table.hooks:
-            hooks.undo_step()
-        self._table.device.synchronize()
-        started = time.perf_counter()
-        self._table.replay(self._played, self._padding)
-        self._table.device.synchronize()
-        self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
 
     def difference(
         self,
@@ -227,6 +235,25 @@ class ReplayProof(contextlib.ExitStack):
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
 
+    def agree(self, found: str | None) -> Verdict | None:
+        """Return what differs on any rank, given what was found on this one; None if all replays equal eager.
+
+        Call it when the proof is closed.
+        """
+        self.seconds = time.perf_counter() - self._started
+        self._graph.counters.proof_seconds += self.seconds
+        label, ranks = self._graph.counters.label, self._table.ranks
+        failure = ranks.failure(f"the proof of {label}", None if found is None else VerificationError(found))
+        if failure is None:
+            return None
+        where = f" on rank {failure[0]}" if ranks.size > 1 else ""
+        return Verdict(f"a replay of {label} does not equal eager{where}", where, failure[1])
+
+    def fail(self, text: str, said: str, remedy: str) -> None:
+        """Raise VerificationError if ``on_capture_failure`` is "raise"."""
+        if self._table.config.on_capture_failure == "raise":
+            raise VerificationError(f"{text}: {said}.\n  {remedy}")
+
 
 def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], run: Callable[[], Any]) -> Any:
     """Run an engine's batch eagerly, and compare a replay of its graph with that.
@@ -251,8 +278,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
     with ranks.together(), CAPTURE_LOCK:
         table.stats.ran_eagerly(Reason.PROOF, size=graph.descriptor.num_tokens)
         generators = {default_generator(table.device.torch_device), torch.default_generator}
-        proof = ReplayProof(table, graph, memory, tuple(generators))
-        try:
+        with ReplayProof(table, graph, memory, tuple(generators)) as proof:
             result, observer = proof.run_eager(run)
             unknown = observer.written - memory.keys
             if ranks.any(f"unknown memory that {job.label} writes", bool(unknown)):
@@ -266,17 +292,14 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            found = proof.otherwise or proof.beyond_noise(replay(), proof.expected, replay)
-        finally:
-            proof.close()
-        failure = ranks.failure(f"the proof of {job.label}", None if found is None else VerificationError(found))
-    if failure is None:
+            found = proof.otherwise or proof.compare(replay, alike=True)
+        verdict = proof.agree(found)  # together
+    if verdict is None:
         graph.prove(graph.descriptor.num_tokens)
-        return result
-    cause = f"a replay of {job.label} does not equal eager: {failure[1]}"
-    table.refuse([job], cause, "Its buffers must be at the same addresses as at the capture.")
-    if table.config.on_capture_failure == "raise":
-        raise VerificationError(f"{cause}.")
+    else:
+        remedy = "Its buffers must be at the same addresses as at the capture."
+        table.refuse([job], f"{verdict.text}: {verdict.said}", remedy)
+        proof.fail(verdict.text, verdict.said, remedy)
     return result
 
 

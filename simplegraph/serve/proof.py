@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 from simplegraph.base.context import bypassed
-from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
@@ -82,11 +80,10 @@ class _CallProof:
         if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
             plan.graph.leave_unverified("it writes more memory than a proof copies")
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
-        started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
-        proof = ReplayProof(self._table, plan.graph, memory, self._generators)
         found, freed = None, False
-        try:
+        with ReplayProof(self._table, plan.graph, memory, self._generators) as proof:
+            proof.callback(plan.inputs.forget_padding)
             _, observer = proof.run_eager(self._run, self._call.batch)
             number = self._call.binding.learn_numbers(self._table, observer.numbers)
             unknown = self._ranks.any(
@@ -99,16 +96,11 @@ class _CallProof:
             elif not unknown:
                 found = self._compare(proof, observer)
                 found = (number if plan.padding else None) or found
-        finally:
-            proof.close()
-            plan.inputs.forget_padding()
-        seconds = time.perf_counter() - started
-        plan.graph.counters.proof_seconds += seconds
         if unknown:
             if plan.graph.keeps_writing_elsewhere():
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
-        self._note(found, seconds / proof.replay_seconds, freed=freed)
+        self._note(proof, found, freed=freed)
         return self._result if found is not None else plan.handed_out(self._result)
 
     def _run(self) -> Any:
@@ -166,7 +158,10 @@ class _CallProof:
         found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module, code=NEAR)
         try:
             if not graph.rows:
-                eager, found = self._run_part(proof, plan.padded)
+                try:
+                    eager, found = self._run_part(proof, plan.padded)
+                except Exception as error:
+                    return f"eager fails with {plan.padded} rows: {type(error).__name__}: {error}"
                 found = found or proof.beyond_noise(first._replace(inputs=()), eager, again, memory=memory)
             # The replay had twice the rows, or rows beside the real ones are what somebody declared.
             if found is not None or plan.padded >= 2 * plan.rows or not memory:
@@ -217,12 +212,12 @@ class _CallProof:
 
     # The verdict.
 
-    def _note(self, found: str | None, cost: float, *, freed: bool = False) -> None:
+    def _note(self, proof: ReplayProof, found: str | None, *, freed: bool) -> None:
         """Remember the verdict of all ranks.
 
         Args:
+            proof: is closed.
             found: the difference.
-            cost: how many replays take as long as the proof.
             freed: True if the graph touches memory that was given back, whatever the padding.
         """
         plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
@@ -232,17 +227,14 @@ class _CallProof:
                 f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
                 "does not: answers since then may be wrong"
             )
-        failure = self._ranks.failure(
-            f"the proof of {self._label}", None if found is None else VerificationError(found)
-        )
-        if failure is None:
+        verdict = proof.agree(found)
+        if verdict is None:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
-            distance = first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify)
-            graph.prove(call.batch, distance, each=alone)
+            cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
+            graph.prove(call.batch, first_distance(cost, table.config.verify), each=alone)
             return
-        rank, said = failure
-        where = f" on rank {rank}" if self._ranks.size > 1 else ""
+        text, where, said = verdict
         if plan.padding and not freed:
             verb = "changes" if self._shown else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
@@ -250,7 +242,5 @@ class _CallProof:
                 warn = table.config.on_capture_failure != "raise"
                 call.binding.stop_padding(table, text, said, _REMEDY, warn=warn)
         else:
-            text = f"a replay of {self._label} does not equal eager{where}"
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)
-        if table.config.on_capture_failure == "raise":
-            raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
+        proof.fail(text, said, _REMEDY)

@@ -6,7 +6,6 @@ A pair is proven on a call of the caller's, whose forward and backward run eager
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS
-from simplegraph.base.errors import ConfigError, VerificationError
+from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
@@ -155,26 +154,22 @@ class PairProof(PairReplay):
             self._leave_unverified("it writes more memory than a proof copies")
             self._copies = plan.copies(call.leaves)
             return super().forward()
-        started = time.perf_counter()
         plan.last.take(self)
         self._keeps = True  # if torch does
         self._table.stats.ran_eagerly(Reason.PROOF, size=call.batch)
         with CAPTURE_LOCK:
-            proof = ReplayProof(self._table, plan.graph, saved, self._generators)
-            try:
+            with ReplayProof(self._table, plan.graph, saved, self._generators) as proof:
                 outputs, observer = proof.run_eager(self._run, call.batch)
-                if learn_writes(self._builder, call, proof, observer, saved):
-                    if plan.graph.keeps_writing_elsewhere():
-                        self._leave_unverified("it keeps writing to other memory")
-                else:
-                    self._forward = proof
+                unknown = learn_writes(self._builder, call, proof, observer, saved)
+                if not unknown:
                     replay = functools.partial(self._replay_forward, proof, saved)
-                    alike = plan.laid_alike(call.leaves)
-                    self._verdict(plan.graph, proof.compare(replay, alike=alike))
-            finally:
-                proof.close()
+                    found = proof.compare(replay, alike=plan.laid_alike(call.leaves))
+            if not unknown:
+                self._forward = proof
+                self._verdict(proof, plan.graph, found)
+            elif plan.graph.keeps_writing_elsewhere():
+                self._leave_unverified("it keeps writing to other memory")
         self._versions = [tensor._version for tensor in plan.read]
-        plan.graph.counters.proof_seconds += time.perf_counter() - started
         return [output.detach() for output in outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -187,22 +182,19 @@ class PairProof(PairReplay):
         run = functools.partial(self._run_backward, grads)
         proves = self._record.refusal is None and not self.done and self.serial == plan.last.serial
         if first is None or saved is None or not proves:
-            found = run()
+            made = run()
         else:
-            started, graph = time.perf_counter(), plan.path(grads).graph
+            kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
+            graph = plan.path(grads).graph
             with plan.pool.lock, CAPTURE_LOCK:
-                kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
-                proof = ReplayProof(self._table, graph, kept, self._generators)
-                try:
-                    found, _ = proof.run_eager(run, self._call.batch)
-                    self._prove_backward(proof, first, grads, found)
-                finally:
-                    proof.close()
-            graph.counters.proof_seconds += time.perf_counter() - started
+                with ReplayProof(self._table, graph, kept, self._generators) as proof:
+                    made, _ = proof.run_eager(run, self._call.batch)
+                    found = self._compare_backward(proof, first, grads, made)
+                self._verdict(proof, graph, found)
         if not keeps_graph():
             self._forward = None  # but the eager run stays: outputs that share nothing have backwards one by one
         self.finish(frozenset(number for number, grad in enumerate(grads) if grad is not None))
-        return found
+        return made
 
     # The eager runs.
 
@@ -236,19 +228,18 @@ class PairProof(PairReplay):
         plan.load(copies)
         return proof.replay(plan.program.outputs, statics)
 
-    def _prove_backward(
+    def _compare_backward(
         self,
         proof: ReplayProof,
         first: ReplayProof,
         grads: Sequence[Tensor | None],
-        found: Sequence[Tensor | None],
-    ) -> None:
+        made: Sequence[Tensor | None],
+    ) -> str | None:
         plan = self.plan
         path = plan.path(grads)
         places = dict(zip(path.places, path.made, strict=True))
-        if {place for place, grad in enumerate(found) if grad is not None} != places.keys():
-            self._verdict(path.graph, "it makes gradients of other tensors")
-            return
+        if {place for place, grad in enumerate(made) if grad is not None} != places.keys():
+            return "it makes gradients of other tensors"
         outputs = list(map(places.get, range(len(plan.leaves))))
         again = False
 
@@ -267,23 +258,22 @@ class PairProof(PairReplay):
 
         buffers = zip(plan.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)
-        self._verdict(path.graph, proof.compare(replay, alike=alike))
+        return proof.compare(replay, alike=alike)
 
     # The verdict.
 
-    def _verdict(self, graph: CapturedGraph, found: str | None) -> None:
-        plan, table = self.plan, self._table
-        if found is None:
+    def _verdict(self, proof: ReplayProof, graph: CapturedGraph, found: str | None) -> None:
+        plan, table, verdict = self.plan, self._table, proof.agree(found)
+        if verdict is None:
             graph.prove(graph.descriptor.num_tokens)
             plan.proven = not plan.unproven
             return
-        cause = f"a replay of {graph.counters.label} does not equal eager: {found}"
+        cause = f"{verdict.text}: {verdict.said}"
         table.refuse(plan.jobs[:1], cause, _REMEDY)
         table.forget(plan.jobs[1:])
         self._record.refuse(CannotBind(Reason.CAPTURE_FAILED, cause))
         self._forward = None
-        if table.config.on_capture_failure == "raise":
-            raise VerificationError(f"{cause}.\n  {_REMEDY}")
+        proof.fail(verdict.text, verdict.said, _REMEDY)
 
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.plan.graph, *self.plan.backwards):

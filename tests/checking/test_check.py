@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 
 import pytest
@@ -243,6 +244,69 @@ def test_a_cache_in_an_ordinary_attribute_is_named_and_put_back(device):
     report = sg.check(module, rows(device))
     assert report.state_written == ("caches.0",)
     assert torch.equal(module.caches[0], torch.zeros(ROWS, WIDTH, device=device))
+
+
+@pytest.mark.proofs
+def test_a_replay_that_writes_memory_outside_of_the_module_otherwise_is_found_as_by_its_proof(device):
+    runs, log = ctypes.c_long(), torch.zeros(2, device=device)
+
+    def step(m, x):
+        runs.value += 1  # where no guard looks
+        log.fill_(runs.value)
+        return x * 2
+
+    module = module_of(device, step)
+    report = sg.check(module, rows(device))
+    assert report.rows_independent
+    assert not report.capturable
+    assert "does not equal eager: memory from elsewhere differs" in report.problem
+    assert "simplegraph.check" not in report.problem  # which this is
+    model = sg.wrap(module, capture_sizes=[ROWS], progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            x = rows(device)
+            assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays == 0
+
+
+def test_check_copies_no_weight_that_the_forward_only_reads(device, monkeypatch):
+    module = module_of(device, lambda m, x: x @ m.weight)
+    weight, cloned = module.weight.untyped_storage().data_ptr(), []
+    clone = torch.Tensor.clone
+
+    def noted(tensor, *args, **kwargs):
+        cloned.append(tensor.untyped_storage().data_ptr())
+        return clone(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    assert sg.check(module, rows(device))
+    assert weight not in cloned
+    assert cloned
+
+
+def test_memory_that_is_too_large_for_a_proof_is_compared_nevertheless(device, monkeypatch):
+    @sg.eager_break
+    def scaled(x):
+        return x * SCALE[0]
+
+    def step(m, x):
+        m.steps += 1
+        return scaled(x) + m.weight[0]
+
+    monkeypatch.setattr("simplegraph.device.memory._LIMIT_BYTES", 4)
+    module = module_of(device, step)
+    assert sg.check(module, rows(device)).capturable
+
+    def before(number):
+        SCALE[0] = float(number + 1)
+
+    report = sg.check(module, rows(device), others=[(rows(device),)], before=before)
+    assert not report.capturable
+    assert "a replay does not equal eager: output 0 differs" in report.problem
+    assert module.steps.item() == 0
+
+
+SCALE = torch.ones(1).numpy()  # a guard sees the array, and not what it holds
 
 
 def test_a_state_kept_by_assignment_is_refused_and_put_back(device):

@@ -95,3 +95,57 @@ def test_a_size_without_a_graph_runs_eagerly_with_nothing_to_prove(device):
     engine = Engine(device)
     assert engine.step(4, verify=True).shape == (4, WIDTH)
     assert engine.runs == 1
+
+
+def test_an_error_in_the_eager_run_of_a_proof_is_the_callers_and_the_next_call_proves(device):
+    engine = Engine(device)
+    engine.manager.capture(engine.forward)
+    engine.cache.zero_()
+    forward = engine.forward
+
+    def fails(mode, descriptor):
+        forward(mode, descriptor)
+        raise ValueError("not these rows")
+
+    engine.forward = fails
+    with pytest.raises(ValueError, match="not these rows"):
+        engine.step(4, verify=True, state=[engine.cache])
+    assert torch.equal(engine.cache[:4], engine.hidden)  # it ran once, as far as it came
+    engine.forward = forward
+    assert torch.equal(engine.step(4, verify=True, state=[engine.cache]), engine.cache[:4])
+    assert [graph.proof for graph in engine.manager.stats.graphs.values() if graph.size == 4] == ["exact"]
+
+
+def test_a_replay_that_fails_in_a_proof_is_a_difference(device, monkeypatch):
+    engine = Engine(device)
+    engine.manager.capture(engine.forward)
+    engine.cache.zero_()
+
+    def failing(*args, **kwargs):
+        engine.cache.fill_(5)
+        raise RuntimeError("the device said no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("simplegraph.manager.table.ProgramTable.replay", failing)
+        result = engine.step(4, verify=True, state=[engine.cache])
+    assert torch.equal(result, engine.hidden)
+    assert torch.equal(engine.cache[:4], engine.hidden)
+    assert "fails with RuntimeError: the device said no" in next(iter(engine.manager.stats.failures.values()))
+
+
+def test_values_that_are_no_number_and_plain_ones_are_compared_as_others(device):
+    engine = Engine(device)
+    scale, steps = torch.full((), float("nan"), device=device), [7]
+
+    def forward(mode, descriptor):
+        return engine.hidden[: descriptor.num_tokens] * scale, steps[0]
+
+    engine.forward = forward
+    engine.manager.capture(forward)
+    hidden, number = engine.step(4, verify=True)
+    assert hidden.isnan().all()
+    assert number == 7
+    assert [graph.proof for graph in engine.manager.stats.graphs.values() if graph.size == 4] == ["exact"]
+    steps[0] = 8
+    assert engine.step(4, verify=True)[1] == 8
+    assert "output 1 is 7, eager gives 8" in next(iter(engine.manager.stats.failures.values()))

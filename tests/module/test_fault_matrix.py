@@ -164,7 +164,7 @@ PROOF_STEPS: dict[str, tuple[Any, str]] = {
     "the eager run": (ReplayProof, "run_eager"),
     "its replay": (ReplayProof, "replay"),
     "its comparison": (ReplayProof, "difference"),
-    "its end": (ReplayProof, "close"),
+    "its end": (ReplayProof, "__exit__"),
     "the copy of memory": (SavedMemory, "copy"),
     "putting memory back": (SavedMemory, "put"),
 }

@@ -1100,3 +1100,75 @@ def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empt
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.replays == 0
+
+
+def test_outputs_that_are_no_number_are_equal_to_themselves_alone(device):
+    twins = Twins(device, lambda m, x: x * torch.where(m.state[:1] == 0, float("nan"), m.state[:1]))
+    model = twins.model
+    for _ in range(3):
+        assert model(rows(4, device)).isnan().all()
+    assert proofs(model) == {4: "exact"}
+    assert model.graph_stats.replays == 1
+    scale = torch.full((), float("nan"), device=device)
+    frozen = graphed(device, lambda m, x: x * float(scale.isnan().any().item()) if not is_capturing(x) else x * scale)
+    for _ in range(3):
+        x = rows(4, device)
+        assert torch.equal(frozen(x), x)
+    assert frozen.graph_stats.replays == 0
+    assert "output 0 differs by up to inf" in str(frozen.graph_stats.failures)
+
+
+def is_capturing(x):
+    return graph_device(x.device).is_capturing()
+
+
+def test_an_output_that_is_a_number_is_returned_where_it_is_the_captures_and_else_eagers(device):
+    model = graphed(device, lambda m, x: (x * 2, 7, None, "text"), batch_dims={"args": 0})
+    for _ in range(4):
+        x = rows(4, device)
+        doubled, *others = model(x)
+        assert torch.equal(doubled, x * 2)
+        assert others == [7, None, "text"]
+    assert model.graph_stats.replays == 2
+    other = graphed(device, lambda m, x: (x * 2, 8 if is_capturing(x) else 7), batch_dims={"args": 0})
+    assert [other(rows(4, device))[1] for _ in range(4)] == [7] * 4
+    assert "output 1 is 8, eager gives 7" in str(other.graph_stats.failures)
+
+
+def test_proofs_and_calls_of_several_threads_are_each_their_callers(device):
+    twins = Twins(device, lambda m, x: x @ m.weight + 1)
+    twins.capture()
+
+    def calls(thread):
+        generator = torch.Generator().manual_seed(thread)
+        for number in range(12):
+            size = (1, 3, 4, 6, 8)[(thread + number) % 5]
+            x = torch.randn(size, WIDTH, generator=generator).to(device)
+            with torch.no_grad():
+                torch.testing.assert_close(twins.model(x), twins.eager(x))
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(calls, range(3)))
+    assert {size: set(proof.split(", ")) for size, proof in proofs(twins.model).items()} == {
+        4: {"exact", "padded"},
+        8: {"exact", "padded"},
+    }
+    assert not twins.model.graph_stats.failures
+
+
+def test_padded_rows_that_eager_cannot_run_are_named_as_eagers(device, caplog):
+    def fixed(m, x):
+        if x.shape[0] == 4 and not is_capturing(x) and m.training_done:
+            raise ValueError("four is not for me")
+        return x * 2
+
+    module = Function(fixed)
+    module.training_done = False
+    model = graphed(device, module)
+    model.capture_graphs(rows(8, device))
+    model.training_done = True
+    for _ in range(3):
+        x = rows(3, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays == 0
+    assert "eager fails with 4 rows: ValueError: four is not for me" in caplog.text

@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "the verdict of a proof is that nothing differs",
-        "serve/proof.py",
+        "manager/proof.py",
         "None if found is None else VerificationError(found)",
         "None",
         PROOFS,
@@ -595,6 +595,20 @@ MUTANTS = [
         "_COMPARED = 2 ",
         "_COMPARED = 1 ",
         ("tests/module/test_lengths.py",),
+    ),
+    Mutant(
+        "a rehearsal keeps what it writes outside of the module",
+        "call/rehearsal.py",
+        "observe_run(module, run, device, undo.copy)",
+        "observe_run(module, run, device)",
+        ("tests/module/test_lengths.py",),
+    ),
+    Mutant(
+        "the padded run beside an encoder's call stays",
+        "integrations/transformers/encoding.py",
+        "rehearse(self.model, step, flatten(call.inputs)[0], self.model.device)",
+        "observe_run(self.model, step, self.model.device)",
+        ("tests/integrations/transformers/test_encoding.py",),
     ),
     Mutant(
         "the stream is not handed over after a session",

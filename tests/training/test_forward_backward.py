@@ -15,6 +15,7 @@ import simplegraph as sg
 from simplegraph.call.plan import Plan
 from simplegraph.device.select import graph_device
 from simplegraph.training.pair import PairPlan
+from simplegraph.training.runner import PairProof
 from tests.module.answers import reasons
 from tests.training.models import MODELS, ROWS, WIDTH, assert_same, batches, made, mlp, state, train, twins
 
@@ -1069,3 +1070,49 @@ def test_flushed_graphs_of_a_forward_that_waits_stay_its_own(device):
             each.zero_grad()
             loss.backward(retain_graph=True)
         assert_same(model, plain)
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("half", ["_run", "_run_backward"])
+def test_an_error_in_the_eager_run_of_a_proof_is_the_callers_and_the_next_call_proves(device, monkeypatch, half):
+    plain, model = twins(linear, device)
+    data = [x for x, _ in batches(5, device)]
+    run = getattr(PairProof, half)
+
+    def fails(proof, *args):
+        run(proof, *args)
+        raise KeyError("mine")
+
+    for x in data[:1] + data[2:]:
+        step(plain, x)
+    step(model, data[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(PairProof, half, fails)
+        with pytest.raises(KeyError, match="mine"):
+            step(model, data[1])
+    for x in data[2:]:
+        step(model, x)
+    assert_same(model, plain)
+    graphs = {(graph.mode, graph.proof) for graph in model.graph_stats.graphs.values()}
+    assert graphs == {("FORWARD", "exact"), ("BACKWARD", "exact")}
+
+
+@pytest.mark.proofs
+def test_gradients_and_outputs_that_are_no_number_are_proven(device):
+    class Ratio(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, 3)
+
+        def forward(self, x):
+            return super().forward(x) * 0 / 0, 7
+
+    model = made(Ratio, device)
+    model = sg.wrap(model, training=True)
+    for x, _ in batches(4, device):
+        model.zero_grad(set_to_none=True)
+        output, number = model(x)
+        output.sum().backward()
+        assert output.isnan().all()
+        assert model.weight.grad.isnan().all()
+        assert number == 7
+    assert reasons(model) == {"first_call": 1, "proof": 1}

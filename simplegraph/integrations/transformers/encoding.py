@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,18 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from simplegraph.base.context import bypassed
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
+from simplegraph.call.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.lengths import (
     LengthProofs,
     added,
-    chosen_along,
     cut_outputs,
     grown_dims,
+    unlike_effects,
     unlike_outputs,
     wrong_since,
 )
@@ -31,7 +32,6 @@ from simplegraph.integrations.transformers.graphed_model import GraphedModel, Mo
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.manager.proof import first_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.wrap import check_unwrapped, wrap
 
 _SIGNATURES = 4  # of a length: with and without a mask, with some flags
@@ -108,7 +108,7 @@ class GraphedEncoder(GraphedModel):
         with torch.no_grad():
             self._check_state()
             for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and what is cut
-                self._run_padded(self._step.run_model, self._step.run_model, self._example(length, inputs))
+                self._learn(self._example(length, inputs))
             for length in reversed(self._lengths):
                 example = self._example(length, {*inputs, "attention_mask"})
                 summaries[f"{length} tokens"] = self._step.capture_graphs(**example)
@@ -116,6 +116,14 @@ class GraphedEncoder(GraphedModel):
                     del example["attention_mask"]
                     summaries[f"{length} tokens without a mask"] = self._step.capture_graphs(**example)
         return added(summaries)
+
+    def _learn(self, example: dict[str, Tensor]) -> None:
+        """Compare a made-up call, of which nothing stays, as it is and padded, unless such a call was compared."""
+        call = self._read(example)
+        if call.key is not None and call.key not in self._rules:
+            run, leaves = functools.partial(self._step.run_model, **example), flatten(example)[0]
+            own = functools.partial(rehearse, self.model, run, leaves, self.model.device)
+            self._keep(call, self._compare(call, own)[1])
 
     def _example(self, length: int, inputs: Collection[str]) -> dict[str, Tensor]:
         """Make up a batch of the largest size; nothing of it is padding."""
@@ -128,7 +136,7 @@ class GraphedEncoder(GraphedModel):
         """Serve a call of the model."""
         try:
             self._check_state()
-            return self._run_padded(forward, self._step, self._by_name(args, kwargs))
+            return self._run_padded(forward, self._by_name(args, kwargs))
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail, error.size)
             return forward(*args, **kwargs)
@@ -145,8 +153,31 @@ class GraphedEncoder(GraphedModel):
         call = self._signature.bind(self.model, *args, **kwargs)
         return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
 
-    def _run_padded(self, forward: Callable[..., Any], step: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run a call by the step, padded; or by the model's own forward, to learn how outputs are cut."""
+        call = self._read(given)
+        if call.key is None:
+            return self._step(**call.inputs)
+        rule = self._rules.get(call.key)
+        if rule is None or (rule.refusal is None and self._proofs.due((call.key, call.padded))):
+            self.stats.ran_eagerly(Reason.FIRST_CALL if rule is None else Reason.PROOF, size=call.rows)
+            observe = functools.partial(observe_run, self.model, functools.partial(forward, **given), self.model.device)
+            outputs, rule = self._compare(call, observe)
+            self._keep(call, rule.after(self._proofs.compared((call.key, call.padded))))
+            return outputs
+        if rule.refusal is not None:
+            if rule.refusal.reason is Reason.LENGTH_PADDING:
+                self._refused.add((call.key, call.length))
+            raise rule.refusal.again()
+        leaves, spec = flatten(self._step(**call.inputs))
+        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, call.length)))
+
+    def _read(self, given: dict[str, Any]) -> PaddedTokens:
+        """Read and pad a call.
+
+        Raises:
+            CannotBind: it is too large, or cannot be padded.
+        """
         inputs, flags, (rows, length) = _read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"
@@ -167,47 +198,27 @@ class GraphedEncoder(GraphedModel):
         unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
         if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
             del full["attention_mask"]
-        elif padded == length:
-            return step(**full, **flags)
-        key = (tuple(inputs), unmasked, values)
-        rule = self._rules.get(key)
-        if rule is None or (rule.refusal is None and self._proofs.due((key, padded))):
-            why = Reason.FIRST_CALL if rule is None else Reason.PROOF
-            visible = None if mask is None else mask.bool()
-            outputs, rule = self._compare(forward, given, full | flags, (length, padded), visible)
-            if forward is not self._step.run_model:  # else `capture` compares made-up tokens
-                self.stats.ran_eagerly(why, size=rows)
-                rule = rule.after(self._proofs.compared((key, padded)))
-            self._rules[key] = rule
-            self._keeps_masks |= unmasked and rule.refusal is not None
-            return outputs
-        if rule.refusal is not None:
-            if rule.refusal.reason is Reason.LENGTH_PADDING:
-                self._refused.add((key, length))
-            raise rule.refusal.again()
-        leaves, spec = flatten(step(**full, **flags))
-        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, length)))
+        key = (tuple(inputs), unmasked, values) if unmasked or padded > length else None
+        return PaddedTokens(full | flags, rows, length, padded, key, unmasked, None if mask is None else mask.bool())
 
-    def _compare(
-        self,
-        forward: Callable[..., Any],
-        given: dict[str, Any],
-        full: dict[str, Any],
-        lengths: tuple[int, int],
-        visible: Tensor | None,
-    ) -> tuple[Any, LengthRule]:
-        """Run a call eagerly as it is, and padded; return what it gave, and how padded outputs are cut to that."""
-        with bypassed(Reason.NESTED):
-            with MemoryObserver() as run:
-                outputs = forward(**given)
-            try:
-                with MemoryObserver() as padded_run:
-                    padded_outputs = self._step.run_model(**full)
-            except Exception as error:
-                return outputs, _refused(lengths, f"it fails with {type(error).__name__}: {error}")
-        rule = _length_rule(outputs, padded_outputs, *lengths, visible)
-        chosen = chosen_along(run.numbers, padded_run.numbers)
-        return outputs, rule if rule.refusal is not None or chosen is None else _refused(lengths, chosen)
+    def _compare(self, call: PaddedTokens, observe: Callable[[], RunEffects]) -> tuple[Any, LengthRule]:
+        """Rehearse a call, padded, and run it as it is; return what it gave, and how padded outputs are cut to that.
+
+        Args:
+            call: the call.
+            observe: runs it as it is.
+        """
+        step = functools.partial(self._step.run_model, **call.inputs)
+        try:
+            padded_run = rehearse(self.model, step, flatten(call.inputs)[0], self.model.device)
+        except Exception as error:
+            return observe().outputs, call.refused(f"it fails with {type(error).__name__}: {error}")
+        run = observe()
+        return run.outputs, call.rule(run, padded_run)
+
+    def _keep(self, call: PaddedTokens, rule: LengthRule) -> None:
+        self._rules[call.key] = rule
+        self._keeps_masks |= call.unmasked and rule.refusal is not None
 
 
 def graph_encoder(
@@ -354,40 +365,50 @@ class LengthRule(NamedTuple):
         return self._replace(refusal=CannotBind(self.refusal.reason, self.refusal.detail + wrong_since(served)))
 
 
-def _length_rule(outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None) -> LengthRule:
-    """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
+class PaddedTokens(NamedTuple):
+    """A call, read and padded.
 
-    Args:
-        outputs: as it is.
-        padded_outputs: padded, or without its mask.
-        length: of the first, in tokens.
-        padded: of the others.
+    Attributes:
+        inputs: the arguments, padded.
+        rows, length: of the call, the latter in tokens.
+        padded: the length that it is padded to.
+        key: tells such calls from others, whatever their sizes; None if nothing of it is padded or left out.
+        unmasked: True if its mask, which hides nothing, is left out.
         visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
     """
-    run, padded_run = flatten(outputs), flatten(padded_outputs)
-    changed = _changed(length, padded)
-    refusal = unlike_outputs(run, padded_run, changed)
-    if refusal is not None:
-        return LengthRule(refusal=refusal)
-    (leaves, _), (padded_leaves, _) = run, padded_run
-    pairs = zip(leaves, padded_leaves, strict=True)
-    grown, found = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
-    for index, dim in grown:
-        leaf, other = leaves[index], padded_leaves[index]
-        if (leaf.shape[dim], other.shape[dim]) != (length, padded):
-            found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
-    if found is None:
-        cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
-        found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
-    return LengthRule(grown, None if found is None else CannotBind(Reason.LENGTH_PADDING, f"{changed}, {found}"))
 
+    inputs: dict[str, Any]
+    rows: int
+    length: int
+    padded: int
+    key: Hashable
+    unmasked: bool
+    visible: Tensor | None
 
-def _changed(length: int, padded: int) -> str:
-    return f"from {length} to {padded} tokens" if padded > length else "without the mask"
+    def rule(self, run: RunEffects, padded_run: RunEffects) -> LengthRule:
+        """Derive the rule from the effects of one call, as it is and padded, or without its mask."""
+        refusal = unlike_outputs(run, padded_run, self._changed)
+        if refusal is not None:
+            return LengthRule(refusal=refusal)
+        pairs = zip(run.leaves, padded_run.leaves, strict=True)
+        grown, found = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
+        for index, dim in grown:
+            leaf, other = run.leaves[index], padded_run.leaves[index]
+            if (leaf.shape[dim], other.shape[dim]) != (self.length, self.padded):
+                found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
+        if found is None:
+            cut = cut_outputs(padded_run.leaves, dict.fromkeys(grown, self.length))
+            compared = (_without_hidden(self.visible, leaves, grown) for leaves in (cut, run.leaves))
+            found = first_difference(*compared) or unlike_effects(run, padded_run)
+        return LengthRule(grown) if found is None else self.refused(found)
 
+    def refused(self, why: str) -> LengthRule:
+        """Refuse to pad such calls."""
+        return LengthRule(refusal=CannotBind(Reason.LENGTH_PADDING, f"{self._changed}, {why}"))
 
-def _refused(lengths: tuple[int, int], why: str) -> LengthRule:
-    return LengthRule(refusal=CannotBind(Reason.LENGTH_PADDING, f"{_changed(*lengths)}, {why}"))
+    @property
+    def _changed(self) -> str:
+        return f"from {self.length} to {self.padded} tokens" if self.padded > self.length else "without the mask"
 
 
 def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:

@@ -114,6 +114,46 @@ def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> N
         assert graphs.stats.replays == 0
 
 
+class Noisy(transformers.BertModel):
+    """Counts its runs in a buffer, draws random numbers, and fails with as many tokens as `worst`."""
+
+    worst = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask=attention_mask)
+        self.runs += 1
+        outputs.pooler_output = outputs.pooler_output + self.runs + torch.rand((), device=input_ids.device)
+        if input_ids.shape[1] == self.worst:
+            raise ValueError("too many tokens")
+        return outputs
+
+
+@pytest.mark.parametrize("worst", [0, 16], ids=["returns", "raises"])
+def test_a_padded_run_beside_a_call_leaves_no_effect(worst: int, device: torch.device) -> None:
+    plain, model = (tiny.build(lambda: Noisy(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    model.worst = worst
+    with graph_encoder(model, lengths=[16], capture_sizes=[3]) as graphs, torch.no_grad():
+        for length in (10, 12, 14, 10, 12):
+            ids = batch(3, length, device)["input_ids"]
+            torch.manual_seed(length)
+            found = model(ids)
+            torch.manual_seed(length)
+            assert_same(found, plain(ids))
+            assert model.runs.item() == plain.runs.item()
+        assert (graphs.stats.replays > 0) is not bool(worst)
+
+
+def test_what_capture_learns_from_made_up_tokens_leaves_no_effect(device: torch.device) -> None:
+    model = tiny.build(lambda: Noisy(transformers.BertConfig(**tiny.BERT)), device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[3]) as graphs:
+        graphs.capture(inputs=["input_ids", "attention_mask"])
+        assert model.runs.item() == 2  # those of `capture_graphs`, with a mask and without
+
+
 @pytest.mark.parametrize("hides", [True, False])
 def test_a_length_that_cannot_be_padded_gets_graphs_when_it_comes_again(hides: bool, device: torch.device) -> None:
     plain, model = (tiny.build(lambda: Counting(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
