@@ -17,6 +17,7 @@ from simplegraph.base.errors import InputError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key
+from simplegraph.base.walk import tensors_in
 from simplegraph.call.call import invoke
 from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
@@ -29,7 +30,7 @@ from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.proof import EXACT, cloned, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.observe import MemoryObserver, NumbersSeen
-from simplegraph.program.snapshot import Snapshot, tensors_in
+from simplegraph.program.snapshot import Snapshot
 from simplegraph.serve.proof import first_distance
 
 _COST = 100.0  # calls that are taken to last as long as a comparison
