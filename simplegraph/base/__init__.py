@@ -9,6 +9,7 @@ extras          what the core asks of extras
 tensors         a tensor's memory, behind wrappers, too
 operators       operators as torch dispatches them
 objects         what the user's objects hold, read without running their code
+walk            walks what objects lead to, by one policy
 nested          nested values taken apart and rebuilt
 modes           modes of torch that a replay must set again
 constants       device copies of what a forward makes from Python data

@@ -13,6 +13,7 @@ from simplegraph.base.context import bypassed
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
+from simplegraph.base.walk import tensors_in
 from simplegraph.call.memory import Undo
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -20,7 +21,7 @@ from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import Survey, held_tensors
 from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.program.observe import MemoryObserver, NumbersSeen
-from simplegraph.program.snapshot import Snapshot, tensors_in
+from simplegraph.program.snapshot import Snapshot
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ from simplegraph.base.failures import BREAK, user_location
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
+from simplegraph.base.walk import names_in
 from simplegraph.call.inputs import HostInput, batch_dim_of
 from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
@@ -35,7 +36,6 @@ from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import names_in
 from simplegraph.serve.wrap import wrap
 
 logger = logging.getLogger("simplegraph")

@@ -6,8 +6,6 @@ import bisect
 import contextlib
 import dataclasses
 import enum
-import gc
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
+from simplegraph.base.walk import REGISTERED, Policy, Walk, all_tensors, items_of
 from simplegraph.device.kernels import launched_by_torch
 
 # Typed loosely because torch leaves it untyped.
@@ -161,10 +160,7 @@ class MemorySurvey:
         self.modules: dict[int, list[Use]] = {}
         self._owners: dict[int, MemoryOwner] = {}
         self._found: dict[int, MemoryOwner | None] = {}
-        objects = gc.get_objects()
-        kinds = list(map(type, objects))  # an engine has a million
-        wanted = {kind for kind in set(kinds) if issubclass(kind, (Tensor, nn.Module))}
-        chosen = list(itertools.compress(objects, map(wanted.__contains__, kinds)))
+        chosen = all_tensors(nn.Module)
         for held in (it for it in chosen if issubclass(type(it), Tensor)):
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
                 self._note_tensor(held, device)
@@ -211,40 +207,27 @@ class MemorySurvey:
 
 def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
     """List the tensors of modules: parameters, buffers and plain attributes, by the names that the outermost gives."""
-    inside = {id(child) for module in modules for child in _members(module, "_modules").values()}
-    todo = [(type(module).__name__, module, id(module)) for module in modules if id(module) not in inside]
+    inside = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     seen: set[int] = set()
-    while todo:
-        path, module, root = todo.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        children = _members(module, "_modules").items()
-        todo += [(f"{path}.{name}", child, root) for name, child in children if child is not None]
-        for name, keys, tensor in _tensors(module):
-            with contextlib.suppress(Exception):  # of a subclass without memory
-                if tensor.untyped_storage().device.type == device and (start := tensor.data_ptr()):
-                    extent = 1 + sum(
-                        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-                    )
-                    end = start + extent * tensor.element_size()
-                    yield ModuleTensor(f"{path}.{name}", start, end, weakref.ref(module), keys, root)
-
-
-def _members(module: nn.Module, name: str) -> dict[str, Any]:
-    members = vars(module).get(name)
-    return members if isinstance(members, dict) else {}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Any, ...], Tensor]]:
-    for kind in ("_parameters", "_buffers"):
-        yield from ((name, (kind, name), it) for name, it in _members(module, kind).items() if isinstance(it, Tensor))
-    for name, value in list(vars(module).items()):
-        if issubclass(type(value), Tensor):
-            yield name, (name,), value
-        elif type(value) in (list, tuple, dict) and name[:1] != "_":
-            items = list(value.items() if isinstance(value, dict) else enumerate(value))
-            yield from ((f"{name}[{key!r}]", (name, key), it) for key, it in items if issubclass(type(it), Tensor))
+    for root in (module for module in modules if id(module) not in inside):
+        walk = Walk([root], Policy(depth=1), seen)
+        for thing, held, _ in walk:
+            above, name = walk.way_to(thing)
+            is_module = issubclass(type(thing), nn.Module)
+            for key, tensor in items_of(held) if is_module or type(thing) in (list, tuple, dict) else ():
+                if not issubclass(type(tensor), Tensor):
+                    continue
+                module, keys = (thing, (key,)) if is_module else (above, (name, key))
+                is_named = is_module or name in REGISTERED
+                path = walk.path_of(key, thing) if is_named else f"{walk.path(thing)}[{key!r}]"
+                with contextlib.suppress(Exception):  # of a subclass without memory
+                    if tensor.untyped_storage().device.type == device and (start := tensor.data_ptr()):
+                        steps = zip(tensor.shape, tensor.stride(), strict=True)
+                        end = start + (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
+                        yield ModuleTensor(
+                            f"{type(root).__name__}.{path}", start, end, weakref.ref(module), keys, id(root)
+                        )
+        seen |= walk.ways.keys()
 
 
 def _user_line(frames: Iterable[dict[str, Any]]) -> str:

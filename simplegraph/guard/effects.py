@@ -20,7 +20,7 @@ from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.escapes import PythonState, holds_graph_memory
-from simplegraph.program.snapshot import NEAR, Snapshot, in_memory
+from simplegraph.program.snapshot import Snapshot, in_memory
 
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
 
@@ -83,8 +83,8 @@ class PythonEffects:
     """
 
     def __init__(self, module: Any) -> None:
-        self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=NEAR, breaks=False)
-        self._random, things = HostRandom(), self._snapshot.things
+        self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=True, breaks=False)
+        self._random, things = HostRandom(), [thing for thing, *_ in self._snapshot.walk.ways.values()]
         readers = {kind: _reader_of(kind) for kind in {*map(type, things)}}
         found = ((thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing))
         self._positions = [(thing, read, at) for thing, read in found if (at := _position(thing, read)) is not None]
@@ -96,7 +96,7 @@ class PythonEffects:
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
         changed = (thing for thing, read, before in self._positions if _position(thing, read) != before)
-        return set(map(self._snapshot.name_of, changed))
+        return set(map(self._snapshot.walk.path, changed))
 
 
 def _position(value: Any, read: Callable[[Any], Any]) -> Any:

@@ -29,10 +29,10 @@ from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import PROXIES, attribute_of, behind, by_class, class_member, own_dict
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
-from simplegraph.program.snapshot import ABSENT, is_library, restore
+from simplegraph.program.snapshot import ABSENT, restore
 
-_MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
@@ -102,26 +102,29 @@ class Reach:
 
     def find(self, functions: Iterable[Any]) -> list[CodePlace]:
         """List the places, and what they hold now."""
-        roots, known = [(function, "self") for function in functions], 0
+        roots, known = list(functions), 0
         while known != len(self._names):  # more code may name more attributes of what was looked into before
             known = len(self._names)
             self._places: dict[tuple[int, Any], CodePlace] = {}
             self._taken: set[str] = set()
-            self._seen: set[int] = set()
+            self._attributes: set[int] = set()  # ids of dicts of objects that were looked into
             self.opened: set[int] = set()
             self.codes: list[CodeNames] = []
             self._has_read = False
-            self._left: list[tuple[Any, str]] = roots[::-1]
-            while self._left and len(self._seen) < _MAX_OBJECTS:
-                self._look_into(*self._left.pop())
+            self._left: list[tuple[Any, str]] = []
+            # What messages call what was come to, by id.
+            self._called = {id(plain(root)): "self" for root in roots}
+            Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).found()
         return list(self._places.values())
 
-    def _look_into(self, value: Any, name: str) -> None:
-        """Look into a function or an object; `name` is what messages call it."""
-        kind = type(behind(value))
-        if id(value) in self._seen or (issubclass(kind, (*_WHOLE, *ATOMS)) and not issubclass(kind, type)):
-            return
-        self._seen.add(id(value))
+    def _kind(self, kind: type) -> Any:
+        return None if issubclass(kind, (*_WHOLE, *ATOMS)) and not issubclass(kind, type) else self._look_into
+
+    def _look_into(self, value: Any) -> list[Any]:
+        """Look into a function or an object, and list what it leads to."""
+        kind, name = type(behind(value)), self._called[id(value)]
+        if self._kind(kind) is None:  # of a weak proxy
+            return []
         if issubclass(kind, types.FunctionType):
             self._read_code(value)
         elif issubclass(kind, types.MethodType):
@@ -135,6 +138,10 @@ class Reach:
             self._left += ((inner, name) for inner in functions_in(value))
         else:
             self._open(value, name)
+        left, self._left = self._left, []
+        for thing, name in left:
+            self._called.setdefault(id(thing), name)
+        return [thing for thing, _ in left]
 
     def _read_code(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -167,7 +174,7 @@ class Reach:
                     self._add(f"{name}[{key!r}]", namespace, key, owner)
                     continue
                 if isinstance(namespace, dict):  # which may be replaced as a whole
-                    self._seen.add(id(namespace))
+                    self._attributes.add(id(namespace))
                     self._add(f"{name}.__dict__", Attributes(owner), "__dict__", owner)
                 self.opened |= {id(owner), id(namespace)}
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from simplegraph.base.objects import own_dict
+from simplegraph.base.objects import class_member, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
+from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of, shown
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.snapshot import held_by, is_library, items_of, layer_settings
+from simplegraph.program.snapshot import layer_settings
 
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
@@ -27,12 +28,12 @@ _SHAPES = frozenset(
         "_reversed_padding_repeated_twice",
     }
 )
-_DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
-_REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
+_OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # looked at by themselves
 _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
-_CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
+_CLOSED = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, Optimizer)
+_CONTAINERS = (collections.OrderedDict, dict, list, tuple, collections.deque)
 _PRODUCTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
@@ -73,67 +74,70 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
-        self._seen: set[int] = set()
-        self._opened: set[int] = set()
+        roots: list[Any] = [module]
         if isinstance(module, FunctionModule):
             module.resolve()
-        self._add_tree("", module)
-        for name in list(self.modules):
-            self._look_at_attributes(name)
-
-    def _add_tree(self, name: str, module: nn.Module) -> list[str]:
-        """Add a module and its children; they are named before anything that attributes lead to."""
-        if id(module) in self._seen:
-            return []
-        self._seen.add(id(module))
-        self.modules[name] = module
-        for holder in (module._parameters, module._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    self._add(HeldTensor(_dotted(name, key), _dotted(name, key), tensor, registered=True))
-        children = [(key, child) for key, child in module._modules.items() if child is not None]
-        return [name, *(added for key, child in children for added in self._add_tree(_dotted(name, key), child))]
-
-    def _look_at_attributes(self, name: str) -> None:
-        module = self.modules[name]
-        attributes = vars(module)
-        shapes = _SHAPES if layer_settings(type(module)) else frozenset()
-        for held in holders_of(module):
-            for key, value in list(held.items()):
-                if type(value) in _CODE:
-                    self.links.append(((held, key, value),))
-                elif held is not attributes or not (key in _REGISTERED or (key in shapes and _is_shape(value))):
-                    self._look_inside(_dotted(name, key), _dotted(name, key), ((held, key, value),))
-        self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
-
-    def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
-        value = links[-1][-1]
-        kind = type(value)
-        if kind in _VALUES:
-            return
-        if issubclass(kind, Tensor):
-            self._add(HeldTensor(name, attribute, value, links))
-        elif value is None:
-            self.links.append(links)
-        elif issubclass(kind, torch.Generator):
-            self.links.append(links)
-            self.generators[name] = value
-        elif issubclass(kind, nn.Module):
-            self.links.append(links)
-            for added in self._add_tree(name, value):
-                self._look_at_attributes(added)
-        elif len(links) <= _DEPTH and not issubclass(kind, Optimizer):  # whose state has parameters for keys
-            inner, items = _contents(value)
-            if inner is None:
-                return
-            before = len(self.links), len(self.tensors)
-            if id(inner) not in self._opened:  # else what it holds is read by another way
-                self._opened.add(id(inner))
-                for index, (key, item) in enumerate(items):
-                    label = index if issubclass(type(key), Tensor) else key  # of an optimizer's state
-                    self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
-            if before == (len(self.links), len(self.tensors)):
+            roots += module.held()
+        self._walk = Walk(roots, _POLICY)
+        # By id of what was looked into: its name, the attribute that it hangs on, and the links to it.
+        self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
+        # Every module and its own tensors are named before what attributes lead to.
+        opened = [(thing, held) for thing, held, _ in self._walk if not self._is_registered(thing, held)]
+        containers = [links for thing, held in opened for links in self._look_into(thing, held)]
+        # Those that lead to nothing that is compared are compared themselves, and those that are led to in another way.
+        first = {id(links[-1][2]): links for links in reversed(containers)}
+        chains = (*self.links, *(each.links for each in self.tensors.values()))
+        compared = {id(value) for links in chains for _, _, value in links[:-1]}
+        for links in reversed(containers):  # inner ones before those that lead to them
+            value = links[-1][2]
+            if id(value) not in compared or first[id(value)] is not links:
                 self.links.append(links)
+                compared.update(id(value) for _, _, value in links[:-1])
+
+    def _is_registered(self, thing: Any, held: Any) -> bool:
+        """Name what was looked into; add modules, and what one has registered: True if this is a dict of that."""
+        _, above, key, _ = self._walk.ways[id(thing)]
+        name, attribute, links = self._places[above] if above else ("", "", ())
+        holder = self._walk.ways[above][0] if above else None
+        if issubclass(type(holder), nn.Module) and key in REGISTERED:
+            self._places[id(thing)] = self._places[above]
+            for own, tensor in held.items() if key != "_modules" else ():
+                if tensor is not None:
+                    self._add(HeldTensor(_dotted(name, own), _dotted(name, own), tensor, registered=True))
+            return True
+        if above:
+            name = _dotted(name, key)
+        if issubclass(type(thing), nn.Module):
+            self.modules[name] = thing
+            self._places[id(thing)] = name, "", ()
+        elif above:
+            self._places[id(thing)] = name, attribute or name, (*links, (holder_of(holder, key), key, thing))
+        else:
+            self._places[id(thing)] = "", "", ()
+        return False
+
+    def _look_into(self, thing: Any, held: Any) -> Iterator[tuple[Link, ...]]:
+        """Add what is held by a module's attributes, or below them; yield the links to each container."""
+        name, attribute, above = self._places[id(thing)]
+        is_module = issubclass(type(thing), nn.Module)
+        shapes = _SHAPES if is_module and layer_settings(type(thing)) else frozenset()
+        for key, value in items_of(held):
+            kind = type(value)
+            if kind in _VALUES or (is_module and (key in REGISTERED or (key in shapes and _is_shape(value)))):
+                continue
+            links = (*above, (holder_of(thing, key), key, value))
+            if issubclass(kind, Tensor):
+                place = _dotted(name, key)
+                self._add(HeldTensor(place, attribute or place, value, links))
+            elif issubclass(kind, torch.Generator):
+                self.generators[_dotted(name, key)] = value
+                self.links.append(links)
+            elif value is None or issubclass(kind, nn.Module) or (kind in _CODE and not attribute):
+                self.links.append(links)
+            elif id(value) in self._places or id(value) in self._walk.empty:
+                yield links
+        for key in _settings(thing) if is_module else ():
+            self.links.append(((vars(thing), key, held[key]),))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}
@@ -147,7 +151,7 @@ class Survey:
             for name, module in self.modules.items()
             for held in (*holders_of(module), module._parameters, module._buffers)
         )
-        return {_dotted(name, key) for name, holder in holders for key in holder if key not in _REGISTERED}
+        return {_dotted(name, key) for name, holder in holders for key in holder if key not in REGISTERED | _OF_TORCH}
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Name the place that holds a tensor's memory; None if there is none."""
@@ -165,14 +169,9 @@ def device_of_state(module: nn.Module) -> torch.device | None:
 
     It is None if the module holds none.
     """
-    # Before looking any further; not by methods, which a module may have other things in place of.
-    left, known, devices = [module], {id(module)}, list[torch.device]()
-    while left:
-        child = left.pop(0)
-        devices += [parameter.device for parameter in child._parameters.values() if parameter is not None]
-        inner = [each for each in child._modules.values() if each is not None and id(each) not in known]
-        known.update(map(id, inner))
-        left += inner
+    # Before looking any further.
+    registered = Walk([module], Policy(_kind_of_guarded, depth=0)).found()
+    devices = [tensor.device for tensor in registered if issubclass(type(tensor), nn.Parameter)]
     devices = devices or [held.tensor.device for held in held_tensors(module)]
     found = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
     return found if devices else None
@@ -188,18 +187,37 @@ def _is_shape(value: Any) -> bool:
     return type(value) is tuple and all(type(size) is int for size in value)
 
 
-def _dotted(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+def _dotted(prefix: str, key: Any) -> str:
+    return f"{prefix}.{shown(key)}" if prefix else shown(key)
 
 
-def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Open a container, or an object's attributes: it, and what it holds by index or key; None if it is neither."""
-    if not issubclass(type(value), (list, tuple, dict, collections.deque)):
-        value = None if _is_closed(value) else own_dict(value)
-    elif not _is_sized(value):
-        value = None
-    # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
-    return value, list(items_of(dict(value) if type(value) is dict else held_by(value)))
+def _kind_of_guarded(kind: type) -> Any:
+    """Return how objects of a class are read: containers, and attributes of libraries' objects as well as users'."""
+    if issubclass(kind, Tensor):
+        return Tensor
+    if issubclass(kind, nn.Module):
+        return _attributes
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    if base is not None:
+        return base if kind is base else _contents
+    # What holds no tensors of the user's, or is looked at in other ways.
+    is_called = class_member(kind, "__call__") is not None and is_library(kind.__module__)
+    return None if kind in _CODE or issubclass(kind, _CLOSED) or is_called else _attributes
+
+
+def _attributes(thing: Any) -> dict[str, Any] | None:
+    held = own_dict(thing)
+    if held is None:
+        return None
+    if issubclass(type(thing), FunctionModule):  # what it reaches is read by itself
+        return {name: held[name] for name in REGISTERED}
+    if issubclass(type(thing), torch.jit.ScriptModule):  # has views of what C++ holds
+        held = held | {name: dict(getattr(thing, name).items()) for name in REGISTERED}
+    return {name: value for name, value in held.items() if name not in _OF_TORCH}
+
+
+def _contents(container: Any) -> Any:
+    return held_by(container) if _is_sized(container) else None
 
 
 def _is_sized(value: Any) -> bool:
@@ -210,10 +228,7 @@ def _is_sized(value: Any) -> bool:
         return False
 
 
-def _is_closed(value: Any) -> bool:
-    """True for what holds no tensors of the user's, or is looked at in other ways."""
-    kind = type(value)
-    return kind in _CODE or issubclass(type(value), _CLOSED) or (callable(value) and is_library(kind.__module__))
+_POLICY = Policy(_kind_of_guarded, depth=DEPTH)
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 import time
 import weakref
@@ -21,6 +20,7 @@ from torch import Tensor
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.failures import BREAK
 from simplegraph.base.reasons import explain_command
+from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
@@ -193,8 +193,8 @@ def _holds(spans: Sequence[KnownMemory], touch: Touch) -> bool:
 def _tensors_at(addresses: Iterable[int]) -> list[Tensor]:
     """Find tensors in whose memory these addresses are; this looks at every object there is."""
     left, found = set(addresses), []
-    for held in gc.get_objects():
-        if left and issubclass(type(held), Tensor):
+    for held in all_tensors():
+        if left:
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
                 for start, end, _ in _memory(held):
                     inside = {address for address in left if start <= address < end}

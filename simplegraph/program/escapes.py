@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import itertools
 import math
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,14 +20,13 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import EscapeError
 from simplegraph.base.tensors import has_address, is_wrapper, parts
+from simplegraph.base.walk import Policy, Walk, all_tensors, referring_kind, tensors_in
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
-from simplegraph.program.snapshot import DEPTH, Note, Snapshot, in_memory, tensors_in
+from simplegraph.program.snapshot import Note, Snapshot, in_memory
 
 _Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _GRACE = 20  # ms in which other threads may let go of a tensor
-_MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
-_NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
 
 
 class MakesMemory(Protocol):
@@ -64,7 +61,7 @@ class PythonState(Probe):
         if not again:
             self._notes_before, self._notes = self._notes, {}
             self._by_recordings.clear()
-        self.snapshot = Snapshot(*self._roots, code=DEPTH)
+        self.snapshot = Snapshot(*self._roots, code=True)
 
     def after_recording(self, recorded: RecordedRun) -> None:
         """Refuse a capture that left tensors of its graph in Python objects, and put back what these held.
@@ -80,7 +77,7 @@ class PythonState(Probe):
         device, pool, own = recorded.device, recorded.pool, recorded.held
         if not device.left_alive(pool):
             return
-        held = {_address(tensor) for tensor in (*_held_in(own), *recorded.run.owned())}
+        held = {_address(tensor) for tensor in (*_tensors_of(own), *recorded.run.owned())}
         if not device.left_alive(pool) - held:
             return
         gc.collect(0)  # a cycle is no escape
@@ -93,7 +90,7 @@ class PythonState(Probe):
             if not _living(kept):
                 return
             time.sleep(0.001)
-        own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
+        own_memory = {tensor.data_ptr() for tensor in _tensors_of(own)}
         remedy = _RETURNED_REMEDY if any(address in own_memory for _, address in kept) else KEPT_REMEDY
         names, undefined = _put_back(kept, self)
         cause = kept_by(names)
@@ -192,21 +189,14 @@ def kept_by(names: Iterable[str]) -> str:
     return f"{', '.join(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
 
 
-def _held_in(own: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in these objects, and in what they hold."""
-    seen: set[int] = set()
-    left = list(own)
-    while left and len(seen) < _MAX_OBJECTS:
-        value = left.pop()
-        if id(value) in seen or issubclass(type(value), _NOT_HELD):
-            continue
-        seen.add(id(value))
-        if issubclass(type(value), Tensor):
-            yield from parts(value)
-        elif issubclass(type(value), types.FunctionType):
-            left += value.__closure__ or ()
-        else:
-            left += gc.get_referents(value)
+def _tensors_of(own: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in these objects, and in what they hold; what a module holds is not theirs."""
+    for tensor in Walk(own, Policy(_kind_of_owned)).found():
+        yield from parts(tensor)
+
+
+def _kind_of_owned(kind: type) -> Any:
+    return None if issubclass(kind, nn.Module) else referring_kind(kind)
 
 
 def _tensors_at(addresses: set[int]) -> list[_Found]:
@@ -214,10 +204,7 @@ def _tensors_at(addresses: set[int]) -> list[_Found]:
     if not addresses:
         return []
     with torch._C.DisableTorchFunctionSubclass():
-        things = gc.get_objects()
-        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
-        tensors = itertools.compress(things, map(kinds.__contains__, map(type, things)))  # there may be millions
-        return [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if _address(tensor) in addresses]
+        return [(weakref.ref(tensor), _address(tensor)) for tensor in all_tensors() if _address(tensor) in addresses]
 
 
 def _living(tensors: Iterable[_Found]) -> list[Tensor]:

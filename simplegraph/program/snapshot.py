@@ -9,115 +9,39 @@ put them there, unless they stop a graph: what a forward changes whenever it run
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
 import gc
 import operator
-import sys
-import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from simplegraph.base.collection import without_collections
 from simplegraph.base.nested import ATOMS, constant_key
-from simplegraph.base.objects import attribute_of, by_class, own_dict
-from simplegraph.base.patches import plain
+from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.tensors import has_address, lies_at, parts
+from simplegraph.base.walk import (
+    DEPTH,
+    DICTS,
+    LRU,
+    MAX_BEYOND_CODE,
+    REGISTERED,
+    Policy,
+    Walk,
+    held_by,
+    is_globals,
+    items_of,
+    kind_of,
+    names_in,
+    referring_kind,
+    slots_of,
+    tensors_in,
+)
 
 ABSENT = object()
 _FLAGS = (bool, type(None))
-OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
-MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for what hangs on by accident
-_LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton"}
-# Libraries whose objects hold what users put there.
-_HOLDING = {"builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
-_DICTS = (collections.OrderedDict, dict)
-_SEQUENCES = (list, collections.deque, set, tuple)
-_DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)
-_CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
-_RUNNER = "_simplegraph"  # a wrapper's own, which is not the user's
-
-
-def is_library(name: Any) -> bool:
-    """True for modules of Python, by name, that keep no tensors of users."""
-    return str(name).partition(".")[0] in _LIBRARIES
-
-
-@by_class
-def is_users(kind: type) -> bool:
-    """True for classes of objects that hold what users put there."""
-    return (
-        issubclass(kind, nn.Module)
-        or not is_library(kind.__module__)
-        or str(kind.__module__).partition(".")[0] in _HOLDING
-    )
-
-
-@by_class
-def kind_of(kind: type) -> Any:
-    """Return `Tensor`, the container class that a class is of, `object` if attributes count, `OPAQUE`, or None.
-
-    The methods of the container class read and write it: subclasses may refuse, decode or do more. None is for values
-    that lead to nothing.
-    """
-    for base in (Tensor, *_DICTS, *_SEQUENCES):
-        if issubclass(kind, base):
-            return base
-    if issubclass(kind, _CLOSED):
-        return OPAQUE
-    if issubclass(kind, _DULL):
-        return None
-    # Entries of weak dictionaries go by themselves, and are not put back.
-    has_attributes = kind.__module__ not in ("builtins", "weakref") and (kind.__dictoffset__ or _slots(kind))
-    return object if has_attributes and is_users(kind) else OPAQUE
-
-
-class _Kinds(dict[type, Any]):
-    """Has `kind_of` each class, for the time of one walk: looking up is much quicker than a call."""
-
-    def __missing__(self, kind: type) -> Any:
-        self[kind] = found = kind_of(kind)
-        return found
-
-
-@by_class
-def _slots(kind: type) -> dict[str, types.MemberDescriptorType]:
-    members = (member for base in kind.__mro__[::-1] for member in vars(base).items())
-    return {name: member for name, member in members if type(member) is types.MemberDescriptorType}
-
-
-def held_by(place: Any) -> Any:
-    """Return what a container, a cell, a function, a class or a user's object holds; None if it is none of these.
-
-    Lists, deques, sets and tuples are returned as a tuple, all else as a dict.
-    """
-    kind = type(place)
-    base = kind_of(kind)
-    if base in _DICTS:
-        return dict(dict.items(place))
-    if base in _SEQUENCES:
-        return tuple(base.__iter__(place))
-    if base is object:
-        held: dict[str, Any] = {}  # filled slots, and attributes
-        for name, slot in _slots(kind).items():
-            with contextlib.suppress(AttributeError):
-                held[name] = slot.__get__(place)
-        held |= own_dict(place) or {}
-        held.pop(_RUNNER, None)
-        return held
-    if kind is types.CellType:
-        return {"cell_contents": place.cell_contents} if gc.get_referents(place) else {}  # an empty one
-    return dict(vars(place)) if base is OPAQUE and issubclass(kind, (type, types.FunctionType)) else None
-
-
-def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys and values of what `held_by` returned."""
-    return held.items() if isinstance(held, dict) else enumerate(held or ())
 
 
 def put(place: Any, key: Any, value: Any) -> None:
@@ -129,11 +53,11 @@ def put(place: Any, key: Any, value: Any) -> None:
         value: what it shall hold there.
     """
     kind, gone = type(place), value is ABSENT
-    base: Any = next((base for base in (*_DICTS, list, set, type) if issubclass(kind, base)), object)
+    base: Any = next((base for base in (*DICTS, list, set, type) if issubclass(kind, base)), object)
     if base is set:
         (base.discard if gone else base.add)(place, key)
         return
-    if base is object and kind is not types.CellType and key not in _slots(kind):
+    if base is object and kind is not types.CellType and key not in slots_of(kind):
         place, base = own_dict(place), dict
     if base in (type, object):
         base.__delattr__(place, key) if gone else base.__setattr__(place, key, value)
@@ -173,7 +97,7 @@ def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> Non
 
 def is_untouched(place: Any, before: Any) -> bool:
     """True if a place holds the very same objects in the same order."""
-    now = place if type(place) in _EXACT else held_by(place)
+    now = place if type(place) in (dict, collections.OrderedDict) else held_by(place)
     if len(now) != len(before) or not all(map(operator.is_, now, before)):
         return False
     return isinstance(now, tuple) or all(map(operator.is_, now.values(), before.values()))
@@ -193,20 +117,6 @@ def is_equal(now: Any, before: Any) -> bool:
     if type(now) is list and type(before) is list and len(now) == len(before):
         return all(map(is_equal, now, before))
     return is_same(now, before)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor that a value is or holds, in containers and users' objects."""
-    seen: set[int] = set()
-    left = [value]
-    while left and len(seen) < MAX_OBJECTS:
-        value = left.pop()
-        kind = kind_of(type(value))
-        if kind is Tensor:
-            yield from parts(value)
-        elif kind not in (None, OPAQUE) and id(value) not in seen:
-            seen.add(id(value))
-            left += (item for _, item in items_of(held_by(value)))
 
 
 def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
@@ -235,17 +145,6 @@ def layer_settings(kind: type) -> tuple[str, ...]:
             if name not in _SIZES
         )
     )
-
-
-_MAX_PLACES = 20_000  # that code leads to, and that are looked into below a value
-_LRU: Any = type(functools.lru_cache(bool))
-_EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
-_CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
-
-
-NEAR = 3  # a class, its method, a function that it names: whole libraries take ten times as long
-DEPTH = 4  # these, and a class or file that this names: further on lie libraries
 
 
 class Note(NamedTuple):
@@ -277,71 +176,27 @@ class Note(NamedTuple):
 class Snapshot:
     """Remembers what objects hold, and containers and users' objects below them, and where each tensor lies.
 
-    Functions, classes, files, optimizers and objects of libraries (`nn.Module` excepted) are not looked into, unless
-    `code` says so. Values of tensors are not copied: a capture writes none. A file of code leads to what functions that
-    are looked into name there: what else it holds may be a notebook's whole state.
+    Values of tensors are not copied: a capture writes none.
 
     Args:
         *roots: modules, functions and other objects.
         tensors: False leaves out where tensors lie, and dispatches no operator.
-        code: how many classes, functions and files of code a place may be away.
+        code: True reads code as well.
         breaks: False leaves out the code of eager breaks.
 
     Attributes:
-        things: everything that was looked into.
+        walk: what led to everything that was come to.
     """
 
     @without_collections()
-    def __init__(self, *roots: Any, tensors: bool = True, code: int = 0, breaks: bool = True) -> None:
+    def __init__(self, *roots: Any, tensors: bool = True, code: bool = False, breaks: bool = True) -> None:
+        self.walk = walk = Walk(roots, Policy(code=DEPTH if code else 0, breaks=breaks))
         # By id: the place, what it held, and True if no code lies on the way to it.
-        self._places: dict[int, tuple[Any, Any, bool]] = {}
-        self._ways: dict[int, tuple[Any, int]] = {}  # by id: a thing that was looked into, and what led to it
-        # By id, without an object each, which Python would collect garbage for: empty dicts, and what led to them. They
-        # are no places until they are filled. Of the first so many no code lies on the way.
-        self._empty: dict[int, Any] = {}
-        self._led: dict[int, int] = {}
-        self._empty_near = 0
-        self._modules: list[tuple[nn.Module, type]] = []
-        found: list[Tensor] = []
-        kinds = _Kinds()
-        # What to look into, the id of what led there, and how much code lies on the way.
-        near = collections.deque((plain(root), 0, 0) for root in roots)
-        far: collections.deque[tuple[Any, int, int]] = collections.deque()
-        while (near or (code and far)) and len(self._places) < (MAX_OBJECTS if near else _MAX_PLACES):
-            own = bool(near)
-            value, above, away = (near or far).popleft()
-            at, kind = id(value), kinds[type(value)]
-            if own and kind is OPAQUE:
-                far.append((value, above, away))
-            elif at not in self._ways and at not in self._empty:
-                self._ways[at] = value, above
-                away += issubclass(type(value), _CODE)
-                if kind is Tensor:
-                    found.append(value)
-                if kind is Tensor or away > code or _is_closed(value, breaks):
-                    continue
-                before = held_by(value)
-                if before is not None and (own or kind is not tuple):
-                    self._places[at] = value, before, own
-                is_module = issubclass(type(value), nn.Module)
-                if is_module and own:
-                    self._modules.append((value, type(value)))
-                held = () if _is_globals(value) else before or ()
-                for item in held.values() if isinstance(held, dict) else held:
-                    if type(item) in _EXACT and not item:  # most are, a module's ten for hooks
-                        if own or not is_module:
-                            self._empty[id(item)] = item
-                            self._led.setdefault(id(item), at)
-                            self._empty_near = len(self._empty) if own else self._empty_near
-                    elif (leads := kinds[type(item)]) is not None and (own or leads is not Tensor):
-                        (near if own else far).append((item, at, away))
-                far.extend(
-                    (thing, at, away)
-                    for thing in (_beyond(value, before) if code else ())
-                    if kinds[type(thing)] not in (None, Tensor)
-                )
-        self.things = [thing for thing, _ in self._ways.values()]
-        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)] if tensors else []
+        self._places: dict[int, tuple[Any, Any, bool]] = {id(opened[0]): opened for opened in walk}
+        near = (thing for thing, _, own in self._places.values() if own)
+        self._modules = [(thing, type(thing)) for thing in near if issubclass(type(thing), nn.Module)]
+        found = walk.tensors if tensors else ()
+        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)]
         self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
 
     def changes(self, *, code: bool = False) -> dict[str, Any]:
@@ -356,7 +211,7 @@ class Snapshot:
         found: dict[str, Any] = {}
         named = {
             name
-            for thing in self.things
+            for thing, *_ in self.walk.ways.values()
             if code and type(thing) is types.FunctionType
             for name in names_in(thing.__code__)
         }
@@ -366,13 +221,13 @@ class Snapshot:
                 keys = [
                     key
                     for key in now | before
-                    if (own or (issubclass(type(now.get(key)), ATOMS) and (key in named or not _is_globals(now))))
+                    if (own or (issubclass(type(now.get(key)), ATOMS) and (key in named or not is_globals(now))))
                     and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
-                found |= {self._name(key, holder): now.get(key) for key in keys}
+                found |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
             elif not is_same(now, before) and (own or all(issubclass(type(item), ATOMS) for item in now)):
-                found[self.name_of(holder)] = now
-        return found | {self.name_of(tensor): part for part, _, _, tensor in self._moved()}
+                found[self.walk.path(holder)] = now
+        return found | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
     def put_back(self, names: Collection[str] = ()) -> None:
         """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
@@ -385,17 +240,17 @@ class Snapshot:
             if type(module) is not kind:
                 module.__class__ = kind
         for holder, before in self._touched(code=bool(names)):
-            (above, key), own = self._ways_up(holder), self._places[id(holder)][2]
+            (above, key), own = self.walk.way_to(holder), self._places[id(holder)][2]
             of_module = issubclass(type(holder), nn.Module) or (
-                issubclass(type(above), nn.Module) and key in _REGISTERED
+                issubclass(type(above), nn.Module) and key in REGISTERED
             )
             if (own and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
-                names and isinstance(before, tuple) and self.name_of(holder) in names
+                names and isinstance(before, tuple) and self.walk.path(holder) in names
             ):
                 restore(holder, before)
             else:
                 for key, _, then in _changed_entries(holder, before) if names else ():
-                    if self._name(key, holder) in names:
+                    if self.walk.path_of(key, holder) in names:
                         put(holder, key, then)
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
@@ -409,7 +264,7 @@ class Snapshot:
         shrank or a deque, stays.
         """
         notes = [
-            Note(self._name(key, place), place, key, now, then)
+            Note(self.walk.path_of(key, place), place, key, now, then)
             for place, before in self._touched(code=True)
             for key, now, then in _changed_entries(place, before)
             if all(value is ABSENT or issubclass(type(value), ATOMS) for value in (now, then))
@@ -422,10 +277,8 @@ class Snapshot:
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
-        for number, (at, holder) in enumerate(self._empty.items()):
-            if holder and at not in self._places:
-                self._ways[at] = holder, self._led[at]
-                self._places[at] = holder, {}, number < self._empty_near
+        for holder, own in self.walk.filled():
+            self._places[id(holder)] = holder, {}, own
         return [
             (holder, before)
             for holder, before, own in self._places.values()
@@ -454,9 +307,9 @@ class Snapshot:
                 if value is not before.get(key, ABSENT) and self._leads_to(value, unwanted)
             ]
             if keys:
-                names.append(self._name(keys[0], holder))
+                names.append(self.walk.path_of(keys[0], holder))
                 restore(holder, held, keys)
-        for cache in [thing for thing, *_ in self._places.values() if caches and type(thing) is _LRU]:
+        for cache in [thing for thing, *_ in self._places.values() if caches and type(thing) is LRU]:
             if any(self._leads_to(item, unwanted) for item in gc.get_referents(cache)):
                 names.append(f"the cache of {cache.__qualname__}")
                 cache.cache_clear()
@@ -464,124 +317,8 @@ class Snapshot:
 
     def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
         """True if a value is unwanted, or holds what is; what is a place itself is asked by itself."""
-        level, seen = [value], {id(value)}
-        while level and len(seen) < _MAX_PLACES:
-            if any(map(unwanted, level)):
-                return True
-            below = [
-                thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _CODE[:2])
-            ]
-            level = [thing for thing in gc.get_referents(*below) if id(thing) not in seen]
-            seen.update(map(id, level))
-        return False
-
-    def _ways_up(self, thing: Any) -> tuple[Any, Any]:
-        """Return what led to a thing, and by which key it held that."""
-        above = self._ways[id(thing)][1]
-        if not above:
-            return None, ""
-        holder = self._ways[above][0]
-        held = self._places[above][1] if above in self._places else held_by(holder)
-        return holder, next((key for key, item in items_of(held) if item is thing), "?")
-
-    def name_of(self, thing: Any) -> str:
-        """Name the place that holds a thing."""
-        holder, key = self._ways_up(thing)
-        return "" if holder is None else self._name(key, holder, thing)
-
-    def _name(self, key: Any, holder: Any, thing: Any = ABSENT) -> str:
-        """Name what a holder holds by a key, which is this thing if it is known.
-
-        It is dotted from the module, or after the first thing on the way of code to it that has a name.
-        """
-        way = [(thing, None), (holder, key)]
-        while (above := self._ways_up(way[-1][0]))[0] is not None:
-            way.append(above)
-        if (at := id(holder)) in self._places and self._places[at][2]:
-            return ".".join(map(str, reversed([key, *(up for _, up in way[2:] if up not in _REGISTERED)])))
-        held = ""
-        for at in range(1, len(way)):
-            (owner, key), kind = way[at], type(way[at][0])
-            if kind is types.FunctionType:
-                return _name_in_function(owner, [below for below, _ in way[:at]], key)
-            if _is_globals(owner):
-                return f"the global {key} of {owner.get('__name__')}"
-            if issubclass(kind, type):
-                held = held or f"the attribute {key} of class {owner.__qualname__}"
-            elif kind_of(kind) is object and not is_library(kind.__module__):
-                held = held or f"the attribute {key} of a {kind.__qualname__}"
-            if issubclass(kind, (type, nn.Module)):
-                break
-        return held or f"a {kind.__name__}"
-
-
-def _is_closed(value: Any, breaks: bool) -> bool:
-    """True for code of libraries, and of eager breaks unless these count."""
-    kind = type(value)
-    if not issubclass(kind, _CODE):
-        return False
-    is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
-    return is_break or is_library(
-        attribute_of(value, "__name__") if issubclass(kind, types.ModuleType) else value.__module__
-    )
-
-
-def _is_globals(value: Any) -> bool:
-    return type(value) is dict and "__builtins__" in value
-
-
-def _beyond(value: Any, held: Any) -> Iterable[Any]:
-    """Return what code, and objects that are not looked into, lead to beside what they hold."""
-    kind = type(value)
-    if issubclass(kind, types.ModuleType):
-        return (own_dict(value),)
-    if issubclass(kind, threading.local):  # what is this thread's
-        return (vars(value),)
-    if _is_globals(value) or issubclass(kind, _LRU):
-        return ()  # functions lead to what they name there
-    if kind is types.FunctionType:
-        return value.__globals__, *_named_by(value), value.__closure__, value.__defaults__, value.__kwdefaults__
-    if issubclass(kind, type):
-        return *value.__bases__, own_dict(sys.modules.get(value.__module__))
-    if issubclass(kind, nn.Module):
-        return (kind,)
-    if held is None:
-        return gc.get_referents(value) if is_users(kind) else ()
-    # An object's own dict is no place beside it; items of a tuple's subclass and such are no attributes.
-    return [thing for thing in gc.get_referents(value) if type(thing) is not dict]
-
-
-def _named_by(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function names in its file, and in files that it names there or has in its closure."""
-    names, cells = sorted(names_in(function.__code__)), map(held_by, function.__closure__ or ())
-    files = [function.__globals__, *_files_in(item for held in cells for item in (held or {}).values())]
-    for file in files:  # which grows meanwhile
-        things = [file[name] for name in names if name in file]
-        files += [one for one in _files_in(things) if not any(one is other for other in files)]
-        yield from things
-
-
-def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
-    return [vars(thing) for thing in things if type(thing) is types.ModuleType and not is_library(thing.__name__)]
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes that code has, and the functions in it."""
-    return set(code.co_names).union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
-
-
-def _name_in_function(function: types.FunctionType, way: Sequence[Any], key: Any) -> str:
-    """Name a place that a function leads to; `way` leads up to the function from what is there."""
-    below, closure = way[-1], function.__closure__ or ()
-    name = next((name for name, item in function.__globals__.items() if item is below), None)
-    if name is not None:
-        return f"the global {name} of {function.__globals__.get('__name__')}"
-    if below is closure:
-        variable = function.__code__.co_freevars[next(at for at, cell in enumerate(closure) if cell is way[-2])]
-        return f"the variable {variable} in the closure of {function.__qualname__}"
-    if below is function.__defaults__ or below is function.__kwdefaults__:
-        return f"a default argument of {function.__qualname__}"
-    return f"the attribute {key} of {function.__qualname__}"
+        walk = Walk([value], Policy(referring_kind, objects=MAX_BEYOND_CODE), self._places)
+        return unwanted(value) or any(unwanted(item) for _, held, _ in walk for item in held)
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:

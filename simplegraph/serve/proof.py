@@ -19,7 +19,7 @@ from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import NEAR, Snapshot
+from simplegraph.program.snapshot import Snapshot
 
 logger = logging.getLogger("simplegraph")
 
@@ -155,7 +155,7 @@ class _CallProof:
         # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
         if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
-        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module, code=NEAR)
+        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module, code=True)
         try:
             if not graph.rows:
                 try:

@@ -22,6 +22,7 @@ from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS, InputSet
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import CaptureJob
+from simplegraph.program.snapshot import put
 from simplegraph.training.gradients import leaves_reached
 from simplegraph.training.notes import BackwardNotes, look_at
 
@@ -61,15 +62,17 @@ class Leaves:
             (holder, key, held, others.get(id(held))) for _, holder, key, held in self._places
         ]
         places += [entry for module in self._recurrent for entry in _flat_lists(module, others)]
-        swapped = [entry for entry in places if entry[3] is not None and entry[0][entry[1]] is entry[2]]
+        # A tuple keeps what it has, and the autograd graph shows it.
+        places = [entry for entry in places if isinstance(entry[0], (dict, list)) and entry[3] is not None]
+        swapped = [entry for entry in places if entry[0][entry[1]] is entry[2]]
         try:
             for holder, key, _, other in swapped:
-                _set(holder, key, other)
+                put(holder, key, other)
             yield
         finally:
             for holder, key, held, other in swapped:
                 if holder[key] is other:
-                    _set(holder, key, held)
+                    put(holder, key, held)
 
 
 def _places(survey: Survey) -> Iterator[tuple[str, Any, Any, Tensor]]:
@@ -101,14 +104,6 @@ def _flat_lists(module: nn.RNNBase, stand_ins: Mapping[int, Tensor]) -> Iterator
 
 def _may_want(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _set(holder: Any, key: Any, value: Tensor) -> None:
-    """Set an item by the container's own method, whatever a class of the user's makes of it."""
-    if isinstance(holder, dict):
-        dict.__setitem__(holder, key, value)
-    elif isinstance(holder, list):
-        list.__setitem__(holder, key, value)  # a tuple keeps what it has, and the autograd graph shows it
 
 
 class StandIns:

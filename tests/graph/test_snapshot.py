@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from simplegraph.base import walk
 from simplegraph.base.objects import by_class
-from simplegraph.program import snapshot
-from simplegraph.program.snapshot import Snapshot
+from simplegraph.program.snapshot import Snapshot, is_untouched
 
 
 class Hostile(tuple[Any, ...]):
@@ -42,13 +42,15 @@ def classes(kind: type = object) -> Iterator[type]:
 
 def test_classes_of_every_kind_can_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Static classes of C have no dict that the garbage collector shows, as those of scikit-learn and of this table."""
-    monkeypatch.setattr(snapshot, "_LIBRARIES", frozenset())
+    monkeypatch.setattr(walk, "_LIBRARIES", frozenset())
     for name in ("is_users", "kind_of"):  # which remember what they say of a class
-        monkeypatch.setattr(snapshot, name, by_class(getattr(snapshot, name).__wrapped__))
-    monkeypatch.setattr(snapshot, "_MAX_PLACES", 10**6)
+        monkeypatch.setattr(walk, name, by_class(getattr(walk, name).__wrapped__))
     kinds = list(classes())
     assert len(kinds) > 1000
-    Snapshot(*kinds, code=1).release(lambda thing: False)  # one class away is each of them
+    policy = walk.Policy(walk.kind_of, code=1, beyond_code=10**6)  # one class away is each of them
+    opened = list(walk.Walk(kinds, policy))
+    assert len(opened) > 1000
+    assert sum(is_untouched(thing, held) for thing, held, _ in opened) > 1000
 
 
 def test_objects_whose_own_methods_raise_are_looked_through_and_put_back() -> None:

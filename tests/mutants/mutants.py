@@ -10,6 +10,7 @@ FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py",
 LAZY = ("tests/module/test_lazy_captures.py",)
 UNSEEN = ("tests/module/test_unseen_kernels.py",)
 ESCAPES = ("tests/module/test_escapes.py",)
+WALK = ("tests/graph/test_walk.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 FILLED = ("tests/module/test_filled_once.py",)
@@ -767,16 +768,37 @@ MUTANTS = [
     Mutant(
         "a container that does not tell its length is asked for it",
         "guard/survey.py",
-        "elif not _is_sized(value):",
-        "elif False:",
+        "held_by(container) if _is_sized(container) else None",
+        "held_by(container)",
         STALE,
     ),
     Mutant(
         "a dict that was empty is no place once it is filled",
         "program/snapshot.py",
-        "                self._places[at] = holder, {}, number < self._empty_near\n",
-        "                pass\n",
+        "            self._places[id(holder)] = holder, {}, own\n",
+        "            pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
+    ),
+    Mutant(
+        "a walk ends one container earlier",
+        "base/walk.py",
+        "own and steps > policy.depth and",
+        "own and steps >= policy.depth and",
+        WALK,
+    ),
+    Mutant(
+        "a key is asked for its own text",
+        "base/walk.py",
+        'return str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"',
+        "return str(key)",
+        WALK,
+    ),
+    Mutant(
+        "what attributes lead to is named before children",
+        "base/walk.py",
+        "elif name in REGISTERED if is_module else registered:",
+        "elif False:",
+        WALK,
     ),
     Mutant(
         "what a capture noted is forgotten when another size fails",
