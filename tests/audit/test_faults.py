@@ -267,6 +267,41 @@ def test_a_graph_that_is_gone_is_not_checked(cuda: tuple[Any, DeviceMemory]) -> 
     assert [graph.dropped for graph in audit.graphs] == [True]
 
 
+def test_a_graph_that_is_captured_into_again_is_another_one_and_the_first_is_dropped(
+    cuda: tuple[Any, DeviceMemory],
+) -> None:
+    """Engines may keep the object: what the first graph used is nobody's concern from then on."""
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        graph, before = kind(), memory.tensor(0)
+        capture(graph, ("first", (before,))).replay()
+        after = memory.tensor(1)
+        capture(graph, ("second", (after,)))
+        assert [each.dropped for each in audit.graphs] == [True, False]
+        del before
+        graph.replay()
+        assert audit.check() == []
+        assert [[name for name, _, _ in each.nodes] for each in audit.graphs] == [["first"], ["second"]]
+        assert [each.replays for each in audit.graphs] == [1, 1]
+        del after
+        graph.replay()
+    assert [(finding.kind, finding.graphs) for finding in audit.findings] == [("freed", [2])]
+
+
+def test_the_end_of_a_tensor_is_no_use_of_the_freed_memory_behind_it(cuda: tuple[Any, DeviceMemory]) -> None:
+    """Kernels are passed where their data ends, which is where other memory begins."""
+    kind, memory = cuda
+    behind: Tensor | None = memory.tensor(1)
+    behind, x = None, memory.tensor(0)
+    with sg.audit(every=1) as audit:
+        bounds = capture(kind(), ("library", (x, memory.address(1))))
+        bounds.replay()
+        assert audit.check() == []
+        capture(kind(), ("library", (memory.address(1),))).replay()
+    assert [(finding.kind, finding.graphs) for finding in audit.findings] == [("freed", [2])]
+    assert behind is None
+
+
 def test_a_weight_that_is_no_longer_shared_moved_for_one_name_only(cuda: tuple[Any, DeviceMemory]) -> None:
     kind, memory = cuda
     with sg.audit(every=1) as audit:

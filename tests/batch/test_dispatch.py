@@ -365,3 +365,35 @@ class TestAdvice:
         assert refused.mode is NONE
         assert told.advice(refused).endswith(advice)
         assert Dispatcher(config.replace(**change)).dispatch(*batch).mode is FULL
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_ranks_run_the_smallest_captured_graph_that_holds_what_they_agree_on(mode):
+    """A full one if all of them can; ranks that were eager where such a graph is would lose all that it saves."""
+    config = CudaGraphConfig(mode=mode, capture_sizes=[4, 8, 16], decode_capture_sizes=[2, 6], max_num_seqs=12)
+    ranks = Dispatcher(config, lora_cases=(0, 3))
+    captured = ranks.descriptors()
+    modes = []
+    for lowest, size, loras in itertools.product((NONE, PIECEWISE, FULL), (1, 2, 6, 8, 16, 17), (0, 1, 3, 4)):
+        found = ranks.agreed(lowest, size, loras, num_tokens=1)
+        fitting = [
+            (key.num_tokens, key)
+            for kind, key in captured
+            if kind is found.mode and key.num_tokens >= size and key.num_active_loras == (3 if loras else 0)
+        ]
+        holding = {
+            kind
+            for kind, key in captured
+            if key.num_tokens >= size and loras <= key.num_active_loras and kind in (lowest, PIECEWISE)
+        }
+        wanted = NONE if lowest is NONE else next((kind for kind in (FULL, PIECEWISE) if kind in holding), NONE)
+        assert found.mode is wanted, (lowest, size, loras)
+        assert found.reason is Reason.OTHER_RANKS
+        if wanted is not NONE:
+            assert found.descriptor == min(fitting)[1]
+        assert found.descriptor.num_tokens >= size
+        assert found.padding == found.descriptor.num_tokens - 1
+        modes.append(found.mode)
+    assert {NONE, FULL} <= set(modes) if "FULL" in mode else {NONE, PIECEWISE} <= set(modes)
+    with pytest.raises(CaptureSizeError, match="at least one token"):
+        ranks.agreed(FULL, 0, 0, num_tokens=0)

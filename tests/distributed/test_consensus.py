@@ -15,7 +15,6 @@ import torch.distributed as dist
 import bench.host_overhead.consensus
 import simplegraph as sg
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attend, attending
-from simplegraph.batch.dispatch import Dispatcher
 from simplegraph.distributed.ranks import Vote
 from tests.distributed.launch import run_ranks, values
 
@@ -90,23 +89,6 @@ def test_the_benchmark_of_a_step_gives_figures_for_every_number_of_ranks(tmp_pat
     results = json.loads(out.read_text())["results"]
     assert 0 < results["1"]["median_us"] < results["2"]["median_us"] <= results["2"]["p99_us"]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ranks", "-----", "1", "2"]
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_whatever_ranks_agree_on_is_a_graph_that_is_captured_or_eager(mode: str) -> None:
-    config = sg.CudaGraphConfig(mode=mode, capture_sizes=[4, 8, 16], decode_capture_sizes=[2, 6], max_num_seqs=12)
-    dispatcher = Dispatcher(config)
-    captured = set(dispatcher.descriptors())
-    for lowest in (NONE, PIECEWISE, FULL):
-        for size in (1, 2, 6, 8, 16, 17):
-            found = dispatcher.agreed(lowest, size, 0, num_tokens=1)
-            assert found.mode is NONE or found[:2] in captured
-            assert found.mode is NONE or lowest is not NONE
-            assert found.mode is not FULL or lowest is FULL
-            assert found.descriptor.num_tokens >= size
-            assert found.padding == found.descriptor.num_tokens - 1
-    with pytest.raises(sg.CaptureSizeError, match="at least one token"):
-        dispatcher.agreed(FULL, 0, 0, num_tokens=0)
 
 
 HEADS, DIM, EXPERTS = 2, 8, 4

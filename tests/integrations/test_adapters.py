@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,15 +97,19 @@ def test_switching_per_request_captures_each_adapter_once(device: torch.device) 
 
 
 @torch.inference_mode()
-def test_an_adapter_for_each_row_is_refused_with_the_line(device: torch.device) -> None:
+def test_each_row_has_the_adapter_that_its_call_names(device: torch.device) -> None:
+    """Names are part of the key, and the rows of each adapter, a list of numbers, are as frozen as they are."""
     model = sg.wrap(adapted(device), capture_sizes=[2], progress=False)
     ids = torch.randint(3, tiny.VOCABULARY, (2, 7), device=device)
-    for names in (["x", "y"], ["y", "x"], ["x", "y"]):
+    answers = []
+    for names in [["x", "y"], ["y", "x"], ["x", "x"]] * 4:
         expected = sg.unwrap(model)(input_ids=ids, adapter_names=names).last_hidden_state
         found = model(input_ids=ids, adapter_names=names).last_hidden_state
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert model.graph_stats.replays == 0
-    assert "peft/tuners/lora/layer.py" in str(model.graph_report())
+        answers.append(found)
+    assert not any(torch.allclose(one, other, rtol=0.1) for one, other in itertools.combinations(answers[-3:], 2))
+    if device.type == "cpu":
+        assert (model.graph_stats.captures, model.graph_stats.replays) == (3, 9)
 
 
 @torch.inference_mode()

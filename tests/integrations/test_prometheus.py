@@ -129,6 +129,27 @@ def test_a_counter_never_falls_while_graphs_are_dropped_by_another_thread(device
     assert values(registry, model.graph_stats)["replays_total"] > 0
 
 
+def test_a_scrape_between_the_moves_of_a_total_sees_no_counter_fall(device: torch.device, registry: Any) -> None:
+    """A dropped graph's total is its wrapper's a moment later: each of the two moments is scraped here."""
+    model = sg.wrap(Served().to(device).eval(), capture_sizes=[2], progress=False, verify=0)
+    for _ in range(5):
+        model(torch.zeros(2, 4, device=device))
+    stats = model.graph_stats
+    before = values(registry, stats)
+    graphs = dict(stats.graphs)
+    stats.graphs.clear()
+    assert stats.replays < before["replays_total"], "the moment that this is about"
+    between = values(registry, stats)
+    assert {name: between[name] for name in between if name.endswith("_total")} == {
+        name: before[name] for name in before if name.endswith("_total")
+    }
+    assert (before["graphs"], between["graphs"]) == (1, 0), "what is no counter is as it is"
+    stats.graphs.update(graphs)
+    for _ in range(3):
+        model(torch.zeros(2, 4, device=device))
+    assert values(registry, stats)["replays_total"] == before["replays_total"] + 3
+
+
 def test_replays_know_nothing_of_scrapes(device: torch.device, registry: Any) -> None:
     model = sg.wrap(Served().to(device).eval(), capture_sizes=[2, 4, 8], progress=False)
     model.capture_graphs(torch.zeros(8, 4, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,52 @@ def test_capturing_again_does_nothing_until_a_reset(engine: Engine) -> None:
         engine.step(count)
     assert manager.stats.replays == 1 + 3, "dropped graphs' replays still count"
     assert manager.stats.captures == 8
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(["passes on", "returns nothing", "makes a tensor"], repeat=2)])
+def test_a_break_that_returns_something_else_after_a_reset_is_captured_as_it_is_then(
+    device: torch.device, kinds: tuple[str, str]
+) -> None:
+    """What warmups before it learnt of breaks would stand in captures for what they return now."""
+    manager = CudaGraphManager(device=device, capture_sizes=SIZES, mode="PIECEWISE", progress=False)
+    x, then = torch.zeros(8, WIDTH, device=device), [*kinds]
+
+    @sg.eager_break
+    def attention(rows: Tensor) -> Tensor | None:
+        if then[0] == "makes a tensor":
+            return rows * 3
+        return rows if then[0] == "passes on" else None
+
+    def forward(mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        rows = x[: descriptor.num_tokens] * 2
+        attended = attention(rows)
+        return (rows.add_(1) if attended is None else attended) * 5
+
+    while then:
+        summary = manager.capture(forward)
+        assert (summary.captured, summary.failed) == (len(SIZES), {})
+        for count in (8, 3, 1):
+            x[:count] = torch.randn(count, WIDTH, device=device)
+            batch = manager.dispatch(count)
+            found = manager.run(batch, forward)
+            torch.testing.assert_close(found[:count], forward(NONE, batch.descriptor)[:count])
+        assert not manager.stats.eager
+        manager.reset()
+        del then[0]
+    assert manager.stats.replays == 6
+
+
+def test_a_size_that_failed_is_captured_after_a_reset(engine: Engine) -> None:
+    def failing(mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        return engine.forward(mode, descriptor) * float(engine.x.sum())
+
+    manager = engine.manager
+    assert len(manager.capture(failing).failed) == len(SIZES)
+    assert not manager.needs_capture()
+    manager.reset()
+    assert manager.capture(engine.forward).captured == len(SIZES)
+    engine.step(3)
+    assert (manager.stats.replays, manager.stats.eager.total()) == (1, 0)
 
 
 def test_dropped_graphs_give_their_memory_back(engine: Engine, measured: None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.fused.optimizing import folded
 from tests.module.answers import reasons
 from tests.optimizing.models import SHAPE, Block, Net, new_state, settle, stack
 
@@ -263,6 +264,47 @@ def test_a_change_of_weights_or_layers_is_never_missed(change, wrapped):
         close(model(x), original(x))
     if wrapped:
         assert not {"capture_failed", "proof_failed"} & reasons(model).keys(), model.graph_report()
+
+
+@pytest.mark.parametrize("change", ["conv bias", "norm weight", "norm bias", "mean", "variance"])
+@pytest.mark.parametrize("wrapped", [pytest.param(True, marks=pytest.mark.proofs), False])
+def test_a_write_to_the_tensor_that_was_written_least_is_never_missed(change, wrapped):
+    """After many steps on the weight, as of a head whose norm is frozen, no version of another is the highest."""
+    module = stack()
+    for _ in range(9):
+        module[0].weight.mul_(1)
+        module[3].weight.mul_(1)
+    original, x = twin(module), torch.randn(SHAPE)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2]) if wrapped else module
+    for _ in range(4):
+        close(model(x), original(x))
+    before = original(x)
+    for each in (module, original):
+        CHANGES[change](each)
+    assert not torch.allclose(original(x), before, rtol=1e-2)
+    for _ in range(3):
+        close(model(x), original(x))
+
+
+def test_replays_between_which_nothing_was_written_do_not_look_at_every_weight(monkeypatch):
+    """Of a large model that would take longer than the replay."""
+    looked, is_stale = [], folded.Fold.is_stale
+    module, x = stack(), torch.randn(SHAPE)
+    for _ in range(9):
+        module[0].weight.mul_(1)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2], verify=0)
+    for _ in range(4):
+        model(x)
+    monkeypatch.setattr(folded.Fold, "is_stale", lambda self: looked.append(self) or is_stale(self))
+    replays = model.graph_stats.replays
+    for _ in range(3):
+        model(x)
+    assert (model.graph_stats.replays, looked) == (replays + 3, [])
+    module[1].bias.add_(1)
+    model(x)
+    assert looked != []
 
 
 def test_writes_through_data_are_folded_by_refresh():

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -432,6 +433,34 @@ def test_a_sleep_that_fails_leaves_everything_awake(device: torch.device, monkey
         model.sleep()
     assert same(answers(model, x), wanted)
     monkeypatch.undo()
+    model.sleep()
+    model.wake()
+    assert same(answers(model, x), wanted)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_sleep_that_fails_or_is_interrupted_keeps_no_copy_on_the_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Pinned copies of all weights would stay for as long as the model does."""
+    model, x, wanted = captured(device)
+    make, made = regions.MemoryRegion.host_buffer, []
+
+    def fails_at_last(self: Any, size: int) -> Tensor:
+        if self.part == "graphs":
+            raise error("stopped")
+        buffer = make(self, size)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(regions.MemoryRegion, "host_buffer", fails_at_last)
+        with pytest.raises(error, match="stopped"):
+            model.sleep()
+    gc.collect()
+    assert made, "the weights were copied when it stopped"
+    assert [buffer() for buffer in made] == [None] * len(made)
+    assert same(answers(model, x), wanted)
     model.sleep()
     model.wake()
     assert same(answers(model, x), wanted)

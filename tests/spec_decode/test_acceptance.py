@@ -123,6 +123,21 @@ def test_a_draft_that_draws_as_the_target_does_is_always_taken() -> None:
         assert accepted.counts.tolist() == [1]
 
 
+def test_a_draft_refused_by_rounding_alone_is_replaced_by_a_draw_of_the_target() -> None:
+    """Rounding leaves nothing of p - q to draw from: the next token is one of p, and not always the first."""
+    q = torch.tensor([0.25, 0.5, 0.25, 0.0])
+    p = q * (1 - 2**-22)
+    drawn = set()
+    for share in (0.1, 0.3, 0.6, 0.9):
+        noise = torch.tensor([[1 - 2**-24, share]])
+        accepted = rejection_sample(torch.tensor([[1]]), p.expand(1, 2, 4), noise, q.expand(1, 1, 4))
+        assert accepted.counts.tolist() == [0], "the case that this is about"
+        running = p.double().cumsum(0)
+        assert accepted.tokens.tolist() == [[int((running <= share * running[-1]).sum()), -1]]
+        drawn.add(int(accepted.tokens[0, 0]))
+    assert drawn == {0, 1, 2}
+
+
 def test_a_token_without_probability_is_never_drawn() -> None:
     p = torch.zeros(4, 2, 5)
     p[..., 2] = 1.0

@@ -801,6 +801,79 @@ def test_static_gradients_of_outputs_hold_any_layout(device):
         assert_same(model, plain)
 
 
+class ByLayout(torch.autograd.Function):
+    """Doubles; its backward rounds otherwise for a gradient of another layout, as kernels do, or if it is told to."""
+
+    wrong_in_capture = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        wrong = ByLayout.wrong_in_capture and graph_device(grad.device).is_capturing()
+        return grad * (2 if grad.is_contiguous() and not wrong else 2 + 2**-21)
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("layout", ["as captured", "another"])
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong in its last bits"])
+def test_a_backward_may_round_otherwise_for_another_layout_alone(device, layout, wrong, monkeypatch):
+    """Else graphs of a loss that sums, whose gradients have strides of 0, would be refused, or wrong ones be served."""
+
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return ByLayout.apply(super().forward(x))
+
+    monkeypatch.setattr(ByLayout, "wrong_in_capture", wrong)
+    plain, model = twins(lambda: Doubling(WIDTH, 3), device)
+    ones = torch.ones(ROWS, 3, device=device)
+    for x, _ in batches(4, device):
+        for each in (plain, model):
+            each(x).backward(ones if layout == "as captured" else ones[:1, :1].expand(ROWS, 3))
+    refused = wrong and layout == "as captured"
+    assert ("capture_failed" in reasons(model)) is refused
+    assert replays(model) == ({} if refused else {"FORWARD": 2, "BACKWARD": 2})
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0 if refused else 1e-5, atol=0)
+
+
+class Overwriting(torch.autograd.Function):
+    """Its backward writes over what its forward left, as in-place kernels do."""
+
+    added = staticmethod(lambda grad: 1.0)
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.left = x * 2
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.left.add_(Overwriting.added(grad))
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong in its capture"])
+def test_a_backward_that_writes_over_what_its_forward_left_is_compared_from_there(device, wrong, monkeypatch):
+    """Else its second replay would differ from the first one, and hide that both differ from eager."""
+
+    class Left(nn.Linear):
+        def forward(self, x):
+            return Overwriting.apply(super().forward(x))
+
+    capturing = graph_device(device).is_capturing
+    monkeypatch.setattr(Overwriting, "added", staticmethod(lambda grad: 1.25 if wrong and capturing() else 1.0))
+    plain, model = twins(lambda: Left(WIDTH, 3), device)
+    for x, _ in batches(4, device):
+        step(plain, x)
+        step(model, x)
+    assert_same(model, plain)
+    assert ("capture_failed" in reasons(model)) is wrong
+    assert replays(model) == ({} if wrong else {"FORWARD": 2, "BACKWARD": 2})
+
+
 @pytest.mark.proofs
 def test_a_tensor_that_the_eager_run_of_a_proof_adds_to_a_cache_leaves_the_graphs(device):
     armed: list[bool] = []

@@ -1,4 +1,4 @@
-"""Learning rates that change cost no graphs, and arrive after an optimizer's groups were loaded, with whatever else."""
+"""Learning rates that change cost no graphs, are those of each group, and arrive after groups were loaded."""
 
 from __future__ import annotations
 
@@ -67,3 +67,46 @@ def test_a_schedule_of_a_rate_that_is_read_once_needs_one_graph(device: torch.de
             results.append(model.weight.detach().clone())
     assert torch.equal(*results)
     assert (step.graph_stats.captures, step.graph_stats.replays) == (1, steps - 2)
+
+
+# Of two groups, such as a backbone and a head: one changes without the other, in both directions.
+RATES = [(0.5, 0.25), (0.5, 0.125), (0.5, 0.75), (0.125, 0.75), (0.25, 0.75), (0.25, 0.5), (0.75, 0.125)]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["groups of one optimizer", "two optimizers"])
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_each_group_is_trained_at_its_own_rate_whichever_of_them_changes(
+    several: bool, tensors: bool, device: torch.device
+) -> None:
+    results: list[list[Tensor]] = []
+    step: Any = None
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to(device)
+        groups = [{"params": list(layer.parameters()), "lr": torch.tensor(0.5) if tensors else 0.5} for layer in model]
+        made = [groups[:1], groups[1:]] if several else [groups]
+        optimizers = [torch.optim.SGD(each, fused=True) for each in made]
+
+        def step_fn(x: Tensor, model: nn.Module = model, optimizers: list[Any] = optimizers) -> Tensor:
+            for each in optimizers:
+                each.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+            return loss.detach()
+
+        step = sg.train_step(step_fn, optimizers=optimizers, modules=[model]) if graphed else step_fn
+        found = []
+        for rates in [RATES[0]] * 4 + RATES:
+            for group, rate in zip([group for each in optimizers for group in each.param_groups], rates, strict=True):
+                if tensors:
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            step(torch.randn(4, 6, device=device))
+            found.append(torch.cat([layer.weight.detach().flatten() for layer in model]))
+        results.append(found)
+    assert [call for call, pair in enumerate(zip(*results, strict=True)) if not torch.equal(*pair)] == []
+    assert step.graph_stats.captures == 1
+    assert step.graph_stats.replays >= len(RATES)

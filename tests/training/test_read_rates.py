@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -203,6 +204,30 @@ def test_user_code_around_an_optimizers_step_sees_the_number(where: str, raises:
     assert [len(held) for held in hooks] == [int(where == "a pre-hook"), int(where == "a post-hook")]
 
 
+def test_a_rate_is_the_users_number_after_an_optimizer_whose_step_failed(device: torch.device) -> None:
+    """A trainer that catches the error saves a checkpoint, or goes on."""
+    model = nn.Linear(6, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+
+    def step_fn(x: Tensor, fails: bool) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if fails:
+            model.weight.grad = model.weight.grad.to_sparse()  # which a fused kernel takes none of
+        optimizer.step()
+
+    step = sg.train_step(step_fn, optimizers=optimizer, modules=[model])
+    x = torch.ones(4, 6, device=device)
+    for fails in (False, True, True, False, False, True, False):
+        if fails:
+            with pytest.raises(RuntimeError, match="sparse"):
+                step(x, fails)
+        else:
+            step(x, fails)
+        assert type(optimizer.param_groups[0]["lr"]) is float
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+
+
 def test_a_rate_that_the_step_sets_is_used_as_eager_uses_it(device: torch.device) -> None:
     results = []
     for graphed in (False, True):
@@ -226,6 +251,39 @@ def test_a_rate_that_the_step_sets_is_used_as_eager_uses_it(device: torch.device
             step(torch.full((4, 6), 1.0 + call, device=device))
         results.append(model.weight.detach().clone())
     assert torch.equal(*results)
+
+
+def test_a_rate_that_the_step_writes_in_place_falls_at_every_call_as_in_eager(device: torch.device) -> None:
+    """A replay would train at the rate of the capture for good."""
+    results = []
+    step: Any = None
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), fused=True)
+        decays = functools.partial(optimizer.param_groups[0]["lr"].mul_, 0.75)
+
+        def step_fn(
+            x: Tensor,
+            model: nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            decays: Callable[[], Any] = decays,
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            decays()
+            return loss.detach()
+
+        step = sg.train_step(step_fn, optimizers=optimizer, modules=[model]) if graphed else step_fn
+        for call in range(CALLS):
+            step(torch.full((4, 6), 1.0 + call, device=device))
+        results.append((model.weight.detach().clone(), float(optimizer.param_groups[0]["lr"])))
+    (ours, rate), (theirs, expected) = results
+    assert rate == expected == pytest.approx(0.5 * 0.75**CALLS)
+    assert torch.equal(ours, theirs)
+    assert "scheduler.step() outside" in step.graph_stats.details[Reason.UNTRAINABLE]
 
 
 def test_an_eager_call_is_the_optimizers_own_with_the_users_number(device: torch.device) -> None:
