@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from simplegraph.manager.lifecycle import EDGES, REFUSALS, VERDICT_EDGES, Stage, Verdict
+from simplegraph.manager.lifecycle import EDGES, REFUSALS, VERDICT_EDGES, RowVerdict, Stage
 
 
 def drawing() -> str:
     """Draw the stages of a size in a column, and list the other edges, the verdicts of row counts, and refusals."""
     lines = ["```text", "The next call of a size:", "", *_stages(), "", "Other ways:", *_columns(_other_edges())]
-    lines += ["", "Row counts of a captured size:", *_columns((verdict.name, verdict.value) for verdict in Verdict)]
+    lines += ["", "Row counts of a captured size:", *_columns((verdict.name, verdict.value) for verdict in RowVerdict)]
     lines += _columns((f"{one.name} -> {other.name}", why) for (one, other), why in VERDICT_EDGES.items())
     lines += ["", "Refused:"]
     for rule in REFUSALS:

@@ -65,7 +65,7 @@ EDGES: dict[tuple[Stage, Event], Stage] = {
 }
 
 
-class Verdict(enum.Enum):
+class RowVerdict(enum.Enum):
     """The verdict of a row count that a captured size serves. The value says what its next call does."""
 
     DUE = "runs eagerly, and is compared with a replay"
@@ -74,15 +74,18 @@ class Verdict(enum.Enum):
     REFUSED = "runs eagerly"
 
 
-SERVED = frozenset({Verdict.PROVEN, Verdict.UNVERIFIED})
+SERVED = frozenset({RowVerdict.PROVEN, RowVerdict.UNVERIFIED})
 # (before, after) -> what leads there.
-VERDICT_EDGES: dict[tuple[Verdict, Verdict], str] = {
-    (Verdict.DUE, Verdict.PROVEN): "a replay equals eager",
-    (Verdict.PROVEN, Verdict.DUE): "so many replays came that one is compared again, or the size is captured again",
-    (Verdict.DUE, Verdict.UNVERIFIED): "a call writes more memory than can be compared, or `verify` is 0",
-    (Verdict.UNVERIFIED, Verdict.DUE): "the size is captured again",
-    (Verdict.DUE, Verdict.REFUSED): "only this batch size was seen so far",
-    (Verdict.REFUSED, Verdict.DUE): "another call runs eagerly, or the graph is gone",
+VERDICT_EDGES: dict[tuple[RowVerdict, RowVerdict], str] = {
+    (RowVerdict.DUE, RowVerdict.PROVEN): "a replay equals eager",
+    (
+        RowVerdict.PROVEN,
+        RowVerdict.DUE,
+    ): "so many replays came that one is compared, or the size is captured again",
+    (RowVerdict.DUE, RowVerdict.UNVERIFIED): "a call writes more memory than can be compared, or `verify` is 0",
+    (RowVerdict.UNVERIFIED, RowVerdict.DUE): "the size is captured again",
+    (RowVerdict.DUE, RowVerdict.REFUSED): "only this batch size was seen so far",
+    (RowVerdict.REFUSED, RowVerdict.DUE): "another call runs eagerly, or the graph is gone",
 }
 
 
@@ -143,15 +146,15 @@ class SizeRecord:
     """
 
     stage: Stage = Stage.UNSEEN
-    rows: dict[int, Verdict] = dataclasses.field(default_factory=dict)
-    others: Verdict = Verdict.DUE
+    rows: dict[int, RowVerdict] = dataclasses.field(default_factory=dict)
+    others: RowVerdict = RowVerdict.DUE
     failure: CaptureError | None = None
     refusal: CannotBind | None = None
 
     def happened(self, event: Event) -> None:
         """Change the stage as an event does; row counts that were refused are tried again."""
         self.stage = EDGES.get((self.stage, event), self.stage)
-        self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not Verdict.REFUSED}
+        self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not RowVerdict.REFUSED}
 
     def count_warmups(self, left: int) -> None:
         """Note how many warmups are left to run before the capture."""
@@ -161,7 +164,7 @@ class SizeRecord:
         """Note that the size is captured; `compare` if calls are to be compared with replays."""
         self.happened(Event.RECORDED)
         self.refusal = self.failure = None
-        self.others = Verdict.DUE if compare else Verdict.UNVERIFIED
+        self.others = RowVerdict.DUE if compare else RowVerdict.UNVERIFIED
 
     def refuse(self, why: CannotBind, failure: CaptureError | None = None) -> None:
         """Let calls of the size run eagerly; `failure` is the capture's, for the report."""
@@ -178,7 +181,7 @@ class SizeRecord:
 
     def refuse_rows(self, rows: int) -> None:
         """Let calls of so many rows run eagerly, until something more is learnt."""
-        self.rows[rows] = Verdict.REFUSED
+        self.rows[rows] = RowVerdict.REFUSED
 
     def drop(self, event: Event) -> None:
         """Note that there is no graph any more; row counts that were proven are proven again by one comparison."""
@@ -212,13 +215,13 @@ class CapturedGraph:
     operators: int | None = None
     freed: Callable[[], str | None] = lambda: None
 
-    def verdict(self, rows: int) -> Verdict:
+    def verdict(self, rows: int) -> RowVerdict:
         """Return the verdict of calls of so many rows."""
         record = self.record
-        if record.others is Verdict.UNVERIFIED:
+        if record.others is RowVerdict.UNVERIFIED:
             return record.others
         verdict = record.rows.get(rows, record.others)
-        return Verdict.DUE if verdict is Verdict.PROVEN and not self.replays_until_proof else verdict
+        return RowVerdict.DUE if verdict is RowVerdict.PROVEN and not self.replays_until_proof else verdict
 
     @property
     def rows(self) -> Collection[int] | None:
@@ -226,10 +229,10 @@ class CapturedGraph:
 
         None if one comparison stands for all row counts, or none is made.
         """
-        if self.record.others is not Verdict.DUE:
+        if self.record.others is not RowVerdict.DUE:
             return None
         proven = self.record.rows if self.distance else {}
-        return [rows for rows, verdict in proven.items() if verdict is Verdict.PROVEN]
+        return [rows for rows, verdict in proven.items() if verdict is RowVerdict.PROVEN]
 
     def keeps_writing_elsewhere(self) -> bool:
         """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
@@ -248,14 +251,14 @@ class CapturedGraph:
             self.distance = 2 * self.distance or distance
             self.replays_until_proof = self.distance or -1
         if each:
-            self.record.rows[rows] = Verdict.PROVEN
+            self.record.rows[rows] = RowVerdict.PROVEN
         else:
-            self.record.others = Verdict.PROVEN
+            self.record.others = RowVerdict.PROVEN
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
 
     def leave_unverified(self, why: str) -> None:
         """Note that no call can be compared, and why."""
-        self.record.others, self.replays_until_proof = Verdict.UNVERIFIED, -1
+        self.record.others, self.replays_until_proof = RowVerdict.UNVERIFIED, -1
         self._note(f"unverified: {why}")
 
     def drop(self, event: Event) -> None:

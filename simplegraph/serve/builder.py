@@ -31,7 +31,7 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey, device_of_state
-from simplegraph.manager.lifecycle import ModuleRecord, SizeRecord, Stage, Verdict
+from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
@@ -203,7 +203,7 @@ class GraphBuilder:
             descriptor, padding = dataclasses.replace(descriptor, num_tokens=rows), 0
         key = (binding.signature, mode, descriptor)
         graph, record = table.graphs.get(key), binding.sizes.get(key)
-        refused = record is not None and (record.refusal or record.rows.get(rows) is Verdict.REFUSED)
+        refused = record is not None and (record.refusal or record.rows.get(rows) is RowVerdict.REFUSED)
         if mode is CudaGraphMode.NONE or refused:
             return []
         if padding and (binding.padding_refusal or binding.draws):
@@ -213,7 +213,7 @@ class GraphBuilder:
                 return []
             warmups = self.warmups_left(binding, rows, mode, descriptor)
             return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
-        return ["proof"] * (graph.verdict(rows) is Verdict.DUE)
+        return ["proof"] * (graph.verdict(rows) is RowVerdict.DUE)
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
         """Surround eager runs by the stream that they run on: that of captures."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from simplegraph.base.context import bypassed
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.memory import Undo, drawn_generators
+from simplegraph.call.memory import MemoryInUse, Undo, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -33,8 +33,24 @@ _SHARE = 0.01  # of the time that replays take: what comparing some of them agai
 _COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
-def prove(owner: Any, call: Call, plan: Plan) -> Any:
-    """Serve a call eagerly, and prove its graph, which a `GraphBuilder` owns, by replays that start where eager did.
+class GraphOwner(Protocol):
+    """Owns the graphs of a module, as a `GraphBuilder` does: is told what a proof finds.
+
+    Attributes:
+        seen: memory that the forward was seen to use beside its arguments.
+    """
+
+    seen: MemoryInUse
+
+    def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds."""
+
+    def refuse(self, call: Call, cause: str, remedy: str) -> None:
+        """Give up the graph of the call's size."""
+
+
+def prove(owner: GraphOwner, call: Call, plan: Plan) -> Any:
+    """Serve a call eagerly, and prove its graph by replays that start where eager did.
 
     A graph whose effects differ serves no call: its size runs eagerly from now on or, if padding made the difference,
     every padded batch of such calls does.
@@ -47,7 +63,9 @@ def prove(owner: Any, call: Call, plan: Plan) -> Any:
         return _CallProof(owner, call, plan).run()
 
 
-def learn_writes(owner: Any, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory) -> bool:
+def learn_writes(
+    owner: GraphOwner, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory
+) -> bool:
     """Note what a proof's eager run wrote; True if it is more than was known, so that a replay could not be undone."""
     binding, memory = call.binding, call.memory
     unknown = not proof.written_inputs <= binding.written
@@ -63,7 +81,7 @@ def first_distance(cost: float, verify: int) -> int:
 
 
 class _CallProof:
-    def __init__(self, owner: Any, call: Call, plan: Plan) -> None:
+    def __init__(self, owner: GraphOwner, call: Call, plan: Plan) -> None:
         self._owner = owner
         self._call = call
         self._plan = plan

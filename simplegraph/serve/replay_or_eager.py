@@ -245,7 +245,7 @@ class GraphRunner:
     trains = False
     builder_kind = GraphBuilder
     replays_per_call = 1
-    prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)
+    prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)  # of the builder and the plan that it makes
 
     def __init__(
         self,

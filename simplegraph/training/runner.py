@@ -80,7 +80,7 @@ class PairRunner(GraphRunner):
         return rows, Dispatch(CudaGraphMode.FULL, BatchDescriptor(rows), Reason.EXACT, 0)
 
     @staticmethod
-    def prove(builder: Any, call: Call, plan: Any) -> Any:
+    def prove(builder: PairBuilder, call: Call, plan: PairPlan) -> Any:
         """Run forward and backward eagerly, and compare replays with them."""
         return plan.serve(PairProof(plan, builder, call), call.leaves)
 

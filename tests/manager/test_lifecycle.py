@@ -23,10 +23,10 @@ from simplegraph.manager.lifecycle import (
     CapturedGraph,
     Event,
     ModuleRecord,
+    RowVerdict,
     SignatureRecord,
     SizeRecord,
     Stage,
-    Verdict,
 )
 from simplegraph.manager.stats import GraphCounters
 from tests.test_house import PACKAGE, ROOT
@@ -54,11 +54,11 @@ def test_a_size_is_learnt_warmed_up_captured_and_begins_again_when_a_weight_move
         stages.append(record.stage)
     # The next call brings a stage up to date: after two warmups it captures.
     assert stages == [Stage.LEARNT, Stage.LEARNT, Stage.CAPTURED, Stage.CAPTURED, Stage.CAPTURED]
-    assert record.rows == {4: Verdict.PROVEN}
+    assert record.rows == {4: RowVerdict.PROVEN}
     model.weight.data = model.weight.data.clone()
     model(x)
     assert (record.stage, records(model)) == (Stage.LEARNT, [record])
-    assert record.rows == {4: Verdict.PROVEN}  # one comparison of the new graph proves all row counts again
+    assert record.rows == {4: RowVerdict.PROVEN}  # one comparison of the new graph proves all row counts again
     model.reset_graphs()
     assert (record.stage, records(model)) == (Stage.UNSEEN, [])
 
@@ -99,7 +99,7 @@ def test_a_row_count_that_teaches_nothing_more_is_refused_until_another_one_come
     record.refuse_rows(3)
     binding.sizes["another"] = record
     model(torch.randn(8, 4, device=device))  # a proof teaches nothing of batch sizes
-    assert record.rows == {3: Verdict.REFUSED}
+    assert record.rows == {3: RowVerdict.REFUSED}
     binding.learn()
     assert record.rows == {}
 
@@ -133,7 +133,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     verdicts.append(captured.verdict(3))
     captured.prove(3, 2, each=True)
     verdicts.append(captured.verdict(3))
-    assert (captured.verdict(3), captured.verdict(4)) == (Verdict.PROVEN, Verdict.DUE)
+    assert (captured.verdict(3), captured.verdict(4)) == (RowVerdict.PROVEN, RowVerdict.DUE)
     captured.replays_until_proof -= 2
     verdicts.append(captured.verdict(3))
     captured.leave_unverified("too large")
@@ -147,7 +147,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
 def test_one_comparison_stands_for_all_row_counts_where_ranks_may_differ_in_theirs() -> None:
     captured = graph()
     captured.prove(3, 2)
-    assert [captured.verdict(rows) for rows in (1, 3, 4)] == [Verdict.PROVEN] * 3
+    assert [captured.verdict(rows) for rows in (1, 3, 4)] == [RowVerdict.PROVEN] * 3
 
 
 def test_distances_between_comparisons_double() -> None:

@@ -356,8 +356,8 @@ MUTANTS = [
     Mutant(
         "one batch size proves all",
         "manager/lifecycle.py",
-        "            self.record.rows[rows] = Verdict.PROVEN\n",
-        "            self.record.others = Verdict.PROVEN\n",
+        "            self.record.rows[rows] = RowVerdict.PROVEN\n",
+        "            self.record.others = RowVerdict.PROVEN\n",
         PROOFS,
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = [
     Mutant(
         "a capture again forgets the batch sizes that were proven",
         "manager/lifecycle.py",
-        "        self.others = Verdict.DUE if compare else Verdict.UNVERIFIED\n",
-        "        self.others = Verdict.DUE if compare else Verdict.UNVERIFIED\n        self.rows.clear()\n",
+        "        self.others = RowVerdict.DUE if compare else RowVerdict.UNVERIFIED\n",
+        "        self.others = RowVerdict.DUE if compare else RowVerdict.UNVERIFIED\n        self.rows.clear()\n",
         PROOFS,
     ),
     Mutant(
