@@ -90,6 +90,27 @@ def test_a_size_whose_capture_fails_is_refused_until_graphs_are_reset(device: to
     assert (record.refusal, record.failure, model.graph_manager.failures) == (None, None, {})
 
 
+class ReturnsAnObject(nn.Module):
+    """Returns what no replay can with three rows."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2 if len(x) != 3 else (x * 2, object())
+
+
+@torch.inference_mode()
+def test_what_one_size_shows_of_all_calls_ends_the_replays_of_another(device: torch.device) -> None:
+    settings: Any = {"batch_dims": {"x": 0}, "capture_sizes": [2, 3], "padding": False, "progress": False}
+    model = sg.wrap(ReturnsAnObject().to(device).eval(), **settings)
+    two, three = torch.ones(2, 2, device=device), torch.ones(3, 2, device=device)
+    for _ in range(3):
+        model(two)
+    replays = model.graph_stats.replays
+    model(three)
+    assert torch.equal(model(two), two * 2)
+    assert model.graph_stats.replays == replays > 0
+    assert model.graph_stats.eager[Reason.UNSUPPORTED_OUTPUT] == 1
+
+
 @torch.inference_mode()
 def test_a_row_count_that_teaches_nothing_more_is_refused_until_another_one_comes(device: torch.device) -> None:
     model = linear(device, capture_sizes=[4, 8], verify=1)
