@@ -481,7 +481,7 @@ class ModuleTrial:
         leaves = [leaf if dim is None else leaf.roll(turn, dim) for leaf, dim in pairs]
         stats = wrapped.graph_stats
         for graph in wrapped.graph_manager.table.graphs.values():
-            graph.rows = graph.rows and set()  # the next call is compared, whatever was
+            graph.compare_again()
         proofs = stats.eager[Reason.PROOF]
         expected = self._effects(leaves, number=number, wrapped=wrapped)
         if stats.eager[Reason.PROOF] == proofs:  # nothing was compared, as too much memory is written

@@ -256,6 +256,11 @@ class CapturedGraph:
             self.record.others = RowVerdict.PROVEN
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
 
+    def compare_again(self) -> None:
+        """Let the next call of each row count that was proven by itself be compared with eager again."""
+        rows = self.record.rows.items()
+        self.record.rows = {count: verdict for count, verdict in rows if verdict is not RowVerdict.PROVEN}
+
     def leave_unverified(self, why: str) -> None:
         """Note that no call can be compared, and why."""
         self.record.others, self.replays_until_proof = RowVerdict.UNVERIFIED, -1

@@ -1316,7 +1316,7 @@ MUTANTS = [
     Mutant(
         "a reset keeps failures",
         "manager/table.py",
-        "        self.failures.clear()\n",
+        "        self.records.clear()\n",
         "",
         RESET,
     ),
@@ -1344,8 +1344,8 @@ MUTANTS = [
     Mutant(
         "a reset keeps graphs that replay",
         "manager/table.py",
-        "            graph.drop()\n        self.stats.dropped(self.graphs)\n",
-        "            pass\n        self.stats.dropped(self.graphs)\n",
+        "            graph.drop(Event.MOVED)\n",
+        "            pass\n",
         RESET,
     ),
     Mutant(
