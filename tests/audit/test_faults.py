@@ -140,6 +140,21 @@ def test_memory_given_back_before_the_first_replay_is_found(cuda: tuple[Any, Dev
     assert [(finding.kind, finding.kernel) for finding in audit.findings] == [("freed", "scale")]
 
 
+def test_memory_that_another_tensor_has_before_the_first_replay_is_found_by_who_had_it(
+    cuda: tuple[Any, DeviceMemory],
+) -> None:
+    """As where weights are loaded between a capture and the first request."""
+    kind, memory = cuda
+    with sg.audit(every=1) as audit:
+        layer = Layer(memory, 0)
+        graph = capture(kind(), ("product", (layer.weight,)))
+        layer.weight.data = memory.tensor(20)
+        other = memory.tensor(0)
+        graph.replay()
+    assert [(finding.kind, finding.address) for finding in audit.findings] == [("stale", other.data_ptr())]
+    assert "Layer.weight" in audit.findings[0].then
+
+
 def test_many_graphs_with_one_fault_are_one_finding(cuda: tuple[Any, DeviceMemory]) -> None:
     kind, memory = cuda
     with sg.audit(every=1) as audit:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from docs.tools import dashboard
 
 prometheus_client = pytest.importorskip("prometheus_client")
+from docs.tools import dashboard  # noqa: E402
 from simplegraph.integrations import prometheus  # noqa: E402
 from simplegraph.manager.stats import GraphCounters  # noqa: E402
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +127,18 @@ def test_a_value_that_changes_from_run_to_run_is_refused_with_the_line(device: t
     (message,) = model.graph_stats.failures.values()
     assert "test_constants.py" in message
     assert "has another value than in the warmup before" in message
+
+
+def test_a_reset_gives_the_memory_of_constants_back(device: torch.device, no_grad: None) -> None:
+    model = sg.wrap(Applied(IDIOMS["written after"]).to(device).eval(), capture_sizes=[2, 4], padding=False)
+    model.capture_graphs(torch.randn(4, 4, device=device))
+    programs = [graph.program for graph in model.graph_manager.table.graphs.values()]
+    held = [weakref.ref(constant) for program in programs for constant in program.constants]
+    assert len(held) == 2
+    del programs
+    model.reset_graphs()
+    gc.collect()
+    assert [constant() for constant in held] == [None, None]
 
 
 def test_graphs_captured_again_have_their_constants(device: torch.device, no_grad: None) -> None:

@@ -1332,14 +1332,7 @@ MUTANTS = [
         "manager/table.py",
         "        self.constants.clear()\n",
         "",
-        ("tests/graph/host", *RESET),
-    ),
-    Mutant(
-        "a reset keeps memory for known",
-        "manager/table.py",
-        "        self.accounted.clear()\n",
-        "",
-        RESET,
+        ("tests/module/test_constants.py",),
     ),
     Mutant(
         "a reset keeps graphs that replay",

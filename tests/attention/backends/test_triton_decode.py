@@ -205,6 +205,7 @@ def test_a_cache_on_the_cpu_is_refused(kernel: Kernel, monkeypatch: pytest.Monke
 def test_without_triton_the_line_to_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match="the cache is on cpu"):  # where it would not help
         AttentionEngine(TritonDecodeBackend, CPU, mode="NONE")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,0 +1,35 @@
+"""CI's count of tests that ran nowhere, by cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import skips
+
+RUN = '<testcase classname="{}" name="{}"/>'
+SKIP = '<testcase classname="{}" name="{}"><skipped type="pytest.{}" message="{}"/></testcase>'
+
+
+def test_only_what_no_step_ran_is_counted_and_each_cause_once_for_every_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {
+        "readme": [
+            RUN.format("tests.a", "test_one"),
+            SKIP.format("tests.a", "test_kernel", "skip", "needs Triton"),
+            SKIP.format("tests.a", "test_gpu[1]", "skip", "needs a GPU"),
+            SKIP.format("tests.a", "test_gpu[2]", "skip", "needs a GPU"),
+            SKIP.format("tests.a", "test_known", "xfail", "a bug"),
+            SKIP.format("", "tests.models", "skip", "needs timm"),
+            SKIP.format("", "tests.others", "skip", "needs others"),
+        ],
+        "triton": [RUN.format("tests.a", "test_kernel"), SKIP.format("tests.a", "test_one", "skip", "interpreted")],
+        "models": [RUN.format("tests.models", "test_vit"), SKIP.format("", "tests.others", "skip", "needs others")],
+    }
+    for name, cases in steps.items():
+        (tmp_path / f"{name}.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    skips.main([str(tmp_path / f"{name}.xml") for name in steps])
+    assert capsys.readouterr().out == (
+        "3 tests or files of tests ran in no step:\n     2  needs a GPU\n     1  needs others\n"
+    )
