@@ -604,9 +604,6 @@ CHANGE_PROMISES = {
 }
 # Changes that guards miss, by what they would have to look at.
 GAPS = {
-    # `Reading` holds the dicts of children, and a child that has another one since is read by the old one.
-    "attributes in an equal dict": "replaced dicts",  # and what is then set in it
-    "attributes in a dict with another bias": "replaced dicts",
     # `Reading` reads an OrderedDict by `dict.values`, in the order in which keys were first stored.
     "a submodule moved to the end": "order",
     # `Reading` compares hooks as dicts, which are equal in any order.
@@ -622,7 +619,7 @@ CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier outpu
 # Promises that the library does not keep; programs that need them are left out, unless asked for. "rare data": rows
 # that meet only for some data are found when a call with such data is compared, and answers before may be wrong. "own
 # dict": see `OWN_DICT`. The others are gaps of the guards, see `GAPS`.
-PENDING: frozenset[str] = frozenset({"rare data", "own dict", "replaced dicts", "order", "objects' classes"})
+PENDING: frozenset[str] = frozenset({"rare data", "own dict", "order", "objects' classes"})
 
 # Where the module was built in a block of `sg.sleepable`, beside what a change has put elsewhere, which stays awake.
 SLEEP = "asleep for a while"
