@@ -1316,8 +1316,9 @@ MUTANTS = [
     Mutant(
         "a reset keeps failures",
         "manager/table.py",
-        "        self.records.clear()\n",
-        "",
+        "        for record in self.records.values():\n            record.drop(Event.MOVED)\n"
+        "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n        self.records.clear()\n",
+        "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n",
         RESET,
     ),
     Mutant(
