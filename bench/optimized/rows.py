@@ -66,7 +66,9 @@ def _compiled(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings
 
 
 def _graphed_callables(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
-    graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), batch)
+    # Copies: it takes what it is given for static inputs, and copies nothing in a call that passes these again.
+    samples = tuple(each.clone() for each in batch)
+    graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), samples)
     # The graph of a function keeps nothing alive, and would read weights that are given back.
     return lambda *tensors, kept=module: graphed(*tensors)
 

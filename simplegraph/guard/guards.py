@@ -227,11 +227,14 @@ class Reading:
                     return False
                 self._handles = RemovableHandle.next_id
             values, lengths = self._read(attributes)
-            if lengths != self._lengths or list(map(id, self._others_at(values))) != self._ids:
+            if lengths != self._lengths:
                 return False
-            numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
-            if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
+            if self._ids and list(map(id, self._others_at(values))) != self._ids:
                 return False
+            if self._numbers:
+                numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
+                if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
+                    return False
             modules = self._modules_at(values)
             if list(map(type, modules)) != self._types:
                 return False

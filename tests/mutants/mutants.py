@@ -181,15 +181,15 @@ MUTANTS = [
     Mutant(
         "what stands in slots is not compared before a replay",
         "guard/guards.py",
-        " or list(map(id, self._others_at(values))) != self._ids",
-        "",
+        "if self._ids and list(map(id, self._others_at(values))) != self._ids:",
+        "if False:",
         STALE,
     ),
     Mutant(
         "lengths of containers are not compared before a replay",
         "guard/guards.py",
-        "if lengths != self._lengths or list(",
-        "if list(",
+        "if lengths != self._lengths:",
+        "if False:",
         STALE,
     ),
     Mutant(
