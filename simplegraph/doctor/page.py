@@ -122,7 +122,7 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
 
 
 def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:
-    """Show the padding of each batch size, and the sizes that would waste least."""
+    """Show the padding of each batch size, and the sizes that would waste the least."""
     calls: collections.Counter[tuple[int, int]] = collections.Counter()
     for graph in graphs:
         calls.update({(size, graph.size): count for size, count in graph.batch_sizes().items()})
