@@ -157,9 +157,11 @@ class Reading:
         self._modules_at = _getter(modules_at)
         held_modules = self._modules_at(values)
         self._types = list(map(type, held_modules))
-        by_dict = {id(attributes): each for each, attributes in zip(entries[1:], below, strict=True)}
-        for attributes in (module.__dict__ for module in held_modules):
-            self._held[0].entries.append((by_dict[id(attributes)], attributes))
+        by_dict: dict[int, tuple[_Entries, dict[str, Any] | None]] = {
+            id(attributes): (each, attributes) for each, attributes in zip(entries[1:], below, strict=True)
+        }
+        by_dict[id(vars(root))] = entries[0], None  # not owned: a child may hold the module itself
+        self._held[0].entries.extend(by_dict[id(module.__dict__)] for module in held_modules)
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
