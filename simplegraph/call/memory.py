@@ -176,7 +176,7 @@ class Undo(contextlib.ExitStack):
         self.callback(put_random_states, generators, random_states(generators))
         self.callback(HostRandom().put_back)
 
-    def watch(self, module: Any, *, code: int = 0) -> Snapshot:
+    def watch(self, module: Any, *, code: bool = False) -> Snapshot:
         """Put back what places below a module hold, too; `code` is as for `Snapshot`."""
         snapshot = Snapshot(module, code=code)
 

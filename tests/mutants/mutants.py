@@ -398,7 +398,7 @@ MUTANTS = [
     Mutant(
         "attributes keep what half of the rows did",
         "serve/proof.py",
-        "            undo.watch(self._call.module, code=NEAR)\n",
+        "            undo.watch(self._call.module, code=True)\n",
         "",
         PROOFS,
     ),
