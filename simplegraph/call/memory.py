@@ -176,9 +176,9 @@ class Undo(contextlib.ExitStack):
         self.callback(put_random_states, generators, random_states(generators))
         self.callback(HostRandom().put_back)
 
-    def watch(self, module: Any) -> Snapshot:
-        """Put back what places below a module hold, too."""
-        snapshot = Snapshot(module)
+    def watch(self, module: Any, *, code: bool = False) -> Snapshot:
+        """Put back what places below a module hold, too; `code` is as for `Snapshot`."""
+        snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
             snapshot.take_notes()

@@ -1,9 +1,13 @@
-"""Runs a module's forward once more beside a call, and says what it did; nothing of that stays."""
+"""Runs a module's forward once more beside a call, and says what it did; nothing of that stays.
+
+Replays are compared by `simplegraph.manager.proof.ReplayProof`; these are runs without a graph of their own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.base.walk import tensors_in
 from simplegraph.call.memory import Undo
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, random_states
+from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import Survey, held_tensors
@@ -34,6 +38,7 @@ class RunEffects:
         left: tensors that it set below the module, by name.
         drawn: the states of random generators after it.
         numbers: what its operators were passed, and picked.
+        written: storage keys of memory from before it that its operators wrote to.
         arguments: what it was passed, as a rehearsal left it.
         notes: the places in which a rehearsal noted something, which was put back.
     """
@@ -44,6 +49,7 @@ class RunEffects:
     left: dict[str, list[Tensor]]
     drawn: list[Tensor]
     numbers: NumbersSeen
+    written: set[int]
     arguments: list[Any] = dataclasses.field(default_factory=list)
     notes: set[str] = dataclasses.field(default_factory=set)
 
@@ -72,7 +78,8 @@ def observe_run(
         outputs = wait_collectives(run())
     found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
     left = {name: tensors for name, tensors in found if tensors}
-    return RunEffects(*flatten(outputs), outputs, left, random_states(_generators(module, device)), observer.numbers)
+    drawn = random_states(_generators(module, device))
+    return RunEffects(*flatten(outputs), outputs, left, drawn, observer.numbers, observer.written)
 
 
 def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], device: torch.device) -> RunEffects:
@@ -84,16 +91,8 @@ def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], d
         passed: the leaves of the arguments, which the forward may write to.
         device: of the module.
     """
-    held: dict[int, tuple[str, Tensor]] = {}
-    given = [("an argument", tensor) for tensor in tensors_in(passed)]
-    for name, tensor in [*((entry.name, entry.tensor) for entry in held_tensors(module)), *given]:
-        for part in parts(tensor):
-            if has_address(part) and not isinstance(part, nn.Parameter):
-                held.setdefault(storage_key(part), (name, part))
-    saved = SavedMemory((), held.values())
-    limit = copy_limit(graph_device(device).free_memory())
-    generators = tuple(dict.fromkeys((*_generators(module, device), torch.default_generator)))
-    with CAPTURE_LOCK, Undo(saved if saved.nbytes <= limit else None, generators) as undo:
+    memory = _held_memory(module, passed, device)
+    with CAPTURE_LOCK, Undo(memory, _all_generators(module, device)) as undo:
         snapshot = undo.watch(module)
         effects = observe_run(module, run, device, undo.copy)
         return dataclasses.replace(
@@ -104,6 +103,49 @@ def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], d
             arguments=cloned(passed),
             notes={note.name for note in snapshot.take_notes()},
         )
+
+
+class Start:
+    """Lets a run of a module's forward begin where another one began, and puts back what it changed.
+
+    Args:
+        module: is about to run.
+        device: of the module.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._generators = module, _all_generators(module, device)
+        self._memory = _held_memory(module, (), device) or SavedMemory(())
+        self._copies, self._random = self._memory.copy(), random_states(self._generators)
+        self._snapshot = Snapshot(module)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[Callable[[], str | None]]:
+        """Begin again; yields what says how the memory of the module differs from what the other run left."""
+        with Undo(self._memory, self._generators) as undo:
+            undo.watch(self._module)
+            names, tensors = [name for name, _ in self._memory.tensors], [it for _, it in self._memory.tensors]
+            expected = cloned(tensors)
+            self._memory.put(self._copies)
+            put_random_states(self._generators, self._random)
+            self._snapshot.put_back()
+            yield lambda: first_difference(tensors, expected, names=names)
+
+
+def _held_memory(module: nn.Module, passed: Sequence[Any], device: torch.device) -> SavedMemory | None:
+    """Prepare to copy what a module holds beside its parameters, and what it is passed; None if that is too much."""
+    held: dict[int, tuple[str, Tensor]] = {}
+    given = [("an argument", tensor) for tensor in tensors_in(passed)]
+    for name, tensor in [*((entry.name, entry.tensor) for entry in held_tensors(module)), *given]:
+        for part in parts(tensor):
+            if has_address(part) and not isinstance(part, nn.Parameter):
+                held.setdefault(storage_key(part), (name, part))
+    memory = SavedMemory(list(held.values()))
+    return memory if memory.nbytes <= copy_limit(graph_device(device).free_memory()) else None
+
+
+def _all_generators(module: nn.Module, device: torch.device) -> tuple[torch.Generator, ...]:
+    return tuple(dict.fromkeys((*_generators(module, device), torch.default_generator)))
 
 
 def _generators(module: nn.Module, device: torch.device) -> list[torch.Generator]:

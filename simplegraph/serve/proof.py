@@ -19,7 +19,6 @@ from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.snapshot import Snapshot
 
 logger = logging.getLogger("simplegraph")
 
@@ -173,8 +172,9 @@ class _CallProof:
         # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
         if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
-        found, half, snapshot = None, (plan.rows + 1) // 2, Snapshot(self._call.module, code=True)
-        try:
+        found, half = None, (plan.rows + 1) // 2
+        with Undo(None, ()) as undo:
+            undo.watch(self._call.module, code=True)
             if not graph.rows:
                 try:
                     eager, found = self._run_part(proof, plan.padded)
@@ -192,9 +192,6 @@ class _CallProof:
                 return None
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return found and f"with {half} of {plan.rows} rows {found}"
-        finally:
-            snapshot.take_notes()
-            snapshot.put_back(snapshot.changes())
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""

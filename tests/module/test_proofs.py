@@ -1172,3 +1172,20 @@ def test_padded_rows_that_eager_cannot_run_are_named_as_eagers(device, caplog):
         assert torch.equal(model(x), x * 2)
     assert model.graph_stats.replays == 0
     assert "eager fails with 4 rows: ValueError: four is not for me" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "runs", "replays"), [(8, 1, [1, 2]), (5, 3, [2, 3, 4])], ids=["an exact size", "a padded one"]
+)
+def test_a_proof_runs_and_replays_as_often_as_the_docs_say(device, monkeypatch, size, runs, replays):
+    """The table in docs/how_it_works.md."""
+    twins, made = Twins(device, lambda m, x: x @ m.weight), []
+    twins.capture()
+    replay = table.ProgramTable.replay
+    monkeypatch.setattr(table.ProgramTable, "replay", lambda *args: (made.append(args), replay(*args))[1])
+    before = twins.model.num_runs()
+    for number in (runs, 0):
+        twins.call(size)
+        assert twins.model.num_runs() == before + number
+        before += number
+    assert len(made) - 1 in replays  # the last one served the second call

@@ -284,10 +284,11 @@ class FixedCacheDecoder:
         found = [text for text in texts if text is not None]
         # In half precision, rounding may route a row to another expert.
         allowed = 0 if dtypes.isdisjoint({torch.float16, torch.bfloat16}) else len(logits) // 2
-        if len(found) > allowed:
-            return found[0]
+        return found[0] if len(found) > allowed else None
+
+    def trust(self, length: int) -> None:
+        """Let steps from position `length` on, until another window is left, be served without a comparison."""
         self.trusted.add(self.windows_left(length))
-        return None
 
     def windows_left(self, length: int) -> int:
         """Return how many of the layers' windows the token at position `length` is past, so that they hide a token."""

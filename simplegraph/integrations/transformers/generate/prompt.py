@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,12 @@ from simplegraph.base.context import CALLS
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import flatten
 from simplegraph.call.memory import Undo
+from simplegraph.call.rehearsal import observe_run
 from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.integrations.transformers.generate.cache.layers import PLAIN
 from simplegraph.integrations.transformers.generate.decoder import ON_THE_WAY
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.manager.proof import first_difference
-from simplegraph.program.snapshot import Snapshot
 
 _LENGTHS = (64, 256)  # that prompts are padded to; a GPU takes about as long for fewer tokens
 _MOST_TOKENS = 512  # of a padded batch; for more, the GPU takes longer than Python
@@ -140,16 +141,16 @@ class Prompts:
 
     def _compared(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: tuple[Tensor, ...]) -> Any:
         """Run a prefill by the model's own forward, and compare what the step makes of it, of which nothing stays."""
-        name, ids, buffers = self.step.cache_name, kwargs["input_ids"], list(self.step.model.buffers())
+        name, ids, model = self.step.cache_name, kwargs["input_ids"], self.step.model
         cache, generators = copy.deepcopy(kwargs[name]), [default_generator(ids.device)]
-        states, versions = random_states(generators), [each._version for each in buffers]
-        outputs = forward(**kwargs)
-        if drew(generators, states) or versions != [each._version for each in buffers]:
-            self.refusal = "the forward draws random numbers, or writes to a buffer"
+        states = random_states(generators)
+        run = observe_run(model, functools.partial(forward, **kwargs), ids.device)
+        outputs, self._kind = run.outputs, type(run.outputs)
+        if drew(generators, states) or run.written:
+            self.refusal = "the forward draws random numbers, or writes to memory that it does not make"
             return outputs
-        self._kind, after = type(outputs), Snapshot(self.step.model)
         with Undo(None, generators) as undo:
-            undo.callback(lambda: after.put_back(after.changes()))
+            undo.watch(model)
             result, replayed = self._try(inputs)
             if self.refusal is None:
                 try:

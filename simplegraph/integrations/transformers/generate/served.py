@@ -13,11 +13,11 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.call.rehearsal import Start
 from simplegraph.device.select import graph_device
 from simplegraph.integrations.transformers.generate.cache.layers import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TOKEN_TYPES
-from simplegraph.program.snapshot import Snapshot
 
 # Arguments that a step replaces by the store's.
 _REPLACED = CACHE_NAMES | {"attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
@@ -237,15 +237,14 @@ class ServedGeneration:
         length = self._length
         self._check_unchanged()
         self._restore()
-        before = Snapshot(self._decoder.model)
+        start = Start(self._decoder.model, self._store.position.device)
         outputs = forward(**kwargs)
-        after = Snapshot(self._decoder.model)
-        before.put_back()  # a model may keep states on its modules: the second step must not see the first one's
-        found = self._decoder.compare(length, self._source, inputs, self._order, outputs.logits)
+        with start.again() as difference:  # a model may keep states: the second step must not see the first one's
+            found = self._decoder.compare(length, self._source, inputs, self._order, outputs.logits) or difference()
         if found is None:
+            self._decoder.trust(length)
             self._move_to(length + 1)
         else:
-            after.put_back()
             past = " past a window of its layers" if self._decoder.windows_left(length) else ""
             self._give_up(Reason.GENERATION, f"on a cache of fixed length{past}, {found}")
         return outputs

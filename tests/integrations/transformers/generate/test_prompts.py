@@ -244,6 +244,47 @@ def test_a_prefill_that_draws_runs_eagerly(device: torch.device) -> None:
         assert not replays(graphs)
 
 
+class Tallies(Own):
+    """Counts its runs in a buffer or a list, draws a number at each, and may compute with the count."""
+
+    where, draws, shows = "buffer", False, False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("counts", torch.zeros(4), persistent=False)
+        self.held = [torch.zeros(4)]
+
+    def prepare(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.counts += self.where == "buffer"
+        self.held[0] += self.where == "list"
+        if self.draws:
+            torch.rand(3, device=given["input_ids"].device)
+        return given
+
+    def finish(self, outputs: Any, tokens: int) -> None:
+        if self.shows:
+            outputs.logits = outputs.logits * (1 + self.counts[0] / 10)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize(("where", "draws"), [("buffer", False), ("buffer", True), ("list", False), ("none", True)])
+def test_each_token_is_counted_and_drawn_for_once(where: str, draws: bool, shows: bool, device: torch.device) -> None:
+    plain, model = twins(Tallies, device)
+    for one in (plain, model):
+        one.where, one.draws, one.shows = where, draws, shows
+        one.held = [one.held[0].to(device)]
+    with graphed(model, max_length=128) as graphs:
+        for seed in range(5):
+            found = []
+            for one in (model, plain):
+                torch.manual_seed(seed)
+                tokens = one.generate(**prompt(1, 9, device, seed), **SETTINGS | {"do_sample": True}).tolist()
+                found.append([tokens, *(it.tolist() for it in (torch.rand(2, device=device), one.counts, one.held[0]))])
+            assert found[0] == found[1]
+        assert not replays(graphs)
+        assert graphs.stats.replays
+
+
 def test_while_graphs_are_off_prefills_are_the_models_own(llama: Any, plain: Any, device: torch.device) -> None:
     with graphed(llama) as graphs:
         until_replayed(llama, plain, graphs, device, 1, 9)
