@@ -163,7 +163,7 @@ class PairProof(PairReplay):
                 unknown = learn_writes(self._builder, call, proof, observer, saved)
                 if not unknown:
                     replay = functools.partial(self._replay_forward, proof, saved)
-                    found = proof.compare(replay, alike=plan.laid_alike(call.leaves))
+                    found = proof.compare(replay, alike=plan.same_layout(call.leaves))
             if not unknown:
                 self._forward = proof
                 self._verdict(proof, plan.graph, found)

@@ -405,7 +405,7 @@ MUTANTS = [
     Mutant(
         "how eager nests its outputs does not count",
         "manager/proof.py",
-        '"" if spec == program.spec else "eager nests its outputs otherwise"',
+        '"" if spec == program.spec else "eager returns a different structure"',
         '""',
         PROOFS,
     ),
