@@ -49,7 +49,7 @@ from simplegraph.manager.stats import wrappers as wrappers
 from simplegraph.manager.table import GraphHooks as GraphHooks
 from simplegraph.program.breaks.marks import break_at as break_at
 from simplegraph.program.breaks.marks import eager_break as eager_break
-from simplegraph.serve.replay_or_eager import CudaGraphWrapper as CudaGraphWrapper
+from simplegraph.serve.runner import CudaGraphWrapper as CudaGraphWrapper
 from simplegraph.serve.wrap import cuda_graph as cuda_graph
 from simplegraph.serve.wrap import graph_pool as graph_pool
 from simplegraph.serve.wrap import unwrap as unwrap

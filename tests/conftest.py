@@ -21,7 +21,7 @@ from seeds import leave_absent_devices_unseeded
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.device.select import graph_device
-from simplegraph.serve.replay_or_eager import CudaGraphWrapper
+from simplegraph.serve.runner import CudaGraphWrapper
 
 TESTS = pathlib.Path(__file__).resolve().parent
 GPU_TESTS = TESTS / "gpu"

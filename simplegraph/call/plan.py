@@ -136,7 +136,7 @@ class Plan:
         """True if the next such call is to be compared with eager."""
         return self.graph.verdict(self.rows) not in SERVED
 
-    def laid_alike(self, leaves: Sequence[Any]) -> bool:
+    def same_layout(self, leaves: Sequence[Any]) -> bool:
         """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
         pairs = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
         return all(leaf.stride() == slot.stride and leaf.data_ptr() % _ALIGNMENT == 0 for leaf, slot in pairs)

@@ -12,7 +12,7 @@ from torch import nn
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.integrations.graphed_parts import GraphedParts
-from simplegraph.serve.replay_or_eager import CudaGraphWrapper
+from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 
 __all__ = ["graph_pipeline"]

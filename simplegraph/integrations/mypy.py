@@ -13,7 +13,7 @@ from mypy.plugin import ClassDefContext, Plugin
 from mypy.types import Instance
 
 _DECORATOR = "simplegraph.serve.wrap.cuda_graph"
-_BASE = "simplegraph.serve.replay_or_eager.CudaGraphWrapper"
+_BASE = "simplegraph.serve.runner.CudaGraphWrapper"
 
 
 def _add_base(context: ClassDefContext) -> bool:

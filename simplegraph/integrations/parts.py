@@ -17,7 +17,7 @@ from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.graphed_parts import GraphedParts
 from simplegraph.manager.proof import cloned, first_difference
-from simplegraph.serve.replay_or_eager import CudaGraphWrapper
+from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 
 # Eager calls after which graphs may serve.

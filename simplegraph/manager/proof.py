@@ -59,7 +59,7 @@ class ReplayProof(contextlib.ExitStack):
         rounding: what runs of other batch sizes may differ by.
         seconds: the time that all of it took, once there is a verdict.
         replay_seconds: the time that the fastest replay took.
-        otherwise: what it did that no replay does: nest its outputs otherwise, call other breaks; empty if nothing.
+        structure_mismatch: how it returned another structure or called other breaks than replays do; empty if not.
         draws: True if it drew random numbers.
         written_inputs: names of the inputs that it changed.
         repeats: True while replays are padded by the real rows; so is what breaks returned.
@@ -76,7 +76,7 @@ class ReplayProof(contextlib.ExitStack):
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self.draws, self.otherwise = False, ""
+        self.draws, self.structure_mismatch = False, ""
         self.seconds, self.replay_seconds = 0.0, float("inf")
         self.repeats = False
         self._padding = 0
@@ -109,7 +109,7 @@ class ReplayProof(contextlib.ExitStack):
         if self.draws:
             self.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, spec = flatten(result)
-        self.otherwise = "" if spec == program.spec else "eager nests its outputs otherwise"
+        self.structure_mismatch = "" if spec == program.spec else "eager returns a different structure"
         memory = self._memory
         self.expected = Effects(
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
@@ -120,7 +120,7 @@ class ReplayProof(contextlib.ExitStack):
             try:
                 program = played(program, tape.calls, self._differs, lambda: self.repeats)
             except BreakError as error:
-                self.otherwise = str(error)
+                self.structure_mismatch = str(error)
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
         self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # whose replays do not count
         return result, observer
@@ -212,7 +212,7 @@ class ReplayProof(contextlib.ExitStack):
         """
         try:
             effects = replay()
-            found = self.beyond_noise(effects, self.expected, replay)
+            found = self.differs_beyond_noise(effects, self.expected, replay)
             return found if alike or found is None else self.difference(effects, self.expected, rounded=True)
         except Exception as error:
             return self.failure(error)
@@ -222,7 +222,7 @@ class ReplayProof(contextlib.ExitStack):
         logger.debug("a run of %s failed in its proof", self._graph.counters.label, exc_info=error)
         return f"a replay fails with {type(error).__name__}: {error}"
 
-    def beyond_noise(
+    def differs_beyond_noise(
         self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True
     ) -> str | None:
         """Say how a replay differs from another run by more than from a second replay, which atomics can make it do."""
@@ -292,7 +292,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            found = proof.otherwise or proof.compare(replay, alike=True)
+            found = proof.structure_mismatch or proof.compare(replay, alike=True)
         verdict = proof.agree(found)  # together
     if verdict is None:
         graph.prove(graph.descriptor.num_tokens)

@@ -129,20 +129,20 @@ class _CallProof:
 
     def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
-        if proof.otherwise:
-            return proof.otherwise
+        if proof.structure_mismatch:
+            return proof.structure_mismatch
         again = functools.partial(self._replay, proof)
         if not self._plan.padding:
             self._plan.graph.operators = observer.operators
             # Kernels are chosen by alignment and strides, too: another one may round otherwise.
-            return proof.compare(again, alike=self._plan.laid_alike(self._call.leaves))
+            return proof.compare(again, alike=self._plan.same_layout(self._call.leaves))
         try:
             first = again()
             # What was declared as padding may be written somewhere: then only real rows count.
             declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
-            found = proof.beyond_noise(first, other, again, memory=memory)
+            found = proof.differs_beyond_noise(first, other, again, memory=memory)
             if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
             if found is None and memory:
@@ -180,7 +180,7 @@ class _CallProof:
                     eager, found = self._run_part(proof, plan.padded)
                 except Exception as error:
                     return f"eager fails with {plan.padded} rows: {type(error).__name__}: {error}"
-                found = found or proof.beyond_noise(first._replace(inputs=()), eager, again, memory=memory)
+                found = found or proof.differs_beyond_noise(first._replace(inputs=()), eager, again, memory=memory)
             # The replay had twice the rows, or rows beside the real ones are what somebody declared.
             if found is not None or plan.padded >= 2 * plan.rows or not memory:
                 return found

@@ -18,7 +18,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.manager.manager import CudaGraphSettings, Unpack
-from simplegraph.serve.replay_or_eager import CudaGraphWrapper, new_runner
+from simplegraph.serve.runner import CudaGraphWrapper, new_runner
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 

@@ -30,7 +30,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.stats import GraphReport, GraphStats
 from simplegraph.serve.proof import learn_writes
-from simplegraph.serve.replay_or_eager import GraphRunner
+from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.notes import keeps_graph, refuse_hooks
 from simplegraph.training.pair import PairPlan, PairReplay
@@ -163,7 +163,7 @@ class PairProof(PairReplay):
                 unknown = learn_writes(self._builder, call, proof, observer, saved)
                 if not unknown:
                     replay = functools.partial(self._replay_forward, proof, saved)
-                    found = proof.compare(replay, alike=plan.laid_alike(call.leaves))
+                    found = proof.compare(replay, alike=plan.same_layout(call.leaves))
             if not unknown:
                 self._forward = proof
                 self._verdict(proof, plan.graph, found)

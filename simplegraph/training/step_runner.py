@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.serve.replay_or_eager import GraphRunner
+from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.effects import StepPlan
 
 

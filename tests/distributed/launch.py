@@ -25,7 +25,7 @@ PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pyte
 PRELOADED_ELSEWHERE = [
     "torch._dynamo",
     "transformers.models.llama.configuration_llama",
-    "simplegraph.serve.replay_or_eager",
+    "simplegraph.serve.runner",
 ]
 
 # Asking whether there is a GPU must not start CUDA in the server: what is forked from it then could not.

@@ -374,7 +374,7 @@ def test_a_rehearsal_is_undone_on_the_device_of_the_weights_where_inputs_are_on_
         raise RuntimeError("there is no such device here")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr("simplegraph.serve.replay_or_eager.device_of_state", lambda module: gpu)
+    monkeypatch.setattr("simplegraph.serve.runner.device_of_state", lambda module: gpu)
     monkeypatch.setattr("simplegraph.integrations.lengths.rehearse", rehearse)
     model = sg.wrap(nn.Linear(4, 4).eval(), length_dims={"input": 1}, lengths=[8], capture_sizes=[2], progress=False)
     assert model(torch.randn(2, 5, 4)).shape == (2, 5, 4)

@@ -110,14 +110,14 @@ MUTANTS = [
     ),
     Mutant(
         "autocast is not looked at before a replay",
-        "serve/replay_or_eager.py",
+        "serve/runner.py",
         "if autocast is not layout.autocast:",
         "if False:",
         ("tests/module/test_grad_modes.py", "tests/module/test_signature.py", "tests/fuzz"),
     ),
     Mutant(
         "gradients are not asked for before a replay",
-        "serve/replay_or_eager.py",
+        "serve/runner.py",
         "if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):",
         "if False:",
         ("tests/module/test_grad_modes.py",),
@@ -208,7 +208,7 @@ MUTANTS = [
     ),
     Mutant(
         "settings of torch are not compared before a replay",
-        "serve/replay_or_eager.py",
+        "serve/runner.py",
         "                if not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
@@ -405,7 +405,7 @@ MUTANTS = [
     Mutant(
         "how eager nests its outputs does not count",
         "manager/proof.py",
-        '"" if spec == program.spec else "eager nests its outputs otherwise"',
+        '"" if spec == program.spec else "eager returns a different structure"',
         '""',
         PROOFS,
     ),
@@ -594,7 +594,7 @@ MUTANTS = [
     ),
     Mutant(
         "failures of other settings are kept",
-        "serve/replay_or_eager.py",
+        "serve/runner.py",
         "            self.stats.failures.clear()\n",
         "",
         EAGER,

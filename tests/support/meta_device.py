@@ -14,7 +14,7 @@ from simplegraph.call.inputs import InputSet, StaticInput, slot
 from simplegraph.device.protocol import GraphPool
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.serve.replay_or_eager import GraphRunner
+from simplegraph.serve.runner import GraphRunner
 
 
 class MetaSegment:

@@ -40,7 +40,7 @@ from simplegraph.fused.optimizing.table import (
     shared_modules,
 )
 from simplegraph.fused.torch_operators import KernelTrial, Operators
-from simplegraph.serve.replay_or_eager import OPTIMIZED
+from simplegraph.serve.runner import OPTIMIZED
 from simplegraph.serve.wrap import unwrap
 
 __all__ = ["Optimization", "optimize"]

@@ -1,4 +1,4 @@
-"""The way of one call of a wrapped module: a replay, or a step towards one: eager run, warmup, capture, proof."""
+"""Serves one call of a wrapped module: replays it, or takes the next step of its lifecycle."""
 
 from __future__ import annotations
 
