@@ -27,7 +27,7 @@ import simplegraph as sg
 from bench.arms.base import NotAvailable
 from bench.latency import guards
 from bench.latency.arms import ARMS, BARE, CALLABLES, COMPILED, OPTIMIZED, STATIC, UNGUARDED, USUAL, remove_guards
-from bench.latency.models import MODELS, TINY, available
+from bench.latency.models import MODELS, STEP, TINY, available
 from bench.optimized.rows import Inputs, Step
 from bench.tools import command
 from bench.tools.files import known_rows, save_figures
@@ -137,7 +137,9 @@ def _built(name: str, tiny: bool, device: torch.device, dtype: torch.dtype) -> t
     entry = MODELS[name]
     torch.manual_seed(0)
     with device:
-        module = entry.build(tiny).to(device, dtype).eval().requires_grad_(False)
+        module = entry.build(tiny).to(device).eval().requires_grad_(False)
+    if name != STEP:  # which is built in its dtype, with frequencies in float32
+        module.to(dtype)
     given = entry.inputs(tiny, 1)
     return module, tuple(each.to(device, dtype if each.is_floating_point() else each.dtype) for each in given)
 

@@ -80,5 +80,5 @@ def has_address(tensor: Tensor) -> bool:
 
 
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    """Tell where a tensor lies and how: the same memory transposed or negated is other numbers to a graph."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()

@@ -38,6 +38,7 @@ _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
+_VIEWS: tuple[Callable[[Tensor], Any], ...] = (Tensor.stride, Tensor.is_neg, Tensor.is_conj)
 # Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it holds
 # only in the dispatch state in which it was made; where it is absent, Python compares them.
 _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -174,7 +175,7 @@ class Reading:
         self._again, self._first = _getter(again), _getter([first[id(live[at])] for at in again])
         self._once = _getter(sorted(first.values()))
         once = self._once(live)
-        self._layouts, self._strides = list(map(_layout, once)), list(map(Tensor.stride, once))
+        self._layouts, self._views = list(map(_layout, once)), [list(map(read, once)) for read in _VIEWS]
         self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _opened(self, start: int) -> set[int]:
@@ -276,7 +277,8 @@ class Reading:
 
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
         """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
-        if list(map(_layout, tensors)) != self._layouts or list(map(Tensor.stride, tensors)) != self._strides:
+        views = [list(map(read, tensors)) for read in _VIEWS]
+        if list(map(_layout, tensors)) != self._layouts or views != self._views:
             return False
         if _TensorGuards is not None and tensors:
             check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

@@ -108,6 +108,8 @@ class Survey:
         if above:
             name = _dotted(name, key)
         if issubclass(type(thing), nn.Module):
+            while name in self.modules:  # an attribute in front of a child of its name
+                name = f"{name}'"
             self.modules[name] = thing
             self._places[id(thing)] = name, "", ()
         elif above:
@@ -130,7 +132,10 @@ class Survey:
                 place = _dotted(name, key)
                 self._add(HeldTensor(place, attribute or place, value, links))
             elif issubclass(kind, torch.Generator):
-                self.generators[_dotted(name, key)] = value
+                place = _dotted(name, key)
+                while place in self.generators:
+                    place = f"{place}'"
+                self.generators[place] = value
                 self.links.append(links)
             elif value is None or issubclass(kind, nn.Module) or (kind in _CODE and not attribute):
                 self.links.append(links)

@@ -482,3 +482,55 @@ def test_each_dict_of_a_watched_module_pickles_and_copies_as_a_plain_one(device)
         handle = other.register_forward_hook(doubled)
         handle.remove()
         assert not other._forward_hooks
+
+
+class OfOneName(nn.Module):
+    """Modules, or random generators, whose names are the same once they are written out."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.held = {1: one, "1": other}
+
+    def forward(self, x):
+        h = self.first(x)
+        for each in self.held.values():
+            h = each(h) if isinstance(each, nn.Module) else h + torch.rand(WIDTH, device=h.device, generator=each)
+        return h
+
+
+def served(module, device):
+    """A wrapped module whose last calls were replays, and their input."""
+    model, x = sg.wrap(module, capture_sizes=[4], progress=False), rows(4, device)
+    for _ in range(5):
+        model(x)
+    assert model.graph_stats.replays >= 2
+    return model, x
+
+
+@pytest.mark.parametrize("key", [1, "1"])
+def test_modules_of_one_name_are_each_compared(key, device):
+    module = OfOneName(*(nn.Linear(WIDTH, WIDTH).to(device) for _ in range(2))).eval().to(device)
+    model, x = served(module, device)
+    module.held[key] = nn.Linear(WIDTH, WIDTH, device=device)
+    close(model(x), module(x))
+    assert model.graph_stats.recaptures == 1
+
+
+@pytest.mark.parametrize("key", [1, "1"])
+def test_generators_of_one_name_are_each_compared(key, device):
+    module = OfOneName(*(torch.Generator(device).manual_seed(seed) for seed in (1, 2))).eval().to(device)
+    model, x = served(module, device)
+    module.held[key] = torch.Generator(device).manual_seed(5)
+    states = {name: each.get_state() for name, each in module.held.items()}
+    answer = model(x)
+    for name, each in module.held.items():
+        each.set_state(states[name])
+    close(answer, module(x))
+
+
+def test_an_attribute_in_front_of_a_child_of_its_name_is_captured(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).eval().to(device)
+    vars(module)["1"] = nn.Sigmoid()
+    model, x = served(module, device)
+    close(model(x), module(x))
