@@ -47,11 +47,12 @@ def recorder_of(function: Any) -> BreakRecorder | None:
     """Return what is to be told of a call of this break; None if it is a plain call.
 
     It is one in a backward that the forward runs: on a GPU that runs in a thread of its own, which ends no segment.
+    And in a transform of torch.func, whose tensors have no memory.
     """
     recorder = ACTIVE.recorder
     if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
         return None
-    return recorder
+    return None if torch._C._functorch.peek_interpreter_stack() else recorder
 
 
 @contextlib.contextmanager
