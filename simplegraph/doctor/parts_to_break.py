@@ -57,7 +57,8 @@ def find_parts(
 
     Returns:
         What code calls a module -> patterns for `break_at` of it, in the order of the module; empty if nothing less
-        than the whole would have to break. And the last problem.
+        than the whole would have to break. And what is wrong with the parts that were tried; empty if nothing is, or if
+        there are none.
     """
     patterns: list[str] = []
     last = ""
@@ -67,14 +68,15 @@ def find_parts(
         with broken_at(module, patterns):
             found = find_obstacle()
         if found is None:
-            return _by_model(module, patterns, wholes), last
+            return _by_model(module, patterns, wholes), ""
         part, last = found
-        if part in patterns:
-            part = _around(module, part)
+        covering = next((pattern for pattern in patterns if f"{part}.".startswith(f"{pattern}.")), None)
+        if covering is not None:
+            part = _around(module, covering)
         if not part or part in wholes:
             break
         patterns = [pattern for pattern in patterns if not pattern.startswith(f"{part}.")] + [part]
-    return {}, last
+    return {}, last if patterns else ""
 
 
 def _by_model(module: nn.Module, patterns: Sequence[str], wholes: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
+from simplegraph.doctor.parts_to_break import Obstacle, find_parts
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -178,6 +179,23 @@ def test_a_module_that_a_function_calls_and_that_must_break_as_a_whole_is_no_pat
     assert "call net in a function of your own, marked @simplegraph.eager_break" in str(report)
     marked = sg.eager_break(lambda x: net(x))
     check_served(lambda x: marked(x) * 2, device)
+
+
+@pytest.mark.parametrize("inside", ["blocks.*.reads", "blocks.*.reads.linear"])
+def test_a_part_that_fails_although_it_is_a_break_gives_way_to_the_part_around_it(library: Any, inside: str) -> None:
+    """As one that a backward runs, where no break is one."""
+    tried = []
+
+    def find_obstacle() -> Obstacle | None:
+        broken = [name for name, child in model.named_modules() if hasattr(type(child), "_simplegraph_unbroken")]
+        tried.append(broken)
+        if not broken:
+            return Obstacle("blocks.*.reads", "reads")
+        return None if "blocks.0" in broken else Obstacle(inside, "reads")
+
+    model = library.Chain(WIDTH)
+    assert find_parts(model, find_obstacle) == ({"model": ("blocks.*",)}, "")
+    assert len(tried) == 3
 
 
 def test_a_tensor_that_the_first_call_makes_is_there_for_each_trial(library: Any, device: torch.device) -> None:

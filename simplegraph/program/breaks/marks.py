@@ -173,7 +173,8 @@ def eager_break(function: Any = None, *, padded: bool = False) -> Any:
         @sg.eager_break
         def attention(q, k, v, metadata): ...
 
-    In FULL mode, inside another break or a backward, and outside a capture it is a plain call. Tensors among the
+    In FULL mode, in graphs for training, inside another break, a backward or a transform of torch.func, and outside a
+    capture it is a plain call. Tensors among the
     arguments are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed
     as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
     where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).
