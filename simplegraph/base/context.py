@@ -99,7 +99,7 @@ def _warn_of_eager(line: tuple[str, int] | None) -> None:
     """Warn once of each line: every size is captured."""
     logger.warning(
         "simplegraph: eager()%s has no effect inside a forward that is captured; the part is captured, too.\n"
-        "  To run it eagerly between two graphs mark it as a break (eager_break, break_at) under mode='PIECEWISE'. "
-        "eager() is for calls of wrapped modules.",
+        "  To run it eagerly between two graphs mark it as a break (eager_break, break_at) under mode='PIECEWISE'; "
+        "graphs for training have none. eager() is for calls of wrapped modules.",
         "" if line is None else f" at {described_line(*line)}",
     )

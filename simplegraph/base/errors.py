@@ -35,12 +35,14 @@ class CaptureError(SimpleGraphError, RuntimeError):
     Attributes:
         location: "file:line `source`" of the user's line; None if CUDA did not report it.
         cause: what that line did that a graph cannot record; None if unknown.
+        part: the pattern of the innermost submodule that was called there, for `break_at`; empty for the whole.
     """
 
-    def __init__(self, message: str, *, location: str | None = None, cause: str | None = None) -> None:
+    def __init__(self, message: str, *, location: str | None = None, cause: str | None = None, part: str = "") -> None:
         super().__init__(message)
         self.location = location
         self.cause = cause
+        self.part = part
 
 
 class EscapeError(CaptureError):
@@ -75,12 +77,13 @@ class HostError(SimpleGraphError, RuntimeError):
     """A forward that is being captured used a CPU tensor in a way that a replay would not repeat.
 
     Attributes:
-        remedy: what the user can do about it.
+        remedy: what the user can do about it; empty if nothing but an eager break helps.
+        breaks: True if an eager break around it helps as well.
     """
 
-    def __init__(self, cause: str, remedy: str) -> None:
+    def __init__(self, cause: str, remedy: str, *, breaks: bool = False) -> None:
         super().__init__(cause)
-        self.remedy = remedy
+        self.remedy, self.breaks = remedy, breaks
 
 
 def refuse_inside_capture(is_capturing: bool) -> None:

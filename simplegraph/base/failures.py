@@ -27,6 +27,8 @@ _CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
 _OF_MASKS = (ast.Compare, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
 _MASKS = (torch.bool, torch.uint8)
+_CALLS = {"__call__", "_call_impl"}  # methods that run a module's forward
+_BACKWARDS = {"backward", "grad", "_engine_run_backward"}  # functions of torch.autograd that run one
 _TEXT = {"__repr__", "__str__", "__format__"}  # of a tensor, called by print, str and f-strings
 
 
@@ -139,13 +141,25 @@ class FailingPart(NamedTuple):
         root: the outermost module that was called; of a function, the module that it reaches.
         name: the submodule's dotted name in it; empty for the root itself.
         decorable: True if code of the user's own ran inside it.
-        holder: what a function's code calls the root; empty if a module was wrapped.
+        holder: the child of a wrapped function that the root is; empty if a module was wrapped.
+        method: the method of a submodule inside it that failed and that no call of that submodule led to, if so.
     """
 
     root: nn.Module
     name: str
     decorable: bool
     holder: str = ""
+    method: str = ""
+
+    @property
+    def model(self) -> str:
+        """What the user's code calls the root."""
+        return self.holder.rstrip("'") or "model"
+
+    @property
+    def whole_pattern(self) -> str:
+        """Its pattern in what was wrapped."""
+        return ".".join(filter(None, (self.holder, self.name and self.pattern)))
 
     @property
     def pattern(self) -> str:
@@ -156,7 +170,7 @@ class FailingPart(NamedTuple):
 
 
 def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
-    """Find the submodule that failed; None if no module was called."""
+    """Find the innermost submodule that failed and was called, as `break_at` breaks calls; None if there is none."""
     modules = [(index, line.module) for index, line in enumerate(lines) if line.module is not None]
     if not modules:
         return None
@@ -165,11 +179,24 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     reached = {id(module): name for name, module in root.named_children()} if is_function else {}
     root = next((module for _, module in modules if id(module) in reached), root)
     names = {id(module): name for name, module in root.named_modules()}
-    name = next(names[id(module)] for _, module in reversed(modules) if id(module) in names)
-    start = next(index for index, module in modules if names.get(id(module)) == name)
+    called = {id(root), *(id(line.module) for line in lines if line.summary.name in _CALLS)}
+    named = [(index, names[id(module)], id(module) in called) for index, module in modules if id(module) in names]
+    name = next(name for _, name, is_called in reversed(named) if is_called)
+    start = next(index for index, found, _ in named if found == name)
+    innermost = named[-1][1]
+    method = "" if innermost == name else next(lines[index].summary.name for index, it, _ in named if it == innermost)
     generated = (line.summary.filename.startswith("<") for line in lines[start:])
     decorable = any(generated) or any(line.is_own for line in lines[start:])
-    return FailingPart(root, name, decorable, reached.get(id(root), "").rstrip("'"))
+    return FailingPart(root, name, decorable, reached.get(id(root), ""), method and f"{innermost}.{method}")
+
+
+def _before_backward(lines: Sequence[CalledLine]) -> Sequence[CalledLine]:
+    """Return the lines that led to the outermost backward or torch.func transform; all if there is none."""
+    for index, line in enumerate(lines):
+        path = line.summary.filename.replace(os.sep, "/")
+        if "torch/_functorch/" in path or ("torch/autograd/" in path and line.summary.name in _BACKWARDS):
+            return lines[:index]
+    return lines
 
 
 def _innermost_users(lines: Sequence[CalledLine]) -> int:
@@ -245,67 +272,83 @@ def _package_path(filename: str) -> str | None:
     return None
 
 
-_CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+class Remedy(NamedTuple):
+    """Says what a user can do.
+
+    Attributes:
+        text: what to change in the code; empty if nothing but a break helps.
+        breaks: True if an eager break around it helps as well.
+        held: what such a break has to hold.
+    """
+
+    text: str
+    breaks: bool = False
+    held: str = ""
+
+
+_CAUSES: tuple[tuple[tuple[str, ...], str, Remedy], ...] = (
     # (words any of which torch's or the emulator's message holds, cause, remedy); the first that fits is used
     (
         ("out of memory",),
         "the device ran out of memory.",
-        "Capture fewer or smaller sizes (capture_sizes), or free memory first.",
+        Remedy("Capture fewer or smaller sizes (capture_sizes), or free memory first."),
     ),
     (
         ("unjoined", "streamcaptureunjoined"),
         "work was forked to another stream and not joined before the end.",
-        "Call torch.cuda.current_stream().wait_stream(side) before the forward ends, and before every eager break.",
+        Remedy(
+            "Call torch.cuda.current_stream().wait_stream(side) before the forward ends, and before every eager break."
+        ),
     ),
     (
         ("cpu tensor is pinned", "host memory that is not pinned"),
         "data was copied from or to host memory that is not pinned.",
-        "Create it on the device, or once, outside the forward; read back in an @simplegraph.eager_break (PIECEWISE).",
+        Remedy("Create it on the device, or once, outside the forward; read it back after the call.", breaks=True),
     ),
     (
         ("pinned memory was allocated", "cudahostalloc"),
         "pinned memory was allocated, which synchronises.",
-        "Allocate it once, outside the forward.",
+        Remedy("Allocate it once, outside the forward."),
     ),
     (
         ("compiled code ran",),
         "compiled code ran, whose kernels no emulator sees.",
-        "On a GPU compiled kernels are captured as all others are. For the emulator, leave the compiler out.",
+        Remedy("On a GPU compiled kernels are captured as all others are. For the emulator, leave the compiler out."),
     ),
     (
         ("set_current_seed", "generator was reseeded"),
         "a random generator was reseeded.",
-        "Seed outside the forward; a replay goes on where the last one stopped, as eager does.",
+        Remedy("Seed outside the forward; a replay goes on where the last one stopped, as eager does."),
     ),
     (
         ("::current_seed", "cudageneratorimpl::get_state", "state of a random generator was read"),
         "the state of a random generator was read, which a capture does not permit.",
-        "Pass preserve_rng_state=False to torch.utils.checkpoint; read the state outside the forward.",
+        Remedy("Pass preserve_rng_state=False to torch.utils.checkpoint; read the state outside the forward."),
     ),
     (
         ("offset increment outside graph capture", "cuda generator", "generator that the capture"),
         "a random generator was used that the graph does not know.",
-        "Keep the generator as an attribute of the module, and seed outside the forward.",
+        Remedy("Keep the generator as an attribute of the module, and seed outside the forward."),
     ),
     (
         ("beside the items of a mapping",),
         "what a mapping holds beside its items was read, which may change from call to call unnoticed.",
-        "Read the items alone, or pass what is needed as an argument of its own.",
+        Remedy("Read the items alone, or pass what is needed as an argument of its own."),
     ),
     (
         ("that an eager break returned",),
         "an object that an eager break returned was read, and each replay has another one.",
-        "Read it in an eager break, or return what is read as tensors.",
+        Remedy("Read it in an eager break, or return what is read as tensors."),
     ),
     (
         ("nestedtensorimpl",),
         "torch made a nested tensor, whose sizes are read back to Python.",
-        "Pass enable_nested_tensor=False to nn.TransformerEncoder.",
+        Remedy("Pass enable_nested_tensor=False to nn.TransformerEncoder."),
     ),
     (
         ("torchscript interpreter",),
         "a scripted function failed; TorchScript does not say why: most often a tensor was read back (if, .item()).",
-        "Call the Python function it was made of, or mark it with @simplegraph.eager_break, and set mode='PIECEWISE'.",
+        Remedy("Call the Python function it was made of.", breaks=True),
     ),
 )
 # (part of a path, function or "", remedy): what torch's Python, or a library's, reads back below the user's line
@@ -319,12 +362,22 @@ _READS = (
     *("read back", "stream is capturing", "during capture", "graph capture", "stream capture"),
     *("a capturing stream", "a capturing blocking stream"),
 )
-BREAK = "mark the function with @simplegraph.eager_break, and set mode='PIECEWISE'"
-_FIX = f"Fix it, or {BREAK}."
+_BREAK = "mark the function with @simplegraph.eager_break, and set mode='PIECEWISE'"
+_FIX = Remedy("Fix it.", breaks=True)
+_HOLD_MORE = Remedy(
+    "Let the break hold more: mark a function around it, or break at the module around it (simplegraph.break_at)."
+)
+_EAGERLY = "Such calls run as they do without graphs."
 
 
-def capture_error(error: Exception, label: str) -> CaptureError:
-    """Make the error a user sees: what failed, at which of their lines, why, and what to do."""
+def capture_error(error: Exception, label: str, *, trains: bool = False) -> CaptureError:
+    """Make the error a user sees: what failed, at which of their lines, why, and what to do.
+
+    Args:
+        error: what a run raised.
+        label: what was captured.
+        trains: it is a training step, or a forward or backward for training: no break can be in its graph.
+    """
     chain = list(_chain(error))
     cause = _said(error) if len(chain) == 1 else f"{_said(error)} (caused by {_said(chain[-1])})"
     lines, remedy = called_lines(*chain), _FIX
@@ -335,7 +388,10 @@ def capture_error(error: Exception, label: str) -> CaptureError:
             break
     location = users_line(lines)
     where = f" at {location}" if location else ""
-    return CaptureError(f"capturing {label} failed{where}\n  {cause}\n  {remedy}", location=location, cause=cause)
+    told = () if cause.startswith(_SWALLOWED) else lines
+    part, advice = failing_part(_before_backward(told)), remedy_in_reach(remedy, told, trains=trains)
+    message = f"capturing {label} failed{where}\n  {cause}\n  {advice}"
+    return CaptureError(message, location=location, cause=cause, part="" if part is None else part.whole_pattern)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -368,12 +424,12 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str] | None:
+def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, Remedy] | None:
     """Return an error's cause and remedy; None if it is not known."""
     if isinstance(error, BreakError):
-        return str(error), _FIX
+        return str(error), _HOLD_MORE
     if isinstance(error, HostError):
-        return f"{error}.", _remedy_in_reach(error.remedy, lines)
+        return f"{error}.", Remedy(error.remedy, error.breaks)
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
     for words, cause, remedy in _CAUSES:
         if any(word in text for word in words):
@@ -381,58 +437,80 @@ def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, 
     if not any(word in text for word in _READS):
         return None
     if "previous error" in text:  # whatever line it shows at is not the one
-        cause = (
-            "something before it was refused, and the error swallowed: a tensor read back, or the device synchronised"
-        )
-        return f"{cause} ({_said(error)}).", f"Look for an except that hides it; take it out, or {BREAK}."
-    cause, remedy = _explained_read(error, lines)
-    return cause, _remedy_in_reach(remedy, lines)
+        return f"{_SWALLOWED} ({_said(error)}).", Remedy("Look for an except that hides it; take it out.", breaks=True)
+    return _explained_read(error, lines)
 
 
-def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str]:
+_SWALLOWED = "something before it was refused, and the error swallowed: a tensor read back, or the device synchronised"
+
+
+def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, Remedy]:
     """Tell apart the ways in which values come to be read back."""
     emulated = isinstance(error, EmulatorError)
     said = "" if emulated else f" ({_said(error)})"
     if is_printing(lines):
         cause = "a tensor was made into text (print, an f-string, logging), and while captured it has no values"
-        return f"{cause}{said}.", f"Print its shape, or print outside the forward; or {BREAK}."
+        return f"{cause}{said}.", Remedy("Print its shape, or print outside the forward.", breaks=True)
     checked = checked_solver(lines)
     if checked is not None:
         cause = f"{checked} reads back from the device if it succeeded"
-        return f"{cause}{said}.", f"Call {checked}_ex, which returns that in a tensor; or {BREAK}."
+        return f"{cause}{said}.", Remedy(f"Call {checked}_ex, which returns that in a tensor.", breaks=True)
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        known = (remedy for path, name, remedy in _READERS if is_inside(lines, path, name))
-        remedy = next(known, f"Test it on the device (torch.where), read it after the call, or {BREAK}.")
+        known = (Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name))
+        remedy = next(known, Remedy("Test it on the device (torch.where), or read it after the call.", breaks=True))
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
-    remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
+    shapes = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
-        remedy = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
-    return cause, f"Keep the shape: {remedy}; or {BREAK}: one that holds everything up to where shapes are fixed again."
+        shapes = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
+    held = ": one that holds everything up to where shapes are fixed again"
+    return cause, Remedy(f"Keep the shape: {shapes}.", breaks=True, held=held)
 
 
-def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
-    """Return a remedy that needs no edit of code which is not the user's."""
-    if any(remedy == known for *_, known in _READERS):
-        return remedy
-    part = failing_part(lines)
+def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains: bool = False) -> str:
+    """Return a remedy that needs no edit of code which is not the user's, with an eager break where one helps."""
+    if not remedy.breaks:
+        return remedy.text
+    outside = _before_backward(lines)
+    part = failing_part(outside)
     if part is not None and not getattr(part.root, "takes_settings", True):
-        return "Such calls run as they do without graphs."
-    if part is None or part.decorable:
-        inner = next((line for line in reversed(lines) if line.is_users), None)
-        own = inner is None or inner.is_own
-        return remedy if own else remedy.replace("mark the function with", "call it in a function of your own, marked")
-    ways, model = [], part.holder or "model"
-    if part.name:
-        ways.append(f"run that part eagerly: simplegraph.break_at({model}, \"{part.pattern}\") and mode='PIECEWISE'")
-    elif part.holder:
+        return _EAGERLY
+    if part is not None and not part.decorable:
+        return _for_libraries(part, trains=trains) or remedy.text or _EAGERLY
+    if trains:
+        return remedy.text or _EAGERLY
+    inner = next((line for line in reversed(outside) if line.is_users), None)
+    advice = _BREAK
+    if inner is not None and not inner.is_own:
+        advice = _BREAK.replace("mark the function with", "call it in a function of your own, marked")
+    elif len(outside) < len(lines):
+        advice = _BREAK.replace("function", "function that runs the whole backward, or calls torch.func,")
+    both = f"{remedy.text[:-1]}; or {advice}" if remedy.text else f"{advice[0].upper()}{advice[1:]}"
+    return f"{both}{remedy.held}."
+
+
+def _for_libraries(part: FailingPart, *, trains: bool) -> str:
+    """Say what to do about a failure inside a library's module; empty if nothing can be done around it."""
+    ways, model = [], part.model
+    has_parts = any(True for _ in part.root.children())
+    if trains and has_parts:
+        ways.append("give graphs to the parts that can have them: simplegraph.wrap(part, training=True) in its place")
+    elif part.name and not trains:
+        ways.append(
+            f"run that part eagerly: simplegraph.break_at({model}, \"{part.pattern}\") and mode='PIECEWISE' "
+            "(simplegraph.check says if that is enough, or which parts are)"
+        )
+    elif part.holder and not trains:
         marked = "a function of your own, marked @simplegraph.eager_break"
-        ways.append(f"call {part.holder} in {marked}, and set mode='PIECEWISE'")
-    if any(True for _ in part.root.children()):
+        ways.append(f"call {model} in {marked}, and set mode='PIECEWISE'")
+    if has_parts and not trains:
         ways.append(f"give graphs to the parts that can have them: simplegraph.wrap_parts({model}, inputs)")
-    return f"The code is a library's; {'; or '.join(ways)}." if ways else remedy
+    whose = "The code is a library's"
+    if part.method and not part.name:
+        whose += f", and {part.method} is no call of a module, at which simplegraph.break_at could break"
+    return f"{whose}; {'; or '.join(ways)}." if ways else ""
 
 
 def user_location(error: BaseException) -> str | None:

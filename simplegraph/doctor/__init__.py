@@ -2,6 +2,7 @@
 
 check        `check`: can a module be captured, and padded
 audit        `audit`: checks the graphs of others at replays; `attach`, `owners` and `audit_page` are its parts
+parts_to_break  finds, by trying, the parts of a module that must break
 explain      sections of the troubleshooting page, for the command line
 page         the report as an HTML file
 touches      what kernels touch, by module

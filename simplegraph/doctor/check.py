@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import bypassed, outside_calls
 from simplegraph.base.errors import CaptureError, InputError, VerificationError
-from simplegraph.base.failures import BREAK, user_location
+from simplegraph.base.failures import FailingPart, user_location
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
@@ -28,6 +29,7 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, device_of, known_arguments
 from simplegraph.device.memory import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
+from simplegraph.doctor.parts_to_break import Obstacle, find_parts
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
@@ -35,6 +37,7 @@ from simplegraph.manager.proof import Effects, cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
+from simplegraph.program.breaks.step import BreakTrace, ResultChanged, same_results
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.wrap import wrap
 
@@ -42,6 +45,7 @@ logger = logging.getLogger("simplegraph")
 
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3, 100)
+_VARIES = "returns results of another shape, or another number, for other inputs"
 _TRIED = (
     "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
     "also for copies of the first row, and wrote the same to the module's memory. "
@@ -74,6 +78,9 @@ class CheckReport:
         inputs_written: names of arguments that the forward writes to.
         output_aliases: outputs that share memory with an argument or with the module.
         memory: the memory that capturing `capture_sizes` would take; None if they were not given.
+        break_at: what makes it piecewise, found by trying: "model", or what a function's code calls a module that it
+            reaches -> patterns for `break_at` of it. Empty if nothing is in the way, or if nothing less than the whole
+            would have to break.
         frozen: attributes with a number, a flag or a text that forwards name, by class: replays keep that value.
     """
 
@@ -88,6 +95,7 @@ class CheckReport:
     output_aliases: tuple[str, ...]
     memory: MemoryEstimate | None = None
     frozen: tuple[str, ...] = ()
+    break_at: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.capturable and self.rows_independent is not False
@@ -110,10 +118,15 @@ class CheckReport:
     def _capture_lines(self) -> list[str]:
         if self.capturable:
             return ["capturable: yes" + (", as one full graph: use mode='FULL'" if self.breaks else "")]
-        if not self.breaks:
+        if self.break_at:
+            calls = ", ".join(itertools.starmap(_break_call, self.break_at.items()))
+            problem = _without_advice(str(self.piecewise))
+            return [f"capturable: piecewise, by {calls} and mode='PIECEWISE'", f"  {problem}"]
+        if self.piecewise == self.problem:
             return [f"capturable: no\n  {self.problem}"]
         if self.piecewise is not None:
-            return [f"capturable: no\n  {self.problem}", f"  not piecewise either: {self.piecewise}"]
+            problem = _without_advice(str(self.problem))
+            return [f"capturable: no\n  {problem}", f"  not piecewise either: {self.piecewise}"]
         guilty = {name: problem for name, problem in self.breaks.items() if problem is not None}
         lines = ["capturable: piecewise, not as one full graph"]
         lines += [f"  {name} must stay an eager break: {_without_advice(problem)}" for name, problem in guilty.items()]
@@ -137,8 +150,9 @@ def check(
     more, as called and padded, on other values in memory of the module that the forward writes: a write shows then that
     leaves a value as it was, as that of zeros to an empty slot of a cache. Let nothing else use that memory meanwhile.
     If a module with eager breaks cannot be one full graph, each break is tried inline separately, to name those that
-    prevent it. The module's state and the default random generator are restored afterwards; memory that breaks write
-    elsewhere (a KV cache in a context) is not.
+    prevent it. If not even pieces can be captured, the parts that fail are made eager breaks one after another, each
+    with what is around it until its results are alike for all inputs. The module, its state and the default random
+    generator are restored afterwards; memory that breaks write elsewhere (a KV cache in a context) is not.
 
         report = sg.check(model, input_ids, positions)
         print(report)
@@ -180,12 +194,13 @@ def check(
         verify=1,
         progress=False,
     )
-    with torch.no_grad():
+    with torch.no_grad(), Undo(None, ()) as undo:
+        undo.watch(module)
         trials: list[ModuleTrial] = []
         for number, batch in enumerate([args, *others]):
             if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
-        return dataclasses.replace(_report(trials, capture_sizes), frozen=tuple(dict.fromkeys(_frozen(module))))
+        return dataclasses.replace(_report(module, trials, capture_sizes), frozen=tuple(dict.fromkeys(_frozen(module))))
 
 
 def _module_of(function: Any) -> FunctionModule:
@@ -200,7 +215,7 @@ def _module_of(function: Any) -> FunctionModule:
     return module
 
 
-def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
+def _report(module: nn.Module, trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
     first = trials[0]
     # Measure memory first: the first capture also allocates what libraries keep for the capture stream.
     memory = None if capture_sizes is None else first.memory(capture_sizes)
@@ -210,6 +225,10 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
     problem = _problem(trials)
     functions = list(dict.fromkeys(function for trial in trials for function in trial.breaks))
     piecewise = _problem(trials, "PIECEWISE") if functions else problem
+    parts: dict[str, tuple[str, ...]] = {}
+    if piecewise is not None:
+        parts, left = find_parts(module, lambda: next(filter(None, (trial.obstacle() for trial in trials)), None))
+        piecewise = left or piecewise
     breaks: dict[str, str | None] = {name_of(function): None for function in functions}
     if problem is not None and piecewise is None:
         breaks = {name_of(function): _problem(trials, "PIECEWISE", [function]) for function in functions}
@@ -224,7 +243,13 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
         first.inputs_written,
         first.output_aliases,
         memory,
+        break_at=parts,
     )
+
+
+def _break_call(model: str, patterns: Sequence[str]) -> str:
+    quoted = [f'"{pattern}"' for pattern in patterns]
+    return f"simplegraph.break_at({', '.join([model, *quoted])})"
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:
@@ -239,8 +264,9 @@ def _frozen(module: nn.Module) -> Iterator[str]:
 
 
 def _without_advice(problem: str) -> str:
-    """Leave out how to do what is done: these are breaks already."""
-    return "\n".join(line for line in problem.splitlines() if BREAK not in line)
+    """Leave out what to do: that is done, or said elsewhere."""
+    ways = "@simplegraph.eager_break", "simplegraph.break_at", "simplegraph.wrap_parts"
+    return "\n".join(line for line in problem.splitlines() if not any(way in line for way in ways))
 
 
 def _problem(
@@ -264,7 +290,10 @@ class ModuleTrial:
         state_written, inputs_written: names of state and of arguments that an eager run wrote to.
         output_aliases: outputs that share memory with an argument or with the module.
         breaks: the functions and operators that broke.
+        failed_at: the pattern of the part that the latest problem is about; empty if it is about the whole.
     """
+
+    failed_at = ""
 
     def __init__(
         self,
@@ -306,15 +335,14 @@ class ModuleTrial:
         """Run once eagerly, to find what the forward writes, what its outputs alias, and its breaks."""
         buffers = [(name, part) for name, part in self._state.items() if not isinstance(part, nn.Parameter)]
         leaves = cloned(self._leaves)
-        with self._undone(SavedMemory(buffers)) as undo:
+        # Tensors that the module makes at its first call and keeps stay for all later runs.
+        with Undo(SavedMemory(buffers), self._generators) as undo:
             observer = MemoryObserver(before_write=undo.copy)
-            tracer = BreakTracer(breaking_operators(), observer, self._device.torch_device)
-            with observer, recording_breaks(tracer):
-                outputs = self._run(leaves)
+            outputs, trace = self._traced(leaves, observer)
         own = {storage_key(tensor): name for name, tensor in self._state.items()}
         named = zip(leaves, self._names, strict=True)
         inputs = {storage_key(leaf): name for leaf, name in named if isinstance(leaf, Tensor)}
-        self.breaks = list(dict.fromkeys(call.function for call in tracer.finish(outputs).calls))
+        self.breaks = list(dict.fromkeys(call.function for call in trace.calls))
         self.state_written, self.inputs_written = (
             tuple(sorted(names[key] for key in observer.written if key in names)) for names in (own, inputs)
         )
@@ -326,6 +354,13 @@ class ModuleTrial:
         self._unreturnable = unreturnable(outputs)
         written = [(name, self._state[name]) for name in self.state_written]
         self._memory = SavedMemory(list(dict(buffers + written).items()))
+
+    def _traced(self, leaves: Sequence[Any], observer: MemoryObserver) -> tuple[list[Any], BreakTrace]:
+        """Run eagerly; return the leaves of the outputs, and what breaks there were."""
+        tracer = BreakTracer(breaking_operators(), observer, self._device.torch_device)
+        with observer, recording_breaks(tracer):
+            outputs = self._run(leaves)
+        return outputs, tracer.finish(outputs)
 
     def add_batch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Add a batch to compare replays on; False, without adding it, if it needs another graph."""
@@ -437,6 +472,7 @@ class ModuleTrial:
             return f"{reason.text} ({self._unreturnable}). See: {reason.command}"
         wrapped: Any = wrap(self._module, self._config, mode=mode, capture_sizes=[self._rows], padding=False)
         try:
+            self.failed_at = ""
             with inlining(inlined), self._capture(wrapped):
                 rounds = itertools.product(range(3), self._batches)
                 return next(filter(None, (self._difference(wrapped, *each) for each in rounds)), None)
@@ -444,9 +480,46 @@ class ModuleTrial:
             said, _, _ = str(error).partition("\n")  # the advice is to call `check`
             return f"{said} Python state that changes from call to call is frozen."
         except (CaptureError, InputError) as error:
+            self.failed_at = getattr(error, "part", "")
             return str(error)
         except Exception as error:
+            self.failed_at = self._pattern_of(error.step.whole()[0]) if isinstance(error, ResultChanged) else ""
             return f"{type(error).__name__} at {user_location(error)}: {error}"
+
+    def obstacle(self) -> Obstacle | None:
+        """Return what no piecewise graph can have: a part, or the results of one that breaks."""
+        problem = self.problem("PIECEWISE")
+        if problem is not None:
+            return Obstacle(self.failed_at, problem)
+        expected = self._breaks_with(1)
+        for factor in _FILLS:
+            try:
+                found = self._breaks_with(factor)
+            except Exception as error:
+                logger.debug("the forward fails with floating-point inputs times %s: %s", factor, error)
+                continue
+            for call, other in zip(expected.calls, found.calls, strict=False):
+                if not same_results(call, other):
+                    passed = [it.kind() for it in (call.arguments or ())[:1] if isinstance(it.kind, weakref.ref)]
+                    return Obstacle(self._pattern_of(passed), f"eager break {name_of(call.function)} {_VARIES}.")
+            if len(expected.calls) != len(found.calls):
+                return Obstacle("", "other eager breaks run for other inputs, and a graph calls the same ones.")
+        return None
+
+    def _breaks_with(self, factor: int) -> BreakTrace:
+        """Run eagerly with floating-point inputs times a factor, and return what breaks there were."""
+        leaves = [
+            leaf * factor if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for leaf in cloned(self._leaves)
+        ]
+        with self._undone(self._memory):
+            return self._traced(leaves, MemoryObserver())[1]
+
+    def _pattern_of(self, passed: Sequence[Any]) -> str:
+        """Return the pattern of a part whose call was a break that was passed this; empty if it was no part."""
+        names = {id(module): name for name, module in self._module.named_modules()}
+        name = names.get(id(passed[0]), "") if passed else ""
+        return FailingPart(self._module, name, decorable=False).pattern if name else ""
 
     def memory(self, sizes: Collection[int]) -> MemoryEstimate:
         """Capture the sizes, measure their memory, and drop their graphs.

@@ -21,6 +21,7 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, ProgramTable, on_all_ranks
+from simplegraph.program.breaks.marks import name_of
 from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.probes import Probe, Run, Undone, around, undo
 from simplegraph.program.program import Program
@@ -30,6 +31,11 @@ logger = logging.getLogger("simplegraph")
 _HELD_ATTENTION = (
     "capturing {} failed\n  {}: the graph would hold the attention.\n"
     "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe."
+)
+_BREAK_IN_STEP = (
+    "capturing {} failed\n  {}, and would find gradients of the step before: a replay sets them at its end.\n"
+    "  Do its work on the device (torch.where), or before or after the step; or wrap parts of the model in place of "
+    "the step: simplegraph.wrap(part, training=True)."
 )
 
 _NOTE_REMEDY = (
@@ -139,7 +145,7 @@ class GraphCapture:
                         try:
                             table.graphs[job.key].program.wait()
                         except Exception as error:
-                            unready[job.label] = capture_error(error, job.label)
+                            unready[job.label] = capture_error(error, job.label, trains=job.trains)
             dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
@@ -232,11 +238,14 @@ class GraphCapture:
             for probe in self.probes:
                 probe.before_capture(run)
             trace = self._trace(job)
+            if trace is not None and trace.calls and job.trains:
+                cause = f"eager break {name_of(trace.calls[0].function)} is called in a training step"
+                raise CaptureError(_BREAK_IN_STEP.format(job.label, cause), cause=cause)
             try:
                 for hooks in self.table.hooks:  # this comes last before the capture
                     hooks.before_capture(job.mode, job.descriptor)
             except Exception as error:
-                raise capture_error(error, job.label) from error
+                raise capture_error(error, job.label, trains=job.trains) from error
             seconds = self._ranks.seconds
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, run, trace)
@@ -306,7 +315,7 @@ class GraphCapture:
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
             self._raised |= {} if isinstance(error, WithheldError) else {job.label: error}  # no eager call raises it
-            return {job.label: capture_error(error, job.label)}
+            return {job.label: capture_error(error, job.label, trains=job.trains)}
         finally:
             run.outputs = None  # what it made may be used again
         return {}

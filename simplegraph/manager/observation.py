@@ -108,7 +108,7 @@ class Observation(Probe):
     def before_capture(self, run: Run) -> None:
         """Refuse what a run before showed that no capture may come to."""
         for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
-            raise capture_error(refused, run.label)
+            raise capture_error(refused, run.label, trains=run.job.trains)
         run.owned = functools.partial(observed_tensors, self.observers)
 
     @contextlib.contextmanager

@@ -54,6 +54,7 @@ class CaptureJob:
         refused: why it cannot be captured, if a run showed that.
         arguments: the CPU tensors that the forward is passed, where the graph is of another device.
         record: of the size.
+        trains: it is a training step, or of a training call: no eager break can be in its graph.
     """
 
     key: Key
@@ -69,6 +70,7 @@ class CaptureJob:
     refused: HostError | None = None
     arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
     record: SizeRecord = dataclasses.field(default_factory=SizeRecord, compare=False)
+    trains: bool = False
 
     @property
     def rows(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import CaptureError, StaleGraphError
-from simplegraph.base.failures import BREAK
+from simplegraph.base.failures import Remedy, remedy_in_reach
 from simplegraph.base.reasons import explain_command
 from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
@@ -149,11 +149,14 @@ def _freed(inventory: Inventory) -> list[Touch]:
     return [touch for touch in _unseen(inventory, MemoryKind.FREED) if touch.certain]
 
 
+_KEEP = Remedy("Keep the tensor that it reads as an attribute of the module.", breaks=True)
+
+
 def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:
     cause = _describe_freed(touch)
     return CaptureError(
         f"capturing {job.label} failed\n  {cause}: a replay would find there whatever comes next.\n"
-        f"  Keep the tensor that it reads as an attribute of the module, or {BREAK}.",
+        f"  {remedy_in_reach(_KEEP, trains=job.trains)}",
         cause=cause,
     )
 

@@ -40,7 +40,7 @@ from simplegraph.base.constants import (
     span,
 )
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import BREAK, current_user_location
+from simplegraph.base.failures import current_user_location
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import (
     OperatorMode,
@@ -453,13 +453,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     ) -> None:
         if on_host and _draws_on_cpu(func, kwargs):
             drawn = f"random numbers are drawn on the CPU ({func.overloadpacket}), and a replay would draw no others"
-            self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
+            self._refuse(drawn, "Draw them on the device.", breaks=True)
         if on_host and torch.Tag.inplace_view not in func.tags:
             for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
                 if storage_key(tensor) not in self._made:
                     found = f"{self._named(tensor)} is on the CPU and the forward writes to it ({func.overloadpacket})"
-                    remedy = f"Keep state on the device, or {BREAK}."
-                    self._refuse(f"{found}, which a replay would not do", remedy)
+                    self._refuse(f"{found}, which a replay would not do", "Keep state on the device.", breaks=True)
         if facts_of(func).reads_no_value:
             return
         for tensor in host:
@@ -469,7 +468,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                     self._note_read(tensor)
             elif on_host and not known:
                 found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
-                self._refuse(found, f"Keep it on the device, or {BREAK}.")
+                self._refuse(found, "Keep it on the device.", breaks=True)
 
     def _check_argument(self, tensor: Tensor) -> None:
         if self.arguments is not None and self._is_input(tensor):
@@ -484,15 +483,15 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 f", of {LARGEST_BYTES} at most" if span(tensor) > LARGEST_BYTES else f"; {limit} {WATCHED_BYTES} bytes"
             )
             remedy = "Keep it on the device (register_buffer), so that the graph reads what it holds at each replay."
-            self._refuse(found, remedy)
+            self._refuse(found, remedy, breaks=True)
         place = storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         self.reads.setdefault(place, tensor)  # itself: made here, a view of it would have a version of its own
 
     def _named(self, tensor: Tensor) -> str:
         return self._name(tensor) or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
 
-    def _refuse(self, cause: str, remedy: str) -> NoReturn:
-        error = HostError(cause, remedy)
+    def _refuse(self, cause: str, remedy: str, *, breaks: bool = False) -> NoReturn:
+        error = HostError(cause, remedy, breaks=breaks)
         self._error = self._error or error
         raise error
 
@@ -504,6 +503,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             self._refuse(
                 f"{what if made else self._named(source)} has another value than in the warmup before",
                 "Make it on the device, or pass its value as an argument; what Python computes is frozen in a graph.",
+                breaks=True,
             )
         self.served[id(copy)] = copy
         return copy

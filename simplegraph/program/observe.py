@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simplegraph.base import patches
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import BREAK, current_user_location, described_line, running_line
+from simplegraph.base.failures import current_user_location, described_line, running_line
 from simplegraph.base.operators import (
     OperatorMode,
     argument,
@@ -394,7 +394,7 @@ class MemoryObserver(OperatorMode):
         """Note an operator that a capture may not come to, and raise it in a capture."""
         if self._device is None:  # else the error's own traceback tells
             cause += f"; it is called at {current_user_location()}"
-        self.refused = HostError(cause, f"{BREAK[0].upper()}{BREAK[1:]}.")
+        self.refused = HostError(cause, "", breaks=True)
         if self._device is not None:
             raise self.refused
 

@@ -136,7 +136,7 @@ class CaptureSession:
             recorder.drop()
             if isinstance(error, (CaptureError, InputError)) or not isinstance(error, Exception):
                 raise
-            raise capture_error(error, about.label) from error
+            raise capture_error(error, about.label, trains=about.job is not None and about.job.trains) from error
 
     def _record(
         self, recorder: SegmentRecorder, run: Callable[[], Any], about: Run

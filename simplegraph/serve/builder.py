@@ -521,6 +521,7 @@ class GraphBuilder:
                 refused=call.binding.refused or refused,
                 arguments=arguments,
                 record=call.binding.size((call.binding.signature, *kind)),
+                trains=computes_gradients(call.module),
             )
             for kind in todo
         ]

@@ -301,6 +301,7 @@ class Recording:
                 refused=call.binding.refused,
                 arguments=self._host_arguments,
                 record=call.binding.size((*key, part)),
+                trains=True,
             )
             for part, run in runs.items()
         ]

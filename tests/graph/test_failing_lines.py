@@ -73,6 +73,35 @@ class Stack(nn.Module):
             x = layer(x)
         return x
 
+class Decoder(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        raise NotImplementedError("call decode")
+
+    def decode(self, x):
+        return self.linear(x) if x.sum().item() < 1e9 else x
+
+class Tagger(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.encoder, self.crf = nn.Sequential(nn.Linear(width, width), nn.ReLU()), Decoder(width)
+
+    def forward(self, x):
+        return self.crf.decode(self.encoder(x))
+
+class Reader(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.taggers, self.last = nn.ModuleList(Tagger(width) for _ in range(2)), nn.Linear(width, width)
+
+    def forward(self, x):
+        for tagger in self.taggers:
+            x = tagger(x)
+        return self.last(x)
+
 def scaled(x):
     return x / x.max().item()
 """
@@ -334,6 +363,98 @@ def test_a_library_module_whose_own_forward_fails_in_a_function_is_called_in_a_b
         for _ in range(4):
             torch.testing.assert_close(again(x), doubled(x))
     assert again.graph_stats.replays > 0
+
+
+def test_a_method_that_no_call_leads_to_is_broken_with_the_part_that_calls_it(
+    library: Any, device: torch.device
+) -> None:
+    """`break_at` breaks at calls of modules, and `crf.decode` is none."""
+    model = library.Reader(WIDTH).to(device).eval()
+    message = failure(model, device)
+    assert "simplegraph.break_at(model, \"taggers.*\") and mode='PIECEWISE'" in message
+    sg.break_at(model, "taggers.*")
+    assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
+
+
+def test_a_method_of_a_part_that_only_the_whole_calls_is_said_to_be_out_of_reach(
+    library: Any, device: torch.device
+) -> None:
+    model = library.Tagger(WIDTH).to(device).eval()
+    message = failure(model, device)
+    assert "break_at(" not in message
+    assert "The code is a library's, and crf.decode is no call of a module, at which simplegraph.break_at" in message
+    assert f"; {PARTS}." in message
+    graphs = sg.wrap_parts(model, torch.randn(4, WIDTH, device=device), min_operators=1)
+    assert list(graphs.parts) == ["encoder"]
+
+
+def test_a_method_of_a_library_that_the_users_own_code_calls_is_called_in_a_break(
+    library: Any, device: torch.device
+) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.crf = nn.Linear(WIDTH, WIDTH), library.Decoder(WIDTH)
+            self.decode = self.crf.decode
+
+        def forward(self, x: Tensor) -> Tensor:
+            decoded: Tensor = self.decode(self.encoder(x)) * 2
+            return decoded
+
+    model = Own().to(device).eval()
+    advised = "call it in a function of your own, marked @simplegraph.eager_break, and set mode='PIECEWISE'."
+    assert advised in failure(model, device)
+    model.decode = sg.eager_break(lambda x: model.crf.decode(x))
+    assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
+
+
+@pytest.mark.parametrize("how", ["step", "training"])
+def test_a_librarys_part_that_fails_in_training_is_told_to_get_graphs_for_parts(
+    library: Any, how: str, device: torch.device
+) -> None:
+    def train(how: str) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        model: Any = library.Routed(WIDTH).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        served = called = sg.wrap(model, training=True, progress=False) if how == "training" else model
+        if how == "parts":
+            served = model.decoder = sg.wrap(model.decoder, training=True, progress=False)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = called(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = step
+        if how == "step":
+            run = served = sg.train_step(step, optimizers=optimizer, progress=False)
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in range(7):
+                loss = run(torch.randn(4, WIDTH, device=device))
+        return loss.detach(), served
+
+    (message,) = train(how)[1].graph_stats.failures.values()
+    assert "give graphs to the parts that can have them: simplegraph.wrap(part, training=True) in its place." in message
+    assert not any(word in message for word in ("eager_break", "break_at", "PIECEWISE", "wrap_parts"))
+    loss, served = train("parts")
+    torch.testing.assert_close(loss, train("eager")[0])
+    assert served.graph_stats.replays > 0
+
+
+def test_memory_that_ran_out_in_a_library_is_no_reason_to_break_there(library: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = library.Routed(WIDTH).eval()
+    code = library.Router.forward.__code__
+    library.Router.forward.__code__ = forward.__code__.replace(co_filename=code.co_filename)
+    try:
+        message = str(capture_error(error_of(lambda: model(torch.ones(4, WIDTH))), "batch size 8"))
+    finally:
+        library.Router.forward.__code__ = code
+    assert message.endswith("Capture fewer or smaller sizes (capture_sizes), or free memory first.")
 
 
 def test_a_break_of_the_capture_that_shows_later_blames_no_part(device: torch.device) -> None:

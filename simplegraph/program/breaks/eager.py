@@ -40,6 +40,10 @@ _LEFT = (
     "or in tuples, lists, dicts or dataclasses; where the code is not yours, break at the part around it, or wrap the "
     "parts after it"
 )
+_GRADIENTS = (
+    "returns or changes what gradients flow through, and a backward in the graph would not reach what it is computed "
+    "from. Pass it tensors without gradients (tensor.detach()), or let it hold the backward, too"
+)
 _KEEPS = "keeps a tensor that it is passed, whose memory later replays write; keep a clone"
 
 
@@ -79,6 +83,7 @@ class BreakTracer:
         made_here = tuple(issubclass(type(leaf), Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
+        nodes = list(map(_node, arguments))
         rewritten = [
             leaf for leaf, made in zip(arguments, made_here, strict=True) if made or memory_of(leaf) in self._inputs
         ]
@@ -111,6 +116,12 @@ class BreakTracer:
         elif _changed((args, kwargs), arguments, nesting):
             # A replay would hand over the same container again, and the segments after it hold the tensors of now.
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
+        elif torch.is_grad_enabled():
+            others = [leaf for leaf in leaves if all(leaf is not argument for argument in arguments)]
+            if any(_wants_grad(leaf) and observer.made(leaf) for leaf in others) or nodes != list(
+                map(_node, arguments)
+            ):
+                problem = _GRADIENTS
         results = tuple(result for result in found if isinstance(result, Result))
         problem = problem or next((said for said in found if isinstance(said, str)), None)
         self._handed_on += [value for value, it in zip(leaves, found, strict=True) if _is_handed_on(it)]
@@ -174,6 +185,14 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambd
 def _geometry(leaf: Any) -> Any:
     has_memory = issubclass(type(leaf), Tensor) and has_address(leaf) and not is_wrapper(leaf)
     return (*lies_at(leaf), leaf.storage_offset(), leaf.untyped_storage().nbytes()) if has_memory else None
+
+
+def _node(leaf: Any) -> Any:
+    return leaf.grad_fn if issubclass(type(leaf), Tensor) else None
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return issubclass(type(leaf), Tensor) and leaf.requires_grad
 
 
 Differs = Callable[[Tensor, Tensor], str | None]

@@ -47,11 +47,12 @@ def recorder_of(function: Any) -> BreakRecorder | None:
     """Return what is to be told of a call of this break; None if it is a plain call.
 
     It is one in a backward that the forward runs: on a GPU that runs in a thread of its own, which ends no segment.
+    And in a transform of torch.func, whose tensors have no memory.
     """
     recorder = ACTIVE.recorder
     if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
         return None
-    return recorder
+    return None if torch._C._functorch.peek_interpreter_stack() else recorder
 
 
 @contextlib.contextmanager
@@ -172,7 +173,8 @@ def eager_break(function: Any = None, *, padded: bool = False) -> Any:
         @sg.eager_break
         def attention(q, k, v, metadata): ...
 
-    In FULL mode, inside another break or a backward, and outside a capture it is a plain call. Tensors among the
+    In FULL mode, in graphs for training, inside another break, a backward or a transform of torch.func, and outside a
+    capture it is a plain call. Tensors among the
     arguments are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed
     as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
     where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).

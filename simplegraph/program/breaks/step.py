@@ -196,6 +196,16 @@ def same_value(one: Any, other: Any) -> bool:
     )
 
 
+def same_results(call: BreakCall, other: BreakCall) -> bool:
+    """True if two calls of a break return what the same segment can go on with: alike in structure and in kind."""
+    if call.function != other.function or call.spec != other.spec:
+        return False
+    return all(
+        result.make is same.make and result.geometry == same.geometry and all(map(same_value, result.fixed, same.fixed))
+        for result, same in zip(call.results, other.results, strict=True)
+    )
+
+
 def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
     """Return a geometry at `rows` rows from those at two sizes; None if they differ otherwise."""
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):

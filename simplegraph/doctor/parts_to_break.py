@@ -1,0 +1,101 @@
+"""Find, by trying, the parts of a module that have to run eagerly for all else to be captured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import filter as matching
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from simplegraph.guard.functions import FunctionModule
+from simplegraph.program.breaks.marks import break_at
+
+_TRIES = 24
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict)  # they only hold others
+
+
+@contextlib.contextmanager
+def broken_at(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """Make these parts eager breaks in here."""
+    kinds: list[tuple[Any, Any]] = [(child, type(child)) for child in module.modules()]
+    try:
+        if patterns:
+            break_at(module, *patterns)
+        yield
+    finally:
+        for child, kind in kinds:
+            if type(child) is not kind:
+                child.__class__ = kind
+
+
+class Obstacle(NamedTuple):
+    """Describes what is in the way of a capture.
+
+    Attributes:
+        part: the pattern of the submodules that no graph can have, or that cannot be breaks; empty for the whole.
+        problem: what is wrong.
+    """
+
+    part: str
+    problem: str
+
+
+def find_parts(
+    module: nn.Module, find_obstacle: Callable[[], Obstacle | None]
+) -> tuple[dict[str, tuple[str, ...]], str]:
+    """Find the parts that must break.
+
+    The part where a capture fails is broken, and the next capture names the next. A part that cannot be a break gives
+    way to the part around it.
+
+    Args:
+        module: the module, or what was made of a function.
+        find_obstacle: captures the module as it is then, in pieces, and returns what is in the way; None if nothing is.
+
+    Returns:
+        What code calls a module -> patterns for `break_at` of it, in the order of the module; empty if nothing less
+        than the whole would have to break. And what is wrong with the parts that were tried; empty if nothing is, or if
+        there are none.
+    """
+    patterns: list[str] = []
+    last = ""
+    # No pattern names these as a whole: for a module the root, for a function what it reaches.
+    wholes = [name for name, _ in module.named_children()] if isinstance(module, FunctionModule) else [""]
+    for _ in range(_TRIES):
+        with broken_at(module, patterns):
+            found = find_obstacle()
+        if found is None:
+            return _by_model(module, patterns, wholes), ""
+        part, last = found
+        covering = next((pattern for pattern in patterns if f"{part}.".startswith(f"{pattern}.")), None)
+        if covering is not None:
+            part = _around(module, covering)
+        if not part or part in wholes:
+            break
+        patterns = [pattern for pattern in patterns if not pattern.startswith(f"{part}.")] + [part]
+    return {}, last if patterns else ""
+
+
+def _by_model(module: nn.Module, patterns: Sequence[str], wholes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Sort the patterns by where they match first, and take them apart by what the user's code calls the models."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    found: dict[str, tuple[str, ...]] = {}
+    for pattern in sorted(patterns, key=lambda it: next(at for at, name in enumerate(names) if fnmatchcase(name, it))):
+        whole = max((name for name in wholes if not name or pattern.startswith(f"{name}.")), key=len)
+        model = whole.rstrip("'") or "model"
+        found[model] = (*found.get(model, ()), pattern[len(whole) :].lstrip("."))
+    return found
+
+
+def _around(module: nn.Module, pattern: str) -> str:
+    """Return the pattern of the parts that call these; empty if only the module itself does."""
+    named = dict(module.named_modules(remove_duplicate=False))
+    while pattern:
+        pattern = pattern.rpartition(".")[0]
+        matches = matching(named, pattern)
+        if any(not isinstance(named[name], _NOT_CALLED) for name in matches):
+            break
+    return pattern
