@@ -922,7 +922,7 @@ MUTANTS = [
         PROMPTS,
     ),
     Mutant(
-        "a compared step draws twice",
+        "a compared step draws other numbers than the forward",
         "call/rehearsal.py",
         "            put_random_states(self._generators, self._random)\n            self._snapshot",
         "            self._snapshot",
