@@ -15,7 +15,7 @@ from bench.figures.jobs import JSON, all_jobs
 from bench.tools.options import command_line
 from docs.tools import latency, layer_kinds, model_table, optimized, raw, several_gpus, tables
 
-COMPUTED = {"modes"}  # not measured
+COMPUTED = {"modes", "lifecycle"}  # not measured
 ELSEWHERE = {"vllm-audit"}  # where vLLM is installed, which has other versions of what we measure
 # Their commands are gone, the figures stay.
 PAST = {
