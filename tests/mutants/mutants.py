@@ -1461,4 +1461,11 @@ MUTANTS = [
         "if True:",
         SCRAPES,
     ),
+    Mutant(
+        "temperatures below 1 are greedy",
+        "spec_decode/acceptance.py",
+        "torch.where(scale > 0, (logits.float()",
+        "torch.where(scale >= 1, (logits.float()",
+        DRAFTS,
+    ),
 ]
