@@ -13,6 +13,7 @@ from torch import Tensor
 
 from simplegraph import CudaGraphMode
 from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.manager.lifecycle import Event
 from tests.attention.test_two_batch import Overlapped
 from tests.distributed.launch import run_ranks, values
 from tests.distributed.test_two_batch import ALL, Ranked, serve
@@ -56,7 +57,7 @@ def steps_of(sizes: tuple[int, ...] | None, *, forget: bool = False, **settings:
         assert served.manager.capture(served.forward).failed == {}
     if forget:
         for key in list(served.manager.programs):
-            served.manager.table.graphs.pop(key).drop()
+            served.manager.table.graphs.pop(key).drop(Event.DROPPED)
     found = served.steps()
     torch.cuda.synchronize()
     replays = served.manager.stats.replays
