@@ -57,10 +57,10 @@ class _Entries:
 
     Args:
         entries: by name.
-        count: of all attributes, those included that matter to nothing.
+        names: of all attributes, those included that matter to nothing.
     """
 
-    def __init__(self, entries: dict[str, Any], count: int) -> None:
+    def __init__(self, entries: dict[str, Any], names: Iterable[str]) -> None:
         settings = {name: value for name, value in entries.items() if type(value) in SETTINGS}
         # Owned, so that their ids stay theirs.
         self._others = [value for name, value in entries.items() if name not in settings]
@@ -68,13 +68,13 @@ class _Entries:
         self._settings_at = _getter(list(settings))
         self._others_at = _getter([name for name in entries if name not in settings])
         self._settings, self._types = tuple(settings.values()), tuple(map(type, settings.values()))
-        self._count = count
+        self._names = set(names)
 
     def hold(self, attributes: dict[str, Any]) -> bool:
         """True if the attributes are these, and no others were added or removed."""
         settings = self._settings_at(attributes)  # their types first: a tensor of one element may equal a number
         return (
-            len(attributes) == self._count
+            attributes.keys() == self._names
             and tuple(map(type, settings)) == self._types
             and settings == self._settings
             and tuple(map(id, self._others_at(attributes))) == self._ids
@@ -123,7 +123,7 @@ class Reading:
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in _HOOKS]
         self._empty_hooks = [held for held in hooks if not held]
         self._hooks = [held for held in hooks if held]
-        self._hooks_before = [dict(held) for held in self._hooks]
+        self._hooks_before = [held.copy() for held in self._hooks]  # of their class, which may count the order
         self._handles = RemovableHandle.next_id
         self._empty_registries = [
             held for module in modules for name in _REGISTRIES if not (held := vars(module)[name])
@@ -308,7 +308,7 @@ def _split(
             read.append(chain)
         else:
             held[name] = value
-    return [_Entries(held, len(vars(module))) for module, held in zip(modules, entries, strict=True)], read
+    return [_Entries(held, vars(module)) for module, held in zip(modules, entries, strict=True)], read
 
 
 def _is_opened(value: Any) -> bool:

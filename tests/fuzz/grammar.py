@@ -631,20 +631,15 @@ _ENDS = " (and back)", ", back"
 GAPS = {
     # `Reading` reads an OrderedDict by `dict.values`, in the order in which keys were first stored.
     "a submodule moved to the end": "order",
-    # `Reading` compares hooks as dicts, which are equal in any order.
-    "hooks in another order": "order",
-    # `Reading` compares how many names there are and what stands at those that it reads, of registries what stands there
-    # in order: another name in the place of one that it does not read, or two that are swapped, it misses.
+    # `Reading` compares how many keys a container has and what stands at those that it reads, and of registries what
+    # stands there in order: another key in the place of one that it does not read, or two that are swapped, it misses.
     "children's names swapped": "names",
-    "one attribute for another": "names",
     "one key for another": "names",
     "one attribute of an object for another": "names",
     # `Reading` looks at what is in an object, not at its class.
     "an object's other class": "objects' classes",
 }
 CHANGE_PROMISES |= {f"{name}{end}": promise for name, promise in GAPS.items() for end in _ENDS}
-# One of these, taken back between two calls, makes room for a name that then is missed.
-CHANGE_PROMISES |= {f"unread {what}{end}": "names" for what in ("attribute", "module's number") for end in _ENDS}
 CHANGE_PROMISES |= {f"{name}{end}": "own dict" for name in OWN_DICT for end in _ENDS}
 
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}

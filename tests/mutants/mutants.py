@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "an entry that is added to a module is not noticed",
         "guard/guards.py",
-        "len(attributes) == self._count\n            and ",
+        "attributes.keys() == self._names\n            and ",
         "",
         STALE,
     ),
