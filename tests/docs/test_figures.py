@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from docs.tools import drawings, plots, raw, tables
+from bench.latency.rows import WAITED
+from docs.tools import drawings, latency, plots, raw, tables
 from tests.docs.pages import DOCS, ROOT, prose
 
 FIGURES = DOCS / "figures.md"
@@ -429,6 +430,14 @@ def test_the_readmes_headline_says_what_the_raw_figures_say() -> None:
     assert f"commit {raw.commit('headline/models')}" in readme
     assert f"one {raw.device_name('headline/models')} " in readme
     assert "182 models" in readme
+
+
+def test_the_readme_says_where_waited_calls_are_behind() -> None:
+    rows = {text: row["arms"] for text, row in latency.rows().items() if text in latency.optimized.MODELS.values()}
+    ratios = {text: arms["simplegraph"][WAITED] / arms["make-graphed-callables"][WAITED] for text, arms in rows.items()}
+    bert = ratios.pop("BERT")
+    told = f"calls take {between(ratios.values())} times those of `make_graphed_callables`, with BERT {bert:.2f} times"
+    assert told in " ".join(prose(ROOT / "README.md").split())
 
 
 @pytest.mark.parametrize(("sentence", "value"), CLAIMS, ids=[sentence for sentence, _ in CLAIMS])
