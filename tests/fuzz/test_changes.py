@@ -54,6 +54,8 @@ def test_a_change_is_noticed_and_so_is_its_end(device: torch.device, name: str) 
 @pytest.mark.parametrize("name", [*READ, *ONCE])
 def test_an_answer_shows_each_change(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would pass without any guard."""
+    if device.type == "cuda" and name in ONCE:
+        pytest.skip("memory that was given back may still hold what it held")
     monkeypatch.setattr(CapturedState, "moved", lambda state: False)
     assert program(name, mixin=True).difference(str(device)) is not None
 
