@@ -14,8 +14,13 @@ While an audit is attached (doctor.attach):
     torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
     EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
 
+While something sleeps, on objects that graphs were given to, and taken back when they wake:
+
+    _apply, load_state_dict, forward, ...  of modules, optimizers, managers: wake first, or refuse (sleeping.sleeper)
+
 From the first use that needs them on, for the rest of the process:
 
+    bases of a class under @cuda_graph  `CudaGraphWrapper` comes first, and leaves those of its subclasses (serve.wrap)
     break operators                    kernels on a spare dispatch key, so that they can break (program.breaks.marks)
     is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)

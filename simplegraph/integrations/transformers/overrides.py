@@ -1,6 +1,6 @@
 """Overrides and restores methods of a model, forwards of modules, and a registered attention function.
 
-No other file of this folder changes objects of torch, transformers or the user.
+What transformers asks about tensors while a mask is made is answered by `masks`.
 """
 
 from __future__ import annotations
