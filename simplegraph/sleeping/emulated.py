@@ -26,6 +26,8 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
             yield leaf.untyped_storage()
+        elif isinstance(leaf, torch.UntypedStorage) and leaf.device.type == "cpu":  # as `set_` is passed
+            yield leaf
 
 
 class _Inside(threading.local):

@@ -31,6 +31,7 @@ from simplegraph.attention import (
     recur,
     two_batch,
 )
+from simplegraph.manager.lifecycle import Event
 from tests.attention.test_recurrent import StateEngine, run_steps
 from tests.support.attention_engine import LAYERS, AttentionEngine, Requests
 from tests.support.state_slots import check_continued
@@ -130,7 +131,7 @@ def test_one_prompt_is_cut_in_two(device: torch.device) -> None:
 def test_the_steps_of_a_graph_that_is_missing_run_eagerly_in_halves(device: torch.device) -> None:
     served = Overlapped(device, mode="FULL", capture_sizes=[4, 8])
     served.capture()
-    served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop()
+    served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop(Event.DROPPED)
     for count in (3, 7, 2):
         served.ran.clear()
         ran, error = served.step(served.requests("decode", count, count), count)
@@ -145,7 +146,7 @@ def test_a_rank_without_requests_runs_a_step_of_padding(device: torch.device, mo
     served.capture()
     served.step(served.requests("decode", 7, 1), 1)
     if mode == "NONE":
-        served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop()
+        served.manager.table.graphs.pop((FULL, BatchDescriptor(8, 8))).drop(Event.DROPPED)
     before, batch = served._pages().clone(), served.manager.dispatch(6, 6)
     served.overlap.set_dummy(batch)
     outputs = served.manager.run(batch, served.forward)

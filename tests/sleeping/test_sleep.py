@@ -77,6 +77,17 @@ def test_weights_are_poisoned_while_they_sleep() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+def test_a_view_that_is_made_in_the_block_leaves_memory_from_outside_awake(device: torch.device) -> None:
+    outside = torch.ones(WIDTH, device=device)
+    with on(device):
+        view = torch.empty(0, device=device).set_(outside.untyped_storage(), 0, (WIDTH,), (1,))
+        asleep = torch.ones(WIDTH, device=device)
+    sg.sleep()
+    assert outside.tolist() == view.tolist() == [1.0] * WIDTH
+    sg.wake()
+    assert asleep.tolist() == [1.0] * WIDTH
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reads memory that sleeps")
 def test_a_graph_that_reads_sleeping_memory_behind_our_back_shows() -> None:
     model, x, wanted = captured(torch.device("cpu"))
