@@ -62,7 +62,7 @@ class EmulatedRegion(MemoryRegion):
     def __init__(self, part: str, device: GraphDevice) -> None:
         super().__init__(part, device)
         self._made: dict[int, Any] = {}
-        self._held: list[Any] = []  # while it is asleep: nothing else may get the addresses
+        self._held: list[Any] = []  # from `save` to `forget`: nothing else may get the addresses
 
     def _allocator(self) -> AbstractContextManager[object]:
         return _Allocations(self._made)
@@ -73,15 +73,17 @@ class EmulatedRegion(MemoryRegion):
 
     def look(self, present: Segments) -> None:
         if not self.asleep:
-            self.live = self.blocks = [span for span in map(storage_span, self.storages()) if span.size]
+            self.live = self.blocks = _spans(self.storages())
+
+    def save(self, discards: Callable[[Span], bool]) -> None:
+        # What died since the last look is gone from the spans, and nothing dies while they are written to.
+        self._held = [*self.storages()]
+        self.live = self.blocks = _spans(self._held)
+        super().save(discards)
 
     @property
     def unused(self) -> bool:
         return not (self.live or self.open)
-
-    def give_back(self) -> None:
-        self._held = [*self.storages()]
-        super().give_back()
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
         """Let them be used: what reads them meets poison, and what was written shows when it wakes."""
@@ -105,6 +107,10 @@ class EmulatedRegion(MemoryRegion):
     def forget(self) -> None:
         super().forget()
         self._held = []
+
+
+def _spans(storages: Iterable[torch.UntypedStorage]) -> list[Span]:
+    return [span for span in map(storage_span, storages) if span.size]
 
 
 def _poison(size: int) -> bytes:

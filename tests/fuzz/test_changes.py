@@ -62,9 +62,6 @@ def test_an_answer_shows_each_change(device: torch.device, name: str, monkeypatc
 @pytest.mark.parametrize("block", range(4))
 def test_random_changes_equal_eager_with_as_many_recaptures_without_versions(device: torch.device, block: int) -> None:
     for seed in range(block * 8, (block + 1) * 8):
-        # Not asleep: an emulated sleep aborted the process in one of these, after memory was freed or resized.
-        if "sleepable" in changes.changing_program(seed, PENDING).settings:
-            continue
         found, done = changes.outcome(seed, str(device), without=PENDING)
         other, again = changes.outcome(seed, str(device), versions=False, without=PENDING)
         if found or other:

@@ -21,7 +21,7 @@ import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.select import graph_device
-from simplegraph.sleeping import holders, regions
+from simplegraph.sleeping import holders, regions, sleeper
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -75,6 +75,22 @@ def test_weights_are_poisoned_while_they_sleep() -> None:
     assert model[0].weight.isnan().all()
     model.wake(["weights"])
     assert torch.equal(model[0].weight, before)
+
+
+def test_memory_that_dies_while_sleep_looks_is_not_written_to(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the garbage collector: on a CPU somebody else has that memory by then."""
+    with on(device):
+        kept, dying = torch.ones(WIDTH, device=device), [torch.ones(1000, device=device)]
+    check, written = sleeper._check_complete, []
+    monkeypatch.setattr(sleeper, "_check_complete", lambda *found: (dying.clear(), check(*found)))
+    monkeypatch.setattr(EmulatedRegion, "unmap", lambda region, block: written.append(block.size))
+    monkeypatch.setattr(EmulatedRegion, "map", lambda region, block: True)
+    sg.sleep()
+    sg.wake()
+    assert kept.tolist() == [1.0] * WIDTH
+    assert written == ([] if device.type == "cuda" else [kept.nbytes])
 
 
 def test_a_view_that_is_made_in_the_block_leaves_memory_from_outside_awake(device: torch.device) -> None:
