@@ -153,12 +153,12 @@ class FailingPart(NamedTuple):
 
     @property
     def model(self) -> str:
-        """What the user's code calls the root."""
+        """The name that the user's code has for the root."""
         return self.holder.rstrip("'") or "model"
 
     @property
     def whole_pattern(self) -> str:
-        """Its pattern in what was wrapped."""
+        """The part's pattern, from the module that was wrapped."""
         return ".".join(filter(None, (self.holder, self.name and self.pattern)))
 
     @property

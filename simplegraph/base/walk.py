@@ -155,7 +155,7 @@ def holder_of(thing: Any, key: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How far a walk goes.
+    """Limits a walk.
 
     Attributes:
         opens: returns the kind of a class as `kind_of` does, or a function that reads its objects.

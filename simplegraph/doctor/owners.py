@@ -95,7 +95,7 @@ class ModuleTensor(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class MemoryOwner:
-    """Who has a block of memory at a moment.
+    """Tells who has a block of memory at a moment.
 
     Attributes:
         state: whose it is.

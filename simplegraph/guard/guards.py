@@ -53,7 +53,7 @@ _Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
 class _Entries:
-    """What the attributes of one module must be: settings by type and value, everything else by identity.
+    """Compares the attributes of one module: settings by type and value, everything else by identity.
 
     Args:
         entries: by name.
@@ -162,7 +162,11 @@ class Reading:
             id(attributes): (each, attributes) for each, attributes in zip(entries[1:], below, strict=True)
         }
         by_dict[id(vars(root))] = entries[0], None  # not owned: a child may hold the module itself
-        self._held[0].entries.extend(by_dict[id(module.__dict__)] for module in held_modules)
+        added = (
+            _Entries({}, ()),
+            None,
+        )  # since the survey, by another thread: never holds, so that all is surveyed again
+        self._held[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)

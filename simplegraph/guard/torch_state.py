@@ -78,7 +78,7 @@ class TorchSettings:
         values: what the getters return, as far as it differs to torch.
     """
 
-    device_type: str = "cpu"
+    device_type: str
     values: tuple[Any, ...] = dataclasses.field(init=False)
     _quick: tuple[Any, ...] = dataclasses.field(init=False, compare=False)
 

@@ -36,7 +36,7 @@ class Effects(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What differs: a sentence for it, the rank that found it if there are several, and how."""
+    """Describes a difference: a sentence, the rank that found it if there are several, and how the answers differ."""
 
     text: str
     where: str

@@ -14,6 +14,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.guard import guards as state
+from simplegraph.guard import versions
 from simplegraph.guard.survey import Survey
 from tests.module.answers import close
 from tests.module.stateful import WIDTH, captured, new, parameter, rows
@@ -228,8 +229,11 @@ UNNOTICED = {
 }
 
 
+@pytest.mark.parametrize("with_versions", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_change_of_what_a_forward_reads_or_runs_is_missed(device, change):
+def test_no_change_of_what_a_forward_reads_or_runs_is_missed(device, change, with_versions, monkeypatch):
+    if not with_versions:
+        monkeypatch.setattr(versions, "dict_version", None)
     model, module = replayed(device)
     CHANGES[change](module)
     for _ in range(5):
