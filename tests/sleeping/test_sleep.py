@@ -83,14 +83,16 @@ def test_memory_that_dies_while_sleep_looks_is_not_written_to(
     """As by the garbage collector: on a CPU somebody else has that memory by then."""
     with on(device):
         kept, dying = torch.ones(WIDTH, device=device), [torch.ones(1000, device=device)]
-    check, written = sleeper._check_complete, []
+    size, check, written = dying[0].nbytes, sleeper._check_complete, []
     monkeypatch.setattr(sleeper, "_check_complete", lambda *found: (dying.clear(), check(*found)))
     monkeypatch.setattr(EmulatedRegion, "unmap", lambda region, block: written.append(block.size))
     monkeypatch.setattr(EmulatedRegion, "map", lambda region, block: True)
     sg.sleep()
     sg.wake()
     assert kept.tolist() == [1.0] * WIDTH
-    assert written == ([] if device.type == "cuda" else [kept.nbytes])
+    # Other regions of the process sleep as well.
+    assert size not in written
+    assert device.type == "cuda" or kept.nbytes in written
 
 
 def test_a_view_that_is_made_in_the_block_leaves_memory_from_outside_awake(device: torch.device) -> None:
