@@ -43,10 +43,6 @@ class Extras(abc.ABC):
         """Run an engine's batch eagerly, compare a replay of its graph with that, and return what eager returned."""
 
     @abc.abstractmethod
-    def state_key(self, module: Any) -> StateKey | None:
-        """Return a function that reads Python state of a module which its graphs depend on; None if there is none."""
-
-    @abc.abstractmethod
     def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the class that serves the calls of a module wrapped with these settings; None for the core's own."""
 

@@ -33,9 +33,10 @@ DEPTH = 4  # a class, its method, a function that it names, and what that names:
 OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton"}
 # Libraries whose objects hold what users put there.
-_HOLDING = {"builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
+_HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
 DICTS = (collections.OrderedDict, dict)
 _SEQUENCES = (list, collections.deque, set, tuple)
+_CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
 _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
@@ -92,7 +93,9 @@ def referring_kind(kind: type) -> Any:
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class's objects by name."""
     members = (member for base in kind.__mro__[::-1] for member in vars(base).items())
-    return {name: member for name, member in members if type(member) is types.MemberDescriptorType}
+    slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
+    slots.pop("__dict__", None)  # of classes of C
+    return slots
 
 
 def held_by(place: Any, base: Any = None) -> Any:
@@ -160,6 +163,7 @@ class Policy:
     Attributes:
         opens: returns the kind of a class as `kind_of` does, or a function that reads its objects.
         depth: containers and objects inside each other that are opened, from an attribute of a module or a root on.
+        width: entries of a container beyond which no walk goes into them.
         objects: opened at most where no code is on the way; beyond_code: where some is.
         code: classes, functions and files that a place may be away; 0 reads no code.
         breaks: reads the code of eager breaks as well.
@@ -167,6 +171,7 @@ class Policy:
 
     opens: Callable[[type], Any] = kind_of
     depth: int = MAX_OBJECTS
+    width: int = MAX_OBJECTS
     objects: int = MAX_OBJECTS
     code: int = 0
     beyond_code: int = MAX_BEYOND_CODE
@@ -252,7 +257,8 @@ class Walk:
                 yield value, held, own
             away, inside = (0, 1 if is_module else steps + 1) if own else (steps, steps)
             first: list[tuple[Any, int, Any, int]] = []
-            for name, item in () if is_globals(value) else items_of(held):
+            is_wide = kind in _CONTAINERS and len(held) > policy.width
+            for name, item in () if is_wide or is_globals(value) else items_of(held):
                 kind = type(item)
                 if kind in _EXACT and not item:  # most are, a module's ten for hooks
                     if own or not is_module:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base import extras
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import HostError, InputError
@@ -42,6 +41,7 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature, known_arguments
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
 from simplegraph.manager.lifecycle import SignatureRecord
@@ -196,6 +196,7 @@ class CallLayout:
         spec: how the leaves of ``(args, kwargs)`` nest.
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
+        values: the plain values that it finds.
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
         device_type: of the device that they run on; binding: what is known about the signature.
         training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is not.
@@ -211,7 +212,7 @@ class CallLayout:
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.autocast, self.state, self.settings, self.modes, _ = self.binding.signature.context
+        self.autocast, self.state, self.settings, self.modes, _, self.values = self.binding.signature.context
         positional, keyword = self.spec.children
         self.hosted = any(isinstance(arg, (HostArg, HostInput)) for arg in self.args)
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
@@ -250,6 +251,7 @@ class Call:
         padded: rows of its graph; padding: how many of these are none of the call's.
         key: of its graph; plan_key: of such calls' plan in their layout.
         breaks: True if its graph honours breaks, so that its warmup must trace them.
+        plain: reads the plain values that it finds.
     """
 
     module: Any
@@ -261,6 +263,7 @@ class Call:
     layout: CallLayout
     dispatch: Dispatch
     size: int
+    plain: PlainState
 
     def __post_init__(self) -> None:
         mode, descriptor = self.dispatch[:2]
@@ -278,7 +281,8 @@ class Call:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own call on these arguments."""
         try:
-            return invoke(self.module, args, kwargs)
+            with self.plain.run(self.module):
+                return invoke(self.module, args, kwargs)
         finally:
             vars(self).pop("survey", None)
 
@@ -368,6 +372,7 @@ class KnownCalls:
         bindings: by the values of their signatures.
         layouts: the ways of passing arguments of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
+        plain: reads the plain values that are part of the key.
     """
 
     def __init__(self, config: CudaGraphConfig) -> None:
@@ -375,6 +380,7 @@ class KnownCalls:
         self.bindings: dict[Hashable, Binding] = {}
         self.layouts: list[CallLayout] = []
         self.state_key = config.state_key
+        self.plain = PlainState()
         self._reader: CallReader | None = None
         # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
         # that wanted gradients, if that was why.
@@ -404,8 +410,8 @@ class KnownCalls:
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
         autocast, settings, modes = autocast_dtype(device.type), TorchSettings(device.type), function_modes()
-        # The Python state that is part of the key: as declared, or else as extras know it, and a function's.
-        key = known = self._config.state_key or extras.installed.state_key(module)
+        # The Python state that is part of the key: as declared, and a function's.
+        key = known = self._config.state_key
         if isinstance(module, FunctionModule):
             module.resolve()
             key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))
@@ -418,7 +424,7 @@ class KnownCalls:
                 f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
                 "Return numbers, strings, or tuples of them."
             ) from None
-        context = autocast, state, settings, modes, gradients
+        context = autocast, state, settings, modes, gradients, self.plain.now(module)
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
         binding = self.bindings.get(signature.values) or Binding(signature)
         layout = binding.layouts.get(spec)
@@ -469,6 +475,7 @@ class KnownCalls:
 
     def drop_plans(self) -> None:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
+        self.plain.forget()
         for binding in self.bindings.values():
             binding.move()
             binding.numbers.clear()  # what went stale may have held some

@@ -21,6 +21,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import memory_order
 from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, HostInput, SameArg, TensorArg, host_arg
 from simplegraph.guard.torch_state import TorchSettings
+from simplegraph.guard.values import PlainValues
 from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
 _ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
@@ -433,10 +434,11 @@ def differences(then: Signature, now: Signature) -> list[str]:
     found = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
     if then.specs != now.specs and not found:
         found.append("how the arguments nest")
-    kinds = zip(("autocast", "state", "settings", "default devices"), then.context, now.context, strict=False)
-    for kind, one, other in kinds:
+    kinds = ("autocast", "state", "settings", "default devices", "gradients", "values of Python")
+    for kind, one, other in zip(kinds, then.context, now.context, strict=True):
         if one != other:
-            told = one.difference(other) if isinstance(one, TorchSettings) else f"{one} became {other}"
+            telling = isinstance(one, (TorchSettings, PlainValues))
+            told = one.difference(other) if telling else f"{one} became {other}"
             found.append(f"{kind}: {told}")
     return found or ["arguments that look alike, by address or rule of padding"]
 

@@ -2,6 +2,10 @@
 
 guards        the state that graphs read, and how it is compared: what moved is captured again
 versions      the versions of dicts, which say when to look at what a dict holds
+plain_state   the plain values that a call reads through Python, as a part of its key
+holders       what holds such values, how it is found and compared
+values        keys of plain values
+code_below    finds the code below a call by the names that it has
 survey        lists everything that a module holds, by name
 torch_state   settings and modes of torch around a call
 functions     makes a module of a function, from what it reaches

@@ -10,7 +10,6 @@ global's, and if it is called as a method: a loop's counter called ``step`` is n
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 import operator
@@ -26,16 +25,14 @@ from torch.optim import Optimizer
 
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
-from simplegraph.base.objects import PROXIES, attribute_of, behind, by_class, class_member, own_dict
+from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member, own_dict
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
+from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, names_of
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, restore
 
-_INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
 
 
@@ -149,7 +146,7 @@ class Reach:
         if (is_packaged or is_library(function.__module__)) and (self._has_read or hasattr(function, "__wrapped__")):
             self._left += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
             return
-        self._has_read, names = True, _names_of(code)
+        self._has_read, names = True, names_of(code)
         self.codes.append(names)
         self._names |= names.all
         self._values |= names.values
@@ -178,7 +175,7 @@ class Reach:
                     self._add(f"{name}.__dict__", Attributes(owner), "__dict__", owner)
                 self.opened |= {id(owner), id(namespace)}
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
-                computed = of_class and _is_descriptor(type(member)) and not issubclass(type(member), _READABLE)
+                computed = of_class and is_descriptor(type(member)) and not issubclass(type(member), _READABLE)
                 if of_class:  # one that another class overrides may be called as well
                     self._left += ((inner, name) for inner in functions_in(member))
                 self._add(f"{name}.{key}", Attributes(owner) if of_class and not computed else namespace, key, owner)
@@ -201,51 +198,6 @@ class Reach:
             name += "'"
         self._taken.add(name)
         self._places[at] = CodePlace(name, holder, key, value)
-
-
-class CodeNames(NamedTuple):
-    """The names and texts that code has, and functions inside of it.
-
-    Attributes:
-        all: an attribute's, a global's, a key's; globals: those of globals.
-        values: all but names that are only called as methods.
-    """
-
-    all: frozenset[str]
-    globals: frozenset[str]
-    values: frozenset[str]
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> CodeNames:
-    inner = [_names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
-    texts = frozenset(value for value in code.co_consts if issubclass(type(value), str))
-    steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
-    named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
-    values = frozenset(step.argval for step in steps if not _is_method(step))
-    return CodeNames(
-        frozenset(code.co_names).union(texts, *(each.all for each in inner)),
-        named.union(*(each.globals for each in inner)),
-        values.union(texts, *(each.values for each in inner)),
-    )
-
-
-def _is_method(step: dis.Instruction) -> bool:
-    """True if an instruction loads an attribute to call it at once."""
-    flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
-    return step.opname == "LOAD_METHOD" or flagged
-
-
-def functions_in(value: Any) -> list[Any]:
-    """List the functions that a value is, or stands for."""
-    inner = () if not _is_descriptor(type(value)) and not callable(value) else _INNER
-    held = (value, *(attribute_of(value, name) for name in inner))
-    return [each for each in held if issubclass(type(each), _FUNCTIONS)]
-
-
-@by_class
-def _is_descriptor(kind: type) -> bool:
-    return class_member(kind, "__get__") is not None
 
 
 def _namespaces(value: Any) -> list[Any]:

@@ -16,18 +16,10 @@ from simplegraph.base.objects import class_member, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of, shown
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.program.snapshot import layer_settings
+from simplegraph.guard.values import NOT_PLAIN, value_key
 
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
-_VALUES = SETTINGS - {type(None)}
-# Tuples of torch's own layers, of which a convolution has six: to compare them took a third of its guards' time.
-_SHAPES = frozenset(
-    {
-        *("kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"),
-        "_reversed_padding_repeated_twice",
-    }
-)
 _OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # looked at by themselves
 _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
@@ -122,10 +114,11 @@ class Survey:
         """Add what is held by a module's attributes, or below them; yield the links to each container."""
         name, attribute, above = self._places[id(thing)]
         is_module = issubclass(type(thing), nn.Module)
-        shapes = _SHAPES if is_module and layer_settings(type(thing)) else frozenset()
         for key, value in items_of(held):
             kind = type(value)
-            if kind in _VALUES or (is_module and (key in REGISTERED or (key in shapes and _is_shape(value)))):
+            if is_module and key in REGISTERED:
+                continue
+            if value is not None and value_key(value) is not NOT_PLAIN:  # of a call's key, but for what gets a tensor
                 continue
             links = (*above, (holder_of(thing, key), key, value))
             if issubclass(kind, Tensor):
@@ -141,8 +134,6 @@ class Survey:
                 self.links.append(links)
             elif id(value) in self._places or id(value) in self._walk.empty:
                 yield links
-        for key in _settings(thing) if is_module else ():
-            self.links.append(((vars(thing), key, held[key]),))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}
@@ -186,10 +177,6 @@ def dtype_of_products(module: nn.Module) -> torch.dtype:
     """Return the dtype that a module's products are most likely in: that of its first such parameter, or tensor."""
     held = sorted(Survey(module).tensors.values(), key=lambda each: not isinstance(each.tensor, nn.Parameter))
     return next((each.tensor.dtype for each in held if each.tensor.dtype in _PRODUCTS), torch.bfloat16)
-
-
-def _is_shape(value: Any) -> bool:
-    return type(value) is tuple and all(type(size) is int for size in value)
 
 
 def _dotted(prefix: str, key: Any) -> str:
@@ -249,16 +236,8 @@ def code_of(module: nn.Module) -> Iterator[Any]:
         for key, value in list(held.items()):
             if type(value) in _CODE:
                 yield from (key, value)
-    for key in _settings(module):
-        yield from (key, vars(module)[key])
 
 
 def holders_of(module: nn.Module) -> list[dict[str, Any]]:
     """List the dicts of what a module holds beside parameters, buffers and children, or what a function reaches."""
     return module.held() if isinstance(module, FunctionModule) else [vars(module)]
-
-
-def _settings(module: nn.Module) -> list[str]:
-    """Name the settings of torch's own layers, such as `Dropout.p`, that parameters do not tell."""
-    held, names = vars(module), layer_settings(type(module))
-    return [name for name in names if name in held and type(held[name]) in SETTINGS]

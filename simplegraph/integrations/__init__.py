@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
-from simplegraph.base.extras import Extras, Notes, StateKey
+from simplegraph.base.extras import Extras, Notes
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
@@ -36,12 +36,6 @@ class LateExtras(Extras):
         from simplegraph.manager.proof import prove_batch
 
         return prove_batch(table, job, state, run)
-
-    def state_key(self, module: Any) -> StateKey | None:
-        """Read the switches of known libraries."""
-        from simplegraph.integrations.switches import known_switches
-
-        return known_switches(module)
 
     def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the runner of whole steps, or that of forward and backward graphs if the settings ask for these."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.collection import without_collections
 from simplegraph.base.nested import ATOMS, constant_key
-from simplegraph.base.objects import by_class, own_dict
+from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, lies_at, parts
 from simplegraph.base.walk import (
     DEPTH,
@@ -122,29 +122,6 @@ def is_equal(now: Any, before: Any) -> bool:
 def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
     """True if a thing is a tensor, or wraps one, whose memory is wanted."""
     return issubclass(type(thing), Tensor) and any(has_address(part) and is_wanted(part) for part in parts(thing))
-
-
-# Of torch's layers: their parameters' shapes tell these.
-_SIZES = frozenset(
-    {
-        *("in_features", "out_features", "num_features", "num_embeddings", "embedding_dim", "normalized_shape"),
-        *("elementwise_affine", "affine", "in_channels", "out_channels", "kernel_size", "num_channels"),
-    }
-)
-
-
-@by_class
-def layer_settings(kind: type) -> tuple[str, ...]:
-    """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
-    return tuple(
-        dict.fromkeys(
-            name
-            for base in kind.__mro__
-            if base.__module__.startswith("torch.nn.modules.")
-            for name in vars(base).get("__constants__", ())
-            if name not in _SIZES
-        )
-    )
 
 
 class Note(NamedTuple):

@@ -293,6 +293,7 @@ class GraphRunner:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         known, layouts = self._known, self._known.layouts
         try:
+            values = known.plain(module) if layouts else None
             for layout in layouts:
                 # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
@@ -319,6 +320,8 @@ class GraphRunner:
                 if not layout.settings.hold():
                     continue
                 if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
+                    continue
+                if layout.values is not values:
                     continue
                 if known.state_key is not None and known.state_key(module) != layout.state:
                     continue
@@ -348,7 +351,8 @@ class GraphRunner:
         """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
-        return invoke(module, args, kwargs)
+        with self._known.plain.run(module):
+            return invoke(module, args, kwargs)
 
     def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
         """Finish a call eagerly whose replay an eager break stopped; its size runs eagerly from now on.
@@ -419,7 +423,7 @@ class GraphRunner:
         if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size)
         known.use(layout)
-        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size)
+        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, known.plain)
 
     def _dispatch(
         self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]

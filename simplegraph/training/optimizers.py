@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
-from simplegraph.guard.functions import Attributes, CodeNames, CodePlace
+from simplegraph.guard.code_below import CodeNames
+from simplegraph.guard.functions import Attributes, CodePlace
 from simplegraph.program.snapshot import ABSENT, is_same
 from simplegraph.training.gradients import noted_calls
 

@@ -200,10 +200,10 @@ def test_warmups_of_padded_sizes_leave_no_padded_rows_where_the_capture_is_refus
 def test_a_second_try_leaves_no_padded_rows_though_its_call_raises(
     make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], reads_back: bool, device: torch.device
 ) -> None:
-    keep, raises = make(), []
+    keep, raises = make(), threading.Event()
 
     def forward(y: Tensor) -> Tensor:
-        if raises and len(y) == 2:  # the padded rows of the second try are three
+        if raises.is_set() and len(y) == 2:  # the padded rows of the second try are three
             raise LookupError("two rows")
         y = keep(y)
         return y * 2 if reads_back and float(y.sum()) > 0 else y
@@ -212,7 +212,7 @@ def test_a_second_try_leaves_no_padded_rows_though_its_call_raises(
     for rows in (3, 2):  # the next call captures
         model(torch.randn(rows, 4, device=device))
     left = [(tensor, tensor.clone()) for tensor in kept_by(keep)]
-    raises.append(True)
+    raises.set()
     with pytest.raises(LookupError):
         model(torch.randn(2, 4, device=device))
     assert model.graph_stats.failures

@@ -46,7 +46,7 @@ def test_a_setting_that_is_changed_between_calls_is_used(name: str, device: torc
         setattr(layer, key, now)
         for _ in range(3):
             torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-5, atol=1e-6)
-    assert model.graph_stats.recaptures == 1
+    assert (model.graph_stats.captures, model.graph_stats.recaptures) == (2, 0)
 
 
 def test_a_setting_that_is_set_to_what_it_is_costs_no_look(device: torch.device, monkeypatch: Any) -> None:
@@ -69,21 +69,17 @@ def test_a_setting_that_is_set_to_what_it_is_costs_no_look(device: torch.device,
     replays = model.graph_stats.replays
     for _ in range(3):
         model.drop.p, model.norm.eps = 0.5, 1e-5  # as they are
-        model.norm.rate, model.rate = 0.5, 0.5  # none of torch's
         model(x)
     assert (looks, model.graph_stats.replays) == ([], replays + 3)
-    model.drop.p = 0.75
-    model(x)
-    assert looks
 
 
-def test_a_convolutions_stride_is_not_compared_as_the_limits_say(device: torch.device) -> None:
+def test_another_stride_of_a_convolution_is_used(device: torch.device) -> None:
     model = sg.wrap(nn.Conv2d(1, 1, 1).to(device).eval(), capture_sizes=[2], progress=False, verify=0)
     x = torch.randn(2, 1, 4, 4, device=device)
     for _ in range(4):
         expected = model(x)
     model.stride = (2, 2)
+    assert model(x).shape == (2, 1, 2, 2)
+    model.stride = (1, 1)
     assert torch.equal(model(x), expected)
     assert model.graph_stats.recaptures == 0
-    model.reset_graphs()
-    assert model(x).shape == (2, 1, 2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import concurrent.futures
 import contextvars
 import copy
@@ -395,7 +396,7 @@ def test_a_declared_pad_rule_may_write_memory_of_the_module(device):
 
 
 def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
-    scale = [1.0]
+    scale = array.array("d", [1.0])
     twins = Twins(device, lambda m, x: x * scale[0])
     twins.call(4, 4)
     twins.call(8)
@@ -411,7 +412,7 @@ def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
 
 @pytest.mark.parametrize("written", ["first", "second", "spread", "foreign"])
 def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
-    step = [1.0]
+    step = array.array("d", [1.0])
 
     flat, other = torch.zeros(3 * WIDTH, device=device), torch.zeros(2 * WIDTH, device=device)
     parts = {"first": flat[:WIDTH], "second": flat[WIDTH:-WIDTH], "spread": flat[-WIDTH:].expand(2, WIDTH)}
@@ -645,11 +646,11 @@ def test_rows_that_meet_only_for_some_data_stop_padding_when_that_is_seen(device
 
 @pytest.mark.usefixtures("compared_after_four")
 def test_a_graph_that_no_longer_equals_eager_is_given_up_at_a_later_comparison(device, caplog):
-    scale = [1.0]
+    scale = array.array("d", [1.0])
     model = graphed(device, lambda m, x: x * scale[0])
     for _ in range(4):
         model(rows(4, device))
-    scale[0] = 2.0  # in a closure, which nothing watches
+    scale[0] = 2.0  # in an object of Python's library, which nothing watches
     for _ in range(10):
         x = rows(4, device)
         model(x)

@@ -307,9 +307,9 @@ def test_upfront_sizes_that_were_not_captured_are_not_read(device: torch.device,
 
 
 def test_eager_calls_of_two_threads_run_at_the_same_time(device: torch.device) -> None:
-    meetings: list[threading.Barrier] = []
-    model = refused(device, function=lambda m, x: (x.sum().item(), [each.wait() for each in meetings], x * 2)[2])
-    meetings.append(threading.Barrier(2, timeout=30))
+    meeting, begun = threading.Barrier(2, timeout=30), threading.Event()
+    model = refused(device, function=lambda m, x: (x.sum().item(), begun.is_set() and meeting.wait(), x * 2)[2])
+    begun.set()
     found = []
 
     def call() -> None:

@@ -1,0 +1,189 @@
+"""Find the code below a module's calls by the names that it has: functions, classes, and what it names of files."""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
+from simplegraph.base.walk import DEPTH, held_by, is_library, names_in
+
+_INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
+_NOT_CALLED = frozenset(
+    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__", "__getstate__"}
+)
+_FILLING = frozenset({"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"})
+_FILLING |= {"add", "discard", "update", "setdefault"}
+_MAX_FUNCTIONS = 2_000
+
+
+class CodeNames(NamedTuple):
+    """The names and texts that code has, and functions inside of it.
+
+    Attributes:
+        all: an attribute's, a global's, a key's; globals: those of globals.
+        values: all but names that are only called as methods.
+        stored: those of attributes and globals that it sets.
+    """
+
+    all: frozenset[str]
+    globals: frozenset[str]
+    values: frozenset[str]
+    stored: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> CodeNames:
+    """Return the names and texts that code has."""
+    inner = [names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
+    texts = frozenset(value for value in code.co_consts if issubclass(type(value), str))
+    steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
+    named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
+    values = frozenset(step.argval for step in steps if not _is_method(step))
+    stored = frozenset(step.argval for step in steps if step.opname.startswith(("STORE_ATTR", "STORE_GLOBAL")))
+    return CodeNames(
+        frozenset(code.co_names).union(texts, *(each.all for each in inner)),
+        named.union(*(each.globals for each in inner)),
+        values.union(texts, *(each.values for each in inner)),
+        stored.union(*(each.stored for each in inner)),
+    )
+
+
+def _is_method(step: dis.Instruction) -> bool:
+    """True if an instruction loads an attribute to call it at once."""
+    flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
+    return step.opname == "LOAD_METHOD" or flagged
+
+
+def functions_in(value: Any) -> list[Any]:
+    """List the functions that a value is, or stands for."""
+    inner = () if not is_descriptor(type(value)) and not callable(value) else _INNER
+    held = (value, *(attribute_of(value, name) for name in inner))
+    return [each for each in held if issubclass(type(each), _FUNCTIONS)]
+
+
+@by_class
+def is_descriptor(kind: type) -> bool:
+    """True for classes of what computes an attribute."""
+    return class_member(kind, "__get__") is not None
+
+
+class CodeBelow:
+    """Lists what the code of some classes leads to, from their forwards and their operators on.
+
+    A method counts if some code has its name, whichever object that is called on.
+
+    Args:
+        classes: of modules and other objects.
+        functions: that are called beside these.
+
+    Attributes:
+        names: what the code names or has for a text.
+        classes: these, and those that code names.
+        files: by id, the dict of a file, and which of its globals count.
+        cells: of closures, with the variable's name.
+    """
+
+    def __init__(self, classes: Iterable[type], functions: Iterable[Any] = ()) -> None:
+        self.names: set[str] = {"forward"}
+        self._codes: list[types.CodeType] = []
+        self.classes: dict[int, type] = {}
+        self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.cells: list[tuple[str, types.CellType]] = []
+        self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
+        self._read: set[int] = set()
+        # What to read, and how many functions, classes and files away.
+        self._left: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
+        for kind in classes:
+            self._add_class(kind, 0)
+        for function in functions:
+            self._add(function, 0)
+        while self._left and len(self._read) < _MAX_FUNCTIONS:
+            self._read_code(*self._left.popleft())
+
+    def _add_class(self, kind: type, away: int) -> None:
+        for base in kind.__mro__:
+            is_layer = not away and issubclass(base, nn.Module) and base is not nn.Module  # torch's own, too
+            if id(base) in self.classes or (is_library(base.__module__) and not is_layer):
+                continue
+            self.classes[id(base)] = base
+            for name, member in list(vars(base).items()):
+                is_operator = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+                if name in self.names or is_operator:
+                    self._add(member, away)
+                else:
+                    self._members[name].append((member, away))
+
+    def _add(self, member: Any, away: int) -> None:
+        if away <= DEPTH:
+            self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
+
+    def _read_code(self, function: types.FunctionType, away: int) -> None:
+        if id(function) in self._read:
+            return
+        self._read.add(id(function))
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if not is_library(function.__module__):
+                self.cells.append((f"{function.__qualname__}.{name}", cell))
+            self._add(held_by(cell).get("cell_contents"), away)
+        if is_library(function.__globals__.get("__name__")) and not is_library(function.__module__):
+            return  # what decorates a function
+        names = names_in(code)
+        file = function.__globals__
+        if not is_library(file.get("__name__")):
+            self._add_globals(file, names & file.keys(), function, away)
+        self._codes.append(code)
+        for name in (names | _texts_in(code)) - self.names:
+            self.names.add(name)
+            for member, of_class in self._members.pop(name, ()):
+                self._add(member, of_class)
+
+    @functools.cached_property
+    def stored(self) -> set[str]:
+        """Name the attributes and globals that the code sets."""
+        return {name for code in self._codes for name in names_of(code).stored}
+
+    def _add_globals(self, file: dict[str, Any], names: Iterable[str], function: Any, away: int) -> None:
+        counted = self.files.setdefault(id(file), (file, set()))[1]
+        for name in names:
+            value: Any = file.get(name)
+            kind = type(value)
+            if issubclass(kind, types.ModuleType):
+                inner = own_dict(value) or {}
+                if not is_library(inner.get("__name__")) and inner is not file and away < DEPTH:
+                    self._add_globals(inner, names_of(function.__code__).values & inner.keys(), function, away + 1)
+                continue
+            if issubclass(kind, type):
+                if not is_library(value.__module__) and away < DEPTH:
+                    self._add_class(value, away + 1)
+            elif functions_in(value):
+                self._add(value, away + 1)
+            elif file is function.__globals__ and name not in names_of(function.__code__).globals:
+                continue  # an attribute of the same name
+            counted.add(name)
+
+    @functools.cached_property
+    def filled(self) -> set[str]:
+        """Name what code names that sets items, or calls methods by which containers change."""
+        filling = (code for code in self._codes if _fills(code))
+        return {name for code in filling for name in names_in(code)}
+
+
+def _fills(code: types.CodeType) -> bool:
+    inner = [each for each in code.co_consts if type(each) is types.CodeType]
+    sets_items = any(step.opname.endswith("_SUBSCR") and step.opname[0] in "SD" for step in dis.get_instructions(code))
+    return sets_items or not _FILLING.isdisjoint(code.co_names) or any(map(_fills, inner))
+
+
+def _texts_in(code: types.CodeType) -> set[str]:
+    inner = (_texts_in(each) for each in code.co_consts if type(each) is types.CodeType)
+    return {each for each in code.co_consts if type(each) is str}.union(*inner)

@@ -1,0 +1,411 @@
+"""What holds the plain values that a module's calls find, how it is found, and how it is compared."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.objects import by_class, own_dict
+from simplegraph.base.patches import plain
+from simplegraph.base.walk import (
+    DEPTH,
+    DICTS,
+    OPAQUE,
+    Policy,
+    Walk,
+    held_by,
+    is_library,
+    kind_of,
+    shown,
+    slots_of,
+)
+from simplegraph.guard.code_below import CodeBelow
+from simplegraph.guard.values import MAX_WIDTH, NOT_PLAIN, ORDER, SameObject, class_key, is_small_array, value_key
+from simplegraph.guard.versions import dict_version
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
+_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
+_NO_VALUES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"})
+_chain = itertools.chain.from_iterable
+ALL = object()  # in place of a key: all that a container holds
+Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
+
+
+@by_class
+def _opens(kind: type) -> Any:
+    """Return the kind that walks open, as `kind_of` does; tensors lead to no plain values."""
+    base = kind_of(kind)
+    return None if base is Tensor else base
+
+
+_POLICY = Policy(_opens, depth=DEPTH, width=MAX_WIDTH, objects=20_000)
+
+
+class ValueHolder:
+    """What holds values: the attributes of an object, the items of a container, or the globals of a file.
+
+    Args:
+        name: dotted from the module, or as code has it.
+        held: the dict, list, set or deque; None for one that is not kept, since it may hold a tensor.
+        find: returns it then, by its way from an object.
+        counts: returns True for the keys that count.
+        is_container: the order of keys counts, and of a long one nothing but its length and version.
+        is_view: what `find` returns is another object each time.
+        owner: returns the object whose attributes `held` is, which may be given others.
+
+    Attributes:
+        entries: by key, what tells a value from others.
+        inside: ids of what is opened below it; mark: what moves when an entry does.
+        arrays: small ones among the values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        held: Any = None,
+        find: Callable[[], Any] | None = None,
+        counts: Callable[[Any], bool] | None = None,
+        *,
+        is_container: bool = False,
+        is_view: bool = False,
+        owner: Callable[[], Any] | None = None,
+    ) -> None:
+        self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
+        self.is_container, self._is_view, self.is_wide = is_container, is_view, False
+        self.entries: dict[Hashable, Hashable] = {}
+        self._part: tuple[set[Place], frozenset[Any]] | None = None
+        self.inside: list[int] = []
+        self.arrays: list[Any] = []
+        self.mark: Any = None
+        self._kept: list[Any] = []  # plain values, so that their ids stay theirs
+
+    def find(self) -> Any:
+        """Return what holds the values now. Raises whatever a way that is gone raises."""
+        return self.held if self._find is None else self._find()
+
+    def counts(self, key: Any) -> bool:
+        """True for keys that count."""
+        return self._counts is None or self._counts(key)
+
+    def marked(self) -> Any:
+        """Return the mark now; None if what holds the values is gone. Take it before the values are read."""
+        try:
+            held = self.find()
+            if self.owner is not None and own_dict(self.owner()) is not held:
+                return None
+            is_dict = issubclass(type(held), dict)
+            items: Any
+            if is_dict and not self._is_view and dict_version is not None:
+                items = dict_version(held)
+            elif self.is_wide:
+                items = _length(held)
+            else:
+                values = list(dict.values(held) if is_dict else kind_of(type(held)).__iter__(held))
+                keys = list(map(id, dict.keys(held))) if is_dict else None
+                items = list(map(id, values)), list(map(type, values)), keys
+        except Exception:  # another thread may be at it
+            return None
+        return not self._is_view and id(held), items, [array.tobytes() for array in self.arrays]
+
+    def read(self, opened: Collection[int]) -> list[tuple[Any, Any]]:
+        """Read the entries anew; return the empty dicts among them, which no walk opens, with their keys."""
+        held = self.find()
+        self.is_wide = self.is_container and _length(held) > MAX_WIDTH
+        mark = self.marked()
+        self.inside, self.arrays, self._kept = [], [], []
+        entries: dict[Hashable, Hashable] = {}
+        empty = []
+        for key, value in (
+            [("its length", _length(held)), ("its version", repr(mark))] if self.is_wide else _items(held)
+        ):
+            if not self.counts(key):
+                continue
+            entry = value_key(value)
+            if entry is not NOT_PLAIN:
+                self._kept.append(value)
+            elif issubclass(type(value), _ELSEWHERE):
+                continue
+            elif id(value) in opened:
+                self.inside.append(id(value))
+                entry = class_key(type(value))
+            elif is_small_array(value):
+                array: Any = value
+                self.arrays.append(array)
+                entry = str(array.dtype), array.shape, array.tobytes()
+            elif type(value) in DICTS and not value:
+                self.inside.append(id(value))
+                entry = class_key(type(value))
+                empty.append((key, value))
+            elif issubclass(type(value), tuple) and (told := _tuple_entry(value)) is not None:
+                entry = told
+            else:
+                entry = SameObject(value)
+            at = key if type(key) is str else value_key(key)
+            entries[SameObject(key) if at is NOT_PLAIN else at] = entry
+        self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
+        self.entries = entries
+        self._part = None
+        return empty
+
+    def part(self, left_out: Collection[Place]) -> frozenset[Any]:
+        """Return the entries as a part of a key, but for those at some places."""
+        if self._part is None or self._part[0] != left_out:
+            counted = {} if (self.name, ALL) in left_out else self.entries
+            counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
+            ordered = [(ORDER, tuple(counted))] * (self.is_container and len(counted) > 1)
+            self._part = set(left_out), frozenset((*counted.items(), *ordered))
+        return self._part[1]
+
+
+def _length(container: Any) -> int:
+    """Return how long a container is, past what its class says."""
+    length: int = kind_of(type(container)).__len__(container)
+    return length
+
+
+def _items(held: Any) -> list[tuple[Any, Any]]:
+    """List the keys and values of what a holder finds; of a set its items, each being there."""
+    if issubclass(type(held), dict):
+        return list(dict.items(held))
+    items = kind_of(type(held)).__iter__(held)
+    return [(item, True) for item in items] if issubclass(type(held), set) else list(enumerate(items))
+
+
+def _tuple_entry(value: Any) -> Hashable | None:
+    """Return what tells a tuple of plain values, tensors and modules from others; None if it holds anything else."""
+    items = [(item, value_key(item)) for item in tuple.__iter__(value)]
+    if any(key is NOT_PLAIN and not issubclass(type(item), _ELSEWHERE) for item, key in items):
+        return None
+    return class_key(type(value)), tuple(None if key is NOT_PLAIN else key for _, key in items)
+
+
+class Comparison:
+    """Compares what holders hold with what they held, with as little Python as possible.
+
+    Args:
+        root: the holder of the module's own attributes, which are not kept; None for a function.
+        holders: all.
+        key: of the values for as long as nothing moves; None if that is not known yet.
+    """
+
+    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
+        self.root, self.holders, self.key = root, holders, key
+        rest = [holder for holder in holders if holder is not root or dict_version is None or holder.arrays]
+        by_version = [
+            holder
+            for holder in rest
+            if issubclass(type(holder.held), dict) and dict_version is not None and not holder.arrays
+        ]
+        by_items = [holder for holder in rest if type(holder.held) is list and not (holder.is_wide or holder.arrays)]
+        known = {*map(id, by_version), *map(id, by_items)}
+        self._others = [holder for holder in rest if id(holder) not in known]
+        self._marks = [holder.mark for holder in self._others]
+        self._version = root.mark[1] if root is not None and root not in rest else None
+        self._owners = [(holder.owner, holder.held) for holder in by_version if holder.owner is not None]
+        self._dicts = [holder.held for holder in by_version]
+        self._versions = [holder.mark[1] for holder in by_version]
+        self._lists = [holder.held for holder in by_items]
+        self._lengths = [len(holder.mark[1][0]) for holder in by_items]
+        self._ids = list(_chain(holder.mark[1][0] for holder in by_items))
+        self._kinds = list(_chain(holder.mark[1][1] for holder in by_items))
+
+    def holds(self, attributes: dict[str, Any]) -> bool:
+        """True if nothing moved; `attributes` are the module's own."""
+        if self._version is not None and dict_version(attributes) != self._version:  # type: ignore[misc]
+            return False
+        if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
+            return False
+        for owner, held in self._owners:
+            if own_dict(owner()) is not held:
+                return False
+        if self._lists:
+            items = list(_chain(self._lists))
+            if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
+                return False
+            if list(map(len, self._lists)) != self._lengths:
+                return False
+        return not self._others or [holder.marked() for holder in self._others] == self._marks
+
+
+class SearchRoot(NamedTuple):
+    """Where a search begins: at a thing with a name, which `find` finds again if it is not to be kept alive."""
+
+    name: str
+    thing: Any
+    find: Callable[[], Any] | None = None
+
+
+class Holders:
+    """Finds all that holds plain values which calls of a module may read.
+
+    Args:
+        roots: the module, or those that a function reaches.
+        gone: called once an object ends whose attributes are kept.
+
+    Attributes:
+        all: they.
+        root: the holder of the first root's own attributes, which are not kept.
+        opened: ids of what was opened.
+        code: below a call.
+    """
+
+    def __init__(self, roots: Sequence[SearchRoot], module: Any, gone: Callable[[Any], object]) -> None:
+        self.all: list[ValueHolder] = []
+        self.root: ValueHolder | None = None
+        self.opened: set[int] = set()
+        self.deaths: list[weakref.ref[Any]] = []
+        self._module, self._gone = plain(module), gone
+        self._classes: dict[type, None] = {}
+        self._functions: dict[int, Any] = {}
+        self._names: set[str] = set()
+        self._open(roots, None)
+        self.code = CodeBelow(self._classes, self._functions.values())
+        self._open_code()
+        for holder in list(self.all):
+            self._read(holder)
+
+    def _read(self, holder: ValueHolder) -> None:
+        for key, value in holder.read(self.opened):
+            self.opened.add(id(value))
+            held = holder.find()
+            base = kind_of(type(held)) if type(held) is not dict else dict
+            find = functools.partial(_item, holder.find, base, key)
+            self._read(self._add(ValueHolder(_dotted(holder.name, key), find=find, is_container=True)))
+
+    def _add(self, holder: ValueHolder) -> ValueHolder:
+        while holder.name in self._names:
+            holder.name += "'"
+        self._names.add(holder.name)
+        self.all.append(holder)
+        return holder
+
+    def _open(self, roots: Sequence[SearchRoot], names: Collection[str] | None) -> None:
+        """Add what holds values below roots; of objects only keys among these `names` count, if there are any."""
+        walk = Walk([root.thing for root in roots], _POLICY, self.opened)
+        starts = {id(plain(root.thing)): root for root in reversed(roots)}
+        found = [(thing, held) for thing, held, _ in walk]
+        self.opened |= {id(thing) for thing, _ in found}
+        kept = self._kept(found)
+        ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and what finds it or its attributes
+        behind: set[int] = set()  # below what leads back to the module, such as a trainer
+        for thing, held in found:
+            _, above, key, _ = walk.ways[id(thing)]
+            owner = walk.ways[above][0] if above else None
+            of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
+            if above:
+                name = ways[above][0] if of_torch else _dotted(ways[above][0], key)
+                base = dict if kind_of(type(owner)) is object else kind_of(type(owner))
+                find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
+            else:
+                name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
+            ways[id(thing)] = name, find
+            if above in behind:
+                behind.add(id(thing))
+            elif kind_of(type(thing)) is object:
+                ways[id(thing)] = name, self._add_object(thing, held, name, names).find
+                if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
+                    behind.add(id(thing))
+            elif not (of_torch or issubclass(type(thing), tuple)):
+                kept_or_found = (thing, None) if id(thing) in kept else (None, find)
+                self._add(ValueHolder(name, *kept_or_found, is_container=True))
+
+    def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
+        """Return ids of the containers that hold nothing but plain values and such containers."""
+        kept: set[int] = set()
+        for thing, held in reversed(found):  # inner ones come later
+            values = held.values() if isinstance(held, dict) else held
+            if (
+                kind_of(type(thing)) is not object
+                and len(values) <= MAX_WIDTH
+                and all(id(value) in kept or value_key(value) is not NOT_PLAIN for value in values)
+            ):
+                kept.add(id(thing))
+        return kept
+
+    def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool]) -> ValueHolder:
+        """Make the holder of an object's attributes, which does not keep the object alive."""
+        attributes = own_dict(thing)
+        try:
+            weakly = weakref.ref(thing, self._gone)
+        except TypeError:
+            return ValueHolder(name, find=functools.partial(held_by, thing), counts=counts, is_view=True)
+        self.deaths.append(weakly)
+        if slots_of(type(thing)) or attributes is None:
+            return ValueHolder(name, find=functools.partial(_held_by, weakly), counts=counts, is_view=True)
+        if thing is self._module:
+            self.root = ValueHolder(name, find=functools.partial(_own_attributes, weakly), counts=counts)
+            return self.root
+        # A module that is given other attributes is noticed by its tensors.
+        owner = None if issubclass(type(thing), nn.Module) else weakly
+        return ValueHolder(name, attributes, counts=counts, owner=owner)
+
+    def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
+        self._classes[type(thing)] = None
+        for key, value in held.items() if names is None else ():
+            if type(value) in (types.FunctionType, types.MethodType) and key not in _OF_TORCH:
+                self._functions[id(value)] = value
+        skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
+        return self._add(self._attributes_of(thing, name, functools.partial(_counts, names, skipped)))
+
+    def _open_code(self) -> None:
+        """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
+        code = self.code
+        holders = [
+            ValueHolder(kind.__qualname__, _class_dict(kind), counts=functools.partial(_counts, code.names, _NO_VALUES))
+            for kind in code.classes.values()
+            if not is_library(kind.__module__)
+        ]
+        holders += [
+            ValueHolder(str(file.get("__name__")), file, counts=names.__contains__)
+            for file, names in code.files.values()
+        ]
+        holders += [ValueHolder(name, find=functools.partial(held_by, cell), is_view=True) for name, cell in code.cells]
+        roots = []
+        for holder in holders:
+            self._add(holder)
+            held = holder.find()
+            items = [(key, value) for key, value in dict.items(held) if holder.counts(key)]
+            roots += [
+                SearchRoot(_dotted(holder.name, key), value, functools.partial(_item, holder.find, dict, key))
+                for key, value in items
+                if _opens(type(value)) not in (None, OPAQUE) and not (type(value) in DICTS and not value)
+            ]
+        self._open(roots, code.names)
+
+
+def _counts(names: Collection[str] | None, skipped: Collection[str], key: Any) -> bool:
+    return (names is None or key in names) and key not in skipped
+
+
+def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
+    return base.__getitem__(find(), key)
+
+
+def _nothing() -> Any:
+    raise LookupError("what a search begins at is found by its owner")
+
+
+def _own_attributes(found: weakref.ref[Any]) -> Any:
+    return own_dict(found())
+
+
+def _held_by(found: weakref.ref[Any]) -> Any:
+    return held_by(found())
+
+
+def _class_dict(kind: type) -> Any:
+    """Return the dict of a class itself, whose version moves, not a view of it."""
+    inner = gc.get_referents(vars(kind))
+    return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))
+
+
+def _dotted(prefix: str, key: Any) -> str:
+    return f"{prefix}.{shown(key)}" if prefix else shown(key)

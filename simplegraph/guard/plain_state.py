@@ -1,0 +1,255 @@
+"""The plain values that a call reads through Python, as a part of its key: two values, two graphs.
+
+In a module's tree every plain value counts: attributes of modules and of objects that they hold, items of containers.
+Of code count functions, and the attributes of classes, globals and closures that it names. Versions of dicts say when
+to look, so a call reads no value where nothing was set. Looking runs no code of the user's.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+from simplegraph.base.objects import own_dict
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.guard.code_below import CodeBelow
+from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot
+from simplegraph.guard.values import PlainValues, SameObject, place_name, shown_entry
+
+_MAX_KEYS = 256  # that are remembered, so that going back costs nothing
+_MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
+_REMEDY = "pass it as a tensor, or keep it in a buffer"
+ABSENT = object()
+_WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
+
+
+def _parts(parts: Iterable[tuple[str, frozenset[Any]]]) -> frozenset[tuple[str, frozenset[Any]]]:
+    """Return the parts of a key that hold something, in whichever order they were found."""
+    return frozenset(part for part in parts if part[1])
+
+
+def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str, frozenset[Any]]:
+    """Return the part of a key that a holder is, without some places."""
+    name, entries = part
+    if (name, ALL) in places:
+        return name, frozenset()
+    left_out = {key for holder, key in places if holder == name}
+    return (name, frozenset(entry for entry in entries if entry[0] not in left_out)) if left_out else part
+
+
+class PlainState:
+    """Reads the plain values that calls of a module find, as a part of their key.
+
+    What a call itself sets changes no key, and is left out of it once two calls did. What others change all the time is
+    left out if no code names it; else such calls run eagerly.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
+        self._deaths: list[weakref.ref[Any]] = []
+        self._roots: list[int] = []
+        self._code: CodeBelow | None = None
+        self._opened: set[int] = set()
+        self._entries: dict[str, dict[Hashable, Hashable]] = {}  # by the holder's name
+        self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
+        self._key = PlainValues({})
+        self._calls = 0
+        self._set: collections.Counter[Place] = collections.Counter()  # by how many runs; all of a container is one
+        self._let_go: dict[Place, int] = {}  # since which call
+        self._restless: dict[Place, int] = {}  # since which call: such calls run eagerly
+        self._left_out: set[Place] = set()
+        self._seen: dict[Place, set[Hashable]] = {}
+        self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
+
+    def __call__(self, module: Any) -> PlainValues:
+        """Return the values that a call finds: the very same object for as long as they are the same.
+
+        Raises:
+            CannotBind: a place takes new values all the time.
+        """
+        self._calls += 1
+        if not self._let_go and not self._restless:
+            for comparison in self._held:
+                key: PlainValues | None = comparison.key
+                if key is not None and comparison.holds(vars(module)):
+                    return key
+        return self.now(module)
+
+    def now(self, module: Any) -> PlainValues:
+        """Return the values that there are, outside of the way of replays. Raises CannotBind as well."""
+        with self._lock:
+            self._note(self._look(module))
+            self._count_again()
+            self._settle()
+            if self._restless:
+                raise CannotBind(Reason.PYTHON_STATE, self._why(next(iter(self._restless))))
+            return self._key
+
+    def forget(self) -> None:
+        """Find anew what holds values at the next call."""
+        self._held.clear()
+
+    @contextlib.contextmanager
+    def run(self, module: Any) -> Iterator[None]:
+        """Surround a run of the module, to find what it changes itself."""
+        if not self._held:  # no call of it was read
+            yield
+            return
+        with self._lock:
+            self._note(self._look(module))
+            self._settle()
+            key = self._key
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end_run(key, self._look(module))
+
+    # What there is.
+
+    def _look(self, module: Any) -> dict[Place, tuple[Hashable, Hashable]]:
+        """Read what moved since the last look; return the places that hold something else, what they held, and hold."""
+        if any(comparison.holds(own_dict(module) or {}) for comparison in self._held):
+            return {}
+        before, names = self._entries, self._read_moved(module)
+        if names is None:
+            self._find(module)
+            names = list(dict.fromkeys((*before, *self._entries)))
+        if not names:
+            return {}
+        changes = {}
+        for name in names if before else ():
+            old, new = before.get(name, {}), self._entries.get(name, {})
+            for key in old.keys() | new.keys():
+                if old.get(key, ABSENT) != new.get(key, ABSENT):
+                    changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+        return changes
+
+    def _read_moved(self, module: Any) -> list[str] | None:
+        """Read the holders that moved, and name them; None if there is something new to open."""
+        if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
+            return None
+        for comparison in self._held:
+            marks = [holder.marked() for holder in comparison.holders]
+            if None in marks:  # its way is gone
+                return None
+            pairs = zip(comparison.holders, marks, strict=True)
+            moved = [holder for holder, mark in pairs if holder.mark != mark]
+            entries = dict(self._entries)
+            for holder in moved:
+                inside = holder.inside
+                try:
+                    empty = holder.read(self._opened)
+                except Exception:  # another thread is at it
+                    return None
+                known = entries[holder.name]
+                opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
+                if empty or holder.inside != inside or any(type(entry) is SameObject for entry in opened):
+                    return None
+                entries[holder.name] = holder.entries
+            self._entries = entries
+            comparison.key = None
+            return [holder.name for holder in moved]
+        return None
+
+    def _find(self, module: Any) -> None:
+        """Find all that holds values, and read it."""
+        roots = [SearchRoot("", module)]
+        if getattr(type(module), "is_function", False):
+            roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
+            self._roots = list(map(id, module._modules.values()))
+        held = self._held
+        held.clear()
+        holders = Holders(roots, module, lambda _: held.clear())
+        self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
+        self._entries = {holder.name: holder.entries for holder in holders.all}
+        held.append(Comparison(holders.root, holders.all, None))
+
+    def _settle(self, key: PlainValues | None = None) -> None:
+        """Make the key of the values that there are now, or take the one that these had before, or else this one."""
+        for comparison in self._held[:1]:
+            if comparison.key is not None and key is None:
+                return
+            parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
+            found = self._keys.pop(parts, None) or key or PlainValues(dict(parts))
+            self._key = self._keys[parts] = found  # the latest comes last
+            while len(self._keys) > _MAX_KEYS:
+                del self._keys[next(iter(self._keys))]
+            self._held[:] = [Comparison(comparison.root, comparison.holders, found)]
+
+    # What changes.
+
+    def _note(self, changes: dict[Place, tuple[Hashable, Hashable]]) -> None:
+        """Note what others changed: places that take many values are let go, or make calls run eagerly."""
+        for place, (before, now) in changes.items():
+            if place in self._let_go:
+                self._let_go[place] = self._calls
+            seen = self._seen.setdefault(place, {before})
+            if now in seen or not self._left_out.isdisjoint((place, (place[0], ALL))):
+                continue
+            seen.add(now)
+            if place in self._restless:
+                self._restless[place] = self._calls
+            news = self._news.setdefault(place, collections.deque(maxlen=_MOST_VALUES - 1))
+            news.append((self._calls, shown_entry(now)))
+            if len(news) == _MOST_VALUES - 1 and news[0][0] > self._calls - _WINDOW:
+                (self._restless if self._is_named(place) else self._let_go)[place] = self._calls
+        self._leave_out()
+
+    def _count_again(self) -> None:
+        """Let places count again that kept their value for long."""
+        for places in (self._let_go, self._restless):
+            for place, since in list(places.items()):
+                if self._calls - since > _QUIET:
+                    del places[place]
+                    self._news.pop(place, None)
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leave out of the key what does not count."""
+        effects = (place for place, runs in self._set.items() if runs > 1)
+        left_out = {*effects, *self._let_go}
+        if left_out == self._left_out:
+            return
+        added, self._left_out = left_out - self._left_out, left_out
+        if added:  # values that were told apart by these alone are the same by now
+            self._keys = {_parts(_without(added, part) for part in parts): key for parts, key in self._keys.items()}
+        for comparison in self._held:
+            comparison.key = None
+
+    def _end_run(self, key: PlainValues, changes: dict[Place, tuple[Hashable, Hashable]]) -> None:
+        """Tell what a run set itself from what others changed meanwhile.
+
+        Args:
+            key: of the values before the run. It stays the one of what the run made of them.
+            changes: during the run.
+        """
+        containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
+        own = {place for place in changes if self._is_set_by_run(place, place[0] in containers)}
+        self._set.update({(place[0], ALL) if place[0] in containers else place for place in own})
+        self._leave_out()
+        others = {place: change for place, change in changes.items() if place not in own}
+        self._settle(key if own and not others else None)
+        self._note(others)
+        self._settle()
+
+    def _is_named(self, place: Place) -> bool:
+        names = self._code.names if self._code is not None else ()
+        return any(part in names for part in (*place[0].split(".")[-1:], place[1]) if type(part) is str)
+
+    def _is_set_by_run(self, place: Place, is_container: bool) -> bool:
+        """True if a run set a place, and no other thread: if there is none, or if code below the call sets such."""
+        if threading.active_count() == 1 or self._code is None:
+            return True
+        if is_container:
+            return place[0].split(".")[-1] in self._code.filled
+        return type(place[1]) is not str or place[1] in self._code.stored
+
+    def _why(self, place: Place) -> str:
+        values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
+        return f"{place_name(place)} takes new values all the time ({values}): {_REMEDY}"

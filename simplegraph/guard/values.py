@@ -1,0 +1,158 @@
+"""Keys of plain values: what tells one from others, read without running code of the user's."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from simplegraph.base.nested import ATOMS, constant_key
+from simplegraph.base.objects import by_class, own_dict
+from simplegraph.base.walk import shown
+
+NOT_PLAIN = object()
+ORDER = object()  # the key under which the order of a container's keys counts
+MAX_WIDTH = 256  # entries of a container that count one by one
+_MAX_DEPTH = 8  # tuples in each other
+_MAX_BYTES = 64  # of an array whose values count
+_DIRECT = frozenset({type(None), bool, int, str, bytes, range})
+_DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+# Their values never change, and their texts tell these.
+_TEXTS = frozenset({decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta, uuid.UUID})
+_TEXTS |= {pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath}
+
+
+class SameObject:
+    """Puts an object into a key: it equals itself alone, and is not kept alive."""
+
+    def __init__(self, thing: Any) -> None:
+        self._id, self._kind = id(thing), type(thing)
+        try:
+            self._thing: Callable[[], Any] = weakref.ref(thing)
+        except TypeError:  # then another object of its class may have its id later
+            self._thing = _nobody
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameObject) or (other._id, other._kind) != (self._id, self._kind):
+            return False
+        return self._thing is other._thing is _nobody or self._thing() is other._thing() is not None
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __repr__(self) -> str:
+        return f"a {self._kind.__name__}"
+
+
+def _nobody() -> None:
+    return None
+
+
+def value_key(value: Any, depth: int = 0) -> Hashable:
+    """Return what tells a plain value from others, those of other classes included; `NOT_PLAIN` for all else.
+
+    Nothing can change inside a plain value: containers other than tuples and frozen sets are none.
+    """
+    kind = type(value)
+    if kind in _DIRECT:
+        return kind, value
+    read = _reader(kind)
+    return NOT_PLAIN if read is None else read(value, depth)
+
+
+@by_class
+def _reader(kind: type) -> Callable[[Any, int], Hashable] | None:
+    """Return what reads the plain values of a class; None if it has none."""
+    if issubclass(kind, (tuple, frozenset)):
+        return _items_key
+    if issubclass(kind, enum.Enum):
+        return _enum_key
+    if issubclass(kind, type):
+        return lambda value, depth: SameObject(value)
+    if kind is slice:
+        return lambda value, depth: _items_key((value.start, value.stop, value.step), depth)
+    if issubclass(kind, ATOMS):
+        return lambda value, depth: (class_key(type(value)), constant_key(value))
+    if kind in _TEXTS:
+        return lambda value, depth: (type(value), str(value))
+    if kind in (datetime.datetime, datetime.time):
+        return _time_key
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.generic) and not issubclass(kind, (numpy.void, numpy.object_)):
+        return lambda value, depth: (class_key(type(value)), str(value.dtype), value.tobytes())
+    return None
+
+
+def _items_key(value: Any, depth: int) -> Hashable:
+    base: Any = frozenset if issubclass(type(value), frozenset) else tuple
+    if base.__len__(value) > MAX_WIDTH or depth >= _MAX_DEPTH:
+        return NOT_PLAIN
+    items = [value_key(item, depth + 1) for item in base.__iter__(value)]
+    plain = all(item is not NOT_PLAIN for item in items)
+    return (class_key(type(value)), base(items)) if plain else NOT_PLAIN
+
+
+def _enum_key(value: Any, depth: int) -> Hashable:
+    held = own_dict(value) or {}
+    return class_key(type(value)), held.get("_name_"), value_key(held.get("_value_"), depth + 1)
+
+
+def _time_key(value: Any, _: int) -> Hashable:
+    return (type(value), value.isoformat()) if type(value.tzinfo) in (type(None), datetime.timezone) else NOT_PLAIN
+
+
+@by_class
+def class_key(kind: type) -> Hashable:
+    """Return what tells a class from others; its metaclass may have an equality of its own."""
+    return kind if type(kind) is type and kind.__module__ == "builtins" else SameObject(kind)
+
+
+def is_small_array(value: Any) -> bool:
+    """True for an array of NumPy whose values count."""
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and type(value) is numpy.ndarray
+    return is_array and value.nbytes <= _MAX_BYTES and not value.dtype.hasobject
+
+
+def shown_entry(entry: Hashable) -> str:
+    """Return what `value_key` made of a value as messages show it."""
+    if not isinstance(entry, tuple):
+        return repr(entry)
+    text = entry[-1] if entry[0] in (float, complex) else repr(entry[-1])
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def place_name(place: tuple[str, Hashable]) -> str:
+    """Name a place as messages do."""
+    holder, key = place
+    key = key[1] if type(key) is tuple else key  # a key of a dict, with its class
+    return f"{holder}.{shown(key)}" if holder else shown(key)
+
+
+class PlainValues:
+    """One set of plain values: a part of the key of the calls that find it, and one object while they are the same."""
+
+    def __init__(self, parts: dict[str, frozenset[Any]]) -> None:
+        self._parts = parts
+
+    def difference(self, other: PlainValues) -> str:
+        """Name the places that hold something else in `other`."""
+        changed = {
+            place_name((name, key))
+            for name in self._parts | other._parts
+            for key, _ in self._parts.get(name, frozenset()) ^ other._parts.get(name, frozenset())
+            if key is not ORDER
+        }
+        return f"{', '.join(sorted(changed)) or 'an object'} changed"
+
+    def __repr__(self) -> str:
+        return "plain values"
