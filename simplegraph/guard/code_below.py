@@ -20,8 +20,6 @@ _FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
 _NOT_CALLED = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__", "__getstate__"}
 )
-_FILLING = frozenset({"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"})
-_FILLING |= {"add", "discard", "update", "setdefault"}
 _MAX_FUNCTIONS = 2_000
 
 
@@ -31,13 +29,11 @@ class CodeNames(NamedTuple):
     Attributes:
         all: an attribute's, a global's, a key's; globals: those of globals.
         values: all but names that are only called as methods.
-        stored: those of attributes and globals that it sets.
     """
 
     all: frozenset[str]
     globals: frozenset[str]
     values: frozenset[str]
-    stored: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,12 +44,10 @@ def names_of(code: types.CodeType) -> CodeNames:
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
-    stored = frozenset(step.argval for step in steps if step.opname.startswith(("STORE_ATTR", "STORE_GLOBAL")))
     return CodeNames(
         frozenset(code.co_names).union(texts, *(each.all for each in inner)),
         named.union(*(each.globals for each in inner)),
         values.union(texts, *(each.values for each in inner)),
-        stored.union(*(each.stored for each in inner)),
     )
 
 
@@ -94,7 +88,6 @@ class CodeBelow:
 
     def __init__(self, classes: Iterable[type], functions: Iterable[Any] = ()) -> None:
         self.names: set[str] = {"forward"}
-        self._codes: list[types.CodeType] = []
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
@@ -141,16 +134,10 @@ class CodeBelow:
         file = function.__globals__
         if not is_library(file.get("__name__")):
             self._add_globals(file, names & file.keys(), function, away)
-        self._codes.append(code)
         for name in (names | _texts_in(code)) - self.names:
             self.names.add(name)
             for member, of_class in self._members.pop(name, ()):
                 self._add(member, of_class)
-
-    @functools.cached_property
-    def stored(self) -> set[str]:
-        """Name the attributes and globals that the code sets."""
-        return {name for code in self._codes for name in names_of(code).stored}
 
     def _add_globals(self, file: dict[str, Any], names: Iterable[str], function: Any, away: int) -> None:
         counted = self.files.setdefault(id(file), (file, set()))[1]
@@ -170,18 +157,6 @@ class CodeBelow:
             elif file is function.__globals__ and name not in names_of(function.__code__).globals:
                 continue  # an attribute of the same name
             counted.add(name)
-
-    @functools.cached_property
-    def filled(self) -> set[str]:
-        """Name what code names that sets items, or calls methods by which containers change."""
-        filling = (code for code in self._codes if _fills(code))
-        return {name for code in filling for name in names_in(code)}
-
-
-def _fills(code: types.CodeType) -> bool:
-    inner = [each for each in code.co_consts if type(each) is types.CodeType]
-    sets_items = any(step.opname.endswith("_SUBSCR") and step.opname[0] in "SD" for step in dis.get_instructions(code))
-    return sets_items or not _FILLING.isdisjoint(code.co_names) or any(map(_fills, inner))
 
 
 def _texts_in(code: types.CodeType) -> set[str]:

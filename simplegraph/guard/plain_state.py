@@ -44,8 +44,8 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    What a call itself sets changes no key, and is left out of it once two calls did. What others change all the time is
-    left out if no code names it; else such calls run eagerly.
+    What a run of the module changes is left out of the key, until others change it between two calls. What takes new
+    values all the time is left out if no code names it; else such calls run eagerly.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class PlainState:
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
         self._calls = 0
-        self._set: collections.Counter[Place] = collections.Counter()  # by how many runs; all of a container is one
+        self._effects: set[Place] = set()  # what runs changed, and nobody else since; all of a container is one
         self._let_go: dict[Place, int] = {}  # since which call
         self._restless: dict[Place, int] = {}  # since which call: such calls run eagerly
         self._left_out: set[Place] = set()
@@ -189,8 +189,10 @@ class PlainState:
         for place, (before, now) in changes.items():
             if place in self._let_go:
                 self._let_go[place] = self._calls
+            effects = self._effects & {place, (place[0], ALL)}
+            self._effects -= effects  # it counts again
             seen = self._seen.setdefault(place, {before})
-            if now in seen or not self._left_out.isdisjoint((place, (place[0], ALL))):
+            if (now in seen and not effects) or place in self._let_go:
                 continue
             seen.add(now)
             if place in self._restless:
@@ -212,43 +214,27 @@ class PlainState:
 
     def _leave_out(self) -> None:
         """Leave out of the key what does not count."""
-        effects = (place for place, runs in self._set.items() if runs > 1)
-        left_out = {*effects, *self._let_go}
+        left_out = {*self._effects, *self._let_go}
         if left_out == self._left_out:
             return
         added, self._left_out = left_out - self._left_out, left_out
         if added:  # values that were told apart by these alone are the same by now
-            self._keys = {_parts(_without(added, part) for part in parts): key for parts, key in self._keys.items()}
+            keys, self._keys = self._keys, {}
+            for parts, key in keys.items():
+                self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
         for comparison in self._held:
             comparison.key = None
 
     def _end_run(self, key: PlainValues, changes: dict[Place, tuple[Hashable, Hashable]]) -> None:
-        """Tell what a run set itself from what others changed meanwhile.
-
-        Args:
-            key: of the values before the run. It stays the one of what the run made of them.
-            changes: during the run.
-        """
+        """Leave out what a run changed; the key of the values before it stays the one of what the run made of them."""
         containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
-        own = {place for place in changes if self._is_set_by_run(place, place[0] in containers)}
-        self._set.update({(place[0], ALL) if place[0] in containers else place for place in own})
+        self._effects |= {(place[0], ALL) if place[0] in containers else place for place in changes}
         self._leave_out()
-        others = {place: change for place, change in changes.items() if place not in own}
-        self._settle(key if own and not others else None)
-        self._note(others)
-        self._settle()
+        self._settle(key if changes else None)
 
     def _is_named(self, place: Place) -> bool:
         names = self._code.names if self._code is not None else ()
         return any(part in names for part in (*place[0].split(".")[-1:], place[1]) if type(part) is str)
-
-    def _is_set_by_run(self, place: Place, is_container: bool) -> bool:
-        """True if a run set a place, and no other thread: if there is none, or if code below the call sets such."""
-        if threading.active_count() == 1 or self._code is None:
-            return True
-        if is_container:
-            return place[0].split(".")[-1] in self._code.filled
-        return type(place[1]) is not str or place[1] in self._code.stored
 
     def _why(self, place: Place) -> str:
         values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
