@@ -31,7 +31,7 @@ MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has
 MAX_BEYOND_CODE = 20_000  # objects with code on the way
 DEPTH = 4  # a class, its method, a function that it names, and what that names: further on lie whole libraries
 OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
-_LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton"}
+_LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton", "pytest", "_pytest", "pluggy"}
 # Libraries whose objects hold what users put there.
 _HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
 DICTS = (collections.OrderedDict, dict)
@@ -337,10 +337,14 @@ def _is_closed(value: Any, breaks: bool) -> bool:
     kind = type(value)
     if not issubclass(kind, _CODE):
         return False
-    is_break = not breaks and not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
-    return is_break or is_library(
+    return (not breaks and is_break(value)) or is_library(
         attribute_of(value, "__name__") if issubclass(kind, types.ModuleType) else value.__module__
     )
+
+
+def is_break(value: Any) -> bool:
+    """True for functions that run eagerly between the segments of a graph."""
+    return not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
 
 
 def is_globals(value: Any) -> bool:

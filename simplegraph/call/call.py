@@ -380,7 +380,7 @@ class KnownCalls:
         self.bindings: dict[Hashable, Binding] = {}
         self.layouts: list[CallLayout] = []
         self.state_key = config.state_key
-        self.plain = PlainState()
+        self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
         self._reader: CallReader | None = None
         # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
         # that wanted gradients, if that was why.

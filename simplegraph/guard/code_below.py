@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import DEPTH, held_by, is_library, names_in
+from simplegraph.base.walk import DEPTH, held_by, is_break, is_library, names_in
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -78,6 +78,7 @@ class CodeBelow:
     Args:
         classes: of modules and other objects.
         functions: that are called beside these.
+        breaks: reads the code of eager breaks as well.
 
     Attributes:
         names: what the code names or has for a text.
@@ -86,7 +87,8 @@ class CodeBelow:
         cells: of closures, with the variable's name.
     """
 
-    def __init__(self, classes: Iterable[type], functions: Iterable[Any] = ()) -> None:
+    def __init__(self, classes: Iterable[type], functions: Iterable[Any] = (), *, breaks: bool) -> None:
+        self._breaks = breaks
         self.names: set[str] = {"forward"}
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -116,7 +118,7 @@ class CodeBelow:
                     self._members[name].append((member, away))
 
     def _add(self, member: Any, away: int) -> None:
-        if away <= DEPTH:
+        if away <= DEPTH and (self._breaks or not is_break(member)):
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
 
     def _read_code(self, function: types.FunctionType, away: int) -> None:

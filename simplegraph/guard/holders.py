@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -22,6 +23,7 @@ from simplegraph.base.walk import (
     Policy,
     Walk,
     held_by,
+    is_break,
     is_library,
     kind_of,
     shown,
@@ -46,7 +48,14 @@ def _opens(kind: type) -> Any:
     return None if base is Tensor else base
 
 
+@by_class
+def _opens_captured(kind: type) -> Any:
+    """Return the same, but for modules that run eagerly between segments."""
+    return None if is_break(kind) else _opens(kind)
+
+
 _POLICY = Policy(_opens, depth=DEPTH, width=MAX_WIDTH, objects=20_000)
+_WITHOUT_BREAKS = dataclasses.replace(_POLICY, opens=_opens_captured)
 
 
 class ValueHolder:
@@ -249,6 +258,7 @@ class Holders:
     Args:
         roots: the module, or those that a function reaches.
         gone: called once an object ends whose attributes are kept.
+        breaks: what eager breaks read counts as well, since graphs hold it.
 
     Attributes:
         all: they.
@@ -257,7 +267,9 @@ class Holders:
         code: below a call.
     """
 
-    def __init__(self, roots: Sequence[SearchRoot], module: Any, gone: Callable[[Any], object]) -> None:
+    def __init__(
+        self, roots: Sequence[SearchRoot], module: Any, gone: Callable[[Any], object], *, breaks: bool
+    ) -> None:
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
@@ -266,8 +278,9 @@ class Holders:
         self._classes: dict[type, None] = {}
         self._functions: dict[int, Any] = {}
         self._names: set[str] = set()
+        self._policy = _POLICY if breaks else _WITHOUT_BREAKS
         self._open(roots, None)
-        self.code = CodeBelow(self._classes, self._functions.values())
+        self.code = CodeBelow(self._classes, self._functions.values(), breaks=breaks)
         self._open_code()
         for holder in list(self.all):
             self._read(holder)
@@ -289,7 +302,7 @@ class Holders:
 
     def _open(self, roots: Sequence[SearchRoot], names: Collection[str] | None) -> None:
         """Add what holds values below roots; of objects only keys among these `names` count, if there are any."""
-        walk = Walk([root.thing for root in roots], _POLICY, self.opened)
+        walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(plain(root.thing)): root for root in reversed(roots)}
         found = [(thing, held) for thing, held, _ in walk]
         self.opened |= {id(thing) for thing, _ in found}

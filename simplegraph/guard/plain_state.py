@@ -11,7 +11,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from simplegraph.base.objects import own_dict
@@ -24,6 +24,8 @@ _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
 _MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
 _REMEDY = "pass it as a tensor, or keep it in a buffer"
 ABSENT = object()
+Entries = dict[Hashable, Hashable]  # by key, what tells a value from others
+Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
 
 
@@ -41,32 +43,50 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
     return (name, frozenset(entry for entry in entries if entry[0] not in left_out)) if left_out else part
 
 
+def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:
+    """Return the places that hold something else, with what they held, and hold."""
+    changes = {}
+    for name in before.keys() | now.keys():
+        old, new = before.get(name, {}), now.get(name, {})
+        if old is not new:
+            for key in old.keys() | new.keys():
+                if old.get(key, ABSENT) != new.get(key, ABSENT):
+                    changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+    return changes
+
+
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    What a run of the module changes is left out of the key, until others change it between two calls. What takes new
-    values all the time is left out if no code names it; else such calls run eagerly.
+    What runs of the module alone change is left out of the key. What takes new values all the time is left out if no
+    code names it; else such calls run eagerly.
+
+    Args:
+        breaks: what eager breaks read counts as well, since graphs hold it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool) -> None:
+        self._breaks = breaks
         self._lock = threading.RLock()
         self._held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
         self._deaths: list[weakref.ref[Any]] = []
         self._roots: list[int] = []
         self._code: CodeBelow | None = None
         self._opened: set[int] = set()
-        self._entries: dict[str, dict[Hashable, Hashable]] = {}  # by the holder's name
+        self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
         self._calls = 0
-        self._effects: set[Place] = set()  # what runs changed, and nobody else since; all of a container is one
+        self._is_serving = False
+        self._effects: set[Place] = set()  # what runs change, and nobody else; all of a container is one
+        self._shared: set[Place] = set()  # what others changed as well
         self._let_go: dict[Place, int] = {}  # since which call
         self._restless: dict[Place, int] = {}  # since which call: such calls run eagerly
         self._left_out: set[Place] = set()
         self._seen: dict[Place, set[Hashable]] = {}
         self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
 
-    def __call__(self, module: Any) -> PlainValues:
+    def __call__(self, module: Any) -> PlainValues | None:
         """Return the values that a call finds: the very same object for as long as they are the same.
 
         Raises:
@@ -78,7 +98,8 @@ class PlainState:
                 key: PlainValues | None = comparison.key
                 if key is not None and comparison.holds(vars(module)):
                     return key
-        return self.now(module)
+        # While another thread captures, values are as its runs leave them: the call waits for it, and asks again.
+        return None if self._is_serving else self.now(module)
 
     def now(self, module: Any) -> PlainValues:
         """Return the values that there are, outside of the way of replays. Raises CannotBind as well."""
@@ -96,39 +117,59 @@ class PlainState:
 
     @contextlib.contextmanager
     def run(self, module: Any) -> Iterator[None]:
-        """Surround a run of the module, to find what it changes itself."""
+        """Surround a run of the module: what changes meanwhile, it changes."""
         if not self._held:  # no call of it was read
             yield
             return
         with self._lock:
-            self._note(self._look(module))
-            self._settle()
-            key = self._key
+            changes = self._look(module)
+            if not self._is_serving:
+                self._note(changes)
+                self._settle()
+            before = self._entries
         try:
             yield
         finally:
             with self._lock:
-                self._end_run(key, self._look(module))
+                self._look(module)
+                self._claim(_changes(before, self._entries))
+                if not self._is_serving:
+                    self._settle()
+
+    @contextlib.contextmanager
+    def serving(self, module: Any, *, claims: bool) -> Iterator[None]:
+        """Surround captures and proofs, which put back what their runs change: that is no change by others.
+
+        Args:
+            module: it.
+            claims: what changes meanwhile is the module's doing, as with eager breaks, which replays run as well.
+        """
+        with self._lock:
+            before, self._is_serving = self._entries, True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_serving = False
+                self._look(module)
+                changes = _changes(before, self._entries)
+                if claims:
+                    self._claim(changes)
+                self._note({place: change for place, change in changes.items() if not self._is_left_out(place)})
+                self._settle()
 
     # What there is.
 
-    def _look(self, module: Any) -> dict[Place, tuple[Hashable, Hashable]]:
+    def _look(self, module: Any) -> Changes:
         """Read what moved since the last look; return the places that hold something else, what they held, and hold."""
-        if any(comparison.holds(own_dict(module) or {}) for comparison in self._held):
+        attributes = own_dict(module) or {}
+        # A comparison without a key is one of values before these.
+        if any(comparison.key is not None and comparison.holds(attributes) for comparison in self._held):
             return {}
         before, names = self._entries, self._read_moved(module)
         if names is None:
             self._find(module)
-            names = list(dict.fromkeys((*before, *self._entries)))
-        if not names:
-            return {}
-        changes = {}
-        for name in names if before else ():
-            old, new = before.get(name, {}), self._entries.get(name, {})
-            for key in old.keys() | new.keys():
-                if old.get(key, ABSENT) != new.get(key, ABSENT):
-                    changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
-        return changes
+        return _changes(before, self._entries) if before and names != [] else {}
 
     def _read_moved(self, module: Any) -> list[str] | None:
         """Read the holders that moved, and name them; None if there is something new to open."""
@@ -165,18 +206,18 @@ class PlainState:
             self._roots = list(map(id, module._modules.values()))
         held = self._held
         held.clear()
-        holders = Holders(roots, module, lambda _: held.clear())
+        holders = Holders(roots, module, lambda _: held.clear(), breaks=self._breaks)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._entries = {holder.name: holder.entries for holder in holders.all}
         held.append(Comparison(holders.root, holders.all, None))
 
-    def _settle(self, key: PlainValues | None = None) -> None:
-        """Make the key of the values that there are now, or take the one that these had before, or else this one."""
+    def _settle(self) -> None:
+        """Make the key of the values that there are now, or take the one that these had before."""
         for comparison in self._held[:1]:
-            if comparison.key is not None and key is None:
+            if comparison.key is not None:
                 return
             parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
-            found = self._keys.pop(parts, None) or key or PlainValues(dict(parts))
+            found = self._keys.pop(parts, None) or PlainValues(dict(parts))
             self._key = self._keys[parts] = found  # the latest comes last
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
@@ -184,15 +225,16 @@ class PlainState:
 
     # What changes.
 
-    def _note(self, changes: dict[Place, tuple[Hashable, Hashable]]) -> None:
+    def _note(self, changes: Changes) -> None:
         """Note what others changed: places that take many values are let go, or make calls run eagerly."""
         for place, (before, now) in changes.items():
             if place in self._let_go:
                 self._let_go[place] = self._calls
             effects = self._effects & {place, (place[0], ALL)}
-            self._effects -= effects  # it counts again
+            self._effects -= effects
+            self._shared |= effects
             seen = self._seen.setdefault(place, {before})
-            if (now in seen and not effects) or place in self._let_go:
+            if now in seen or place in self._let_go:
                 continue
             seen.add(now)
             if place in self._restless:
@@ -225,12 +267,20 @@ class PlainState:
         for comparison in self._held:
             comparison.key = None
 
-    def _end_run(self, key: PlainValues, changes: dict[Place, tuple[Hashable, Hashable]]) -> None:
-        """Leave out what a run changed; the key of the values before it stays the one of what the run made of them."""
+    def _claim(self, changes: Changes) -> None:
+        """Leave out what runs of the module alone change; the key stays the one of the values before."""
         containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
-        self._effects |= {(place[0], ALL) if place[0] in containers else place for place in changes}
-        self._leave_out()
-        self._settle(key if changes else None)
+        shared = {}
+        for place, change in changes.items():
+            effect = (place[0], ALL) if place[0] in containers else place
+            if effect in self._shared:
+                shared[place] = change
+            else:
+                self._effects.add(effect)
+        self._note(shared)
+
+    def _is_left_out(self, place: Place) -> bool:
+        return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
     def _is_named(self, place: Place) -> bool:
         names = self._code.names if self._code is not None else ()

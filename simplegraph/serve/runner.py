@@ -337,6 +337,9 @@ class GraphRunner:
                         continue
                     if layout is not layouts[0]:
                         known.put_first(layout)
+                    if plan.program.breaks:
+                        with known.plain.run(module):
+                            return plan.replay(leaves, copies)
                     return plan.replay(leaves, copies)
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
@@ -390,7 +393,8 @@ class GraphRunner:
                 raise
             with builder.manager.pool.lock:
                 try:
-                    return self._serve(builder, call)
+                    with known.plain.serving(module, claims=call.breaks):
+                        return self._serve(builder, call)
                 except CannotBind as error:
                     error.size = call.batch
                     if error.reason in LASTING:
@@ -568,7 +572,7 @@ class GraphRunner:
                     if following:  # no request waits for it
                         self._record.forgive()
                     self._drop_if_stale(builder)
-                    with builder.manager.pool.lock:
+                    with builder.manager.pool.lock, self._known.plain.serving(module, claims=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
                     if summary.captured:
                         self._record.capture(self.stats.replays)
