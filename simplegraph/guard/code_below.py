@@ -85,10 +85,11 @@ class CodeBelow:
         classes: these, and those that code names.
         files: by id, the dict of a file, and which of its globals count.
         cells: of closures, with the variable's name.
+        eager_names: what only eager breaks name, which run eagerly whenever a graph is replayed.
     """
 
     def __init__(self, classes: Iterable[type], functions: Iterable[Any] = (), *, breaks: bool) -> None:
-        self._breaks = breaks
+        self._breaks = None if breaks else list[Any]()
         self.names: set[str] = {"forward"}
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -103,6 +104,8 @@ class CodeBelow:
             self._add(function, 0)
         while self._left and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._left.popleft())
+        below = CodeBelow((), self._breaks, breaks=True).names if self._breaks else set()
+        self.eager_names = below - self.names
 
     def _add_class(self, kind: type, away: int) -> None:
         for base in kind.__mro__:
@@ -118,7 +121,9 @@ class CodeBelow:
                     self._members[name].append((member, away))
 
     def _add(self, member: Any, away: int) -> None:
-        if away <= DEPTH and (self._breaks or not is_break(member)):
+        if self._breaks is not None and is_break(member):
+            self._breaks += functions_in(member)[1:]
+        elif away <= DEPTH:
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
 
     def _read_code(self, function: types.FunctionType, away: int) -> None:

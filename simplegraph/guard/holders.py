@@ -279,8 +279,11 @@ class Holders:
         self._functions: dict[int, Any] = {}
         self._names: set[str] = set()
         self._policy = _POLICY if breaks else _WITHOUT_BREAKS
+        self._uncounted: set[str] = set()
         self._open(roots, None)
         self.code = CodeBelow(self._classes, self._functions.values(), breaks=breaks)
+        self._uncounted |= self.code.eager_names
+        self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._uncounted]
         self._open_code()
         for holder in list(self.all):
             self._read(holder)
@@ -328,7 +331,8 @@ class Holders:
                     behind.add(id(thing))
             elif not (of_torch or issubclass(type(thing), tuple)):
                 kept_or_found = (thing, None) if id(thing) in kept else (None, find)
-                self._add(ValueHolder(name, *kept_or_found, is_container=True))
+                counts = functools.partial(_counts, None, (self._uncounted,))
+                self._add(ValueHolder(name, *kept_or_found, counts=counts, is_container=True))
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -366,13 +370,13 @@ class Holders:
             if type(value) in (types.FunctionType, types.MethodType) and key not in _OF_TORCH:
                 self._functions[id(value)] = value
         skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
-        return self._add(self._attributes_of(thing, name, functools.partial(_counts, names, skipped)))
+        return self._add(self._attributes_of(thing, name, functools.partial(_counts, names, (skipped, self._uncounted))))
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
         holders = [
-            ValueHolder(kind.__qualname__, _class_dict(kind), counts=functools.partial(_counts, code.names, _NO_VALUES))
+            ValueHolder(kind.__qualname__, _class_dict(kind), counts=functools.partial(_counts, code.names, (_NO_VALUES,)))
             for kind in code.classes.values()
             if not is_library(kind.__module__)
         ]
@@ -394,8 +398,8 @@ class Holders:
         self._open(roots, code.names)
 
 
-def _counts(names: Collection[str] | None, skipped: Collection[str], key: Any) -> bool:
-    return (names is None or key in names) and key not in skipped
+def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
+    return type(key) is not str or ((names is None or key in names) and all(key not in each for each in skipped))
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
