@@ -6,13 +6,14 @@ import collections
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
 from simplegraph.base.walk import DEPTH, held_by, is_break, is_library, names_in
+from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -21,6 +22,7 @@ _NOT_CALLED = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__", "__getstate__"}
 )
 _MAX_FUNCTIONS = 2_000
+_TABLES = frozenset({dict, list, tuple})
 
 
 class CodeNames(NamedTuple):
@@ -79,6 +81,7 @@ class CodeBelow:
         classes: of modules and other objects.
         functions: that are called beside these.
         breaks: reads the code of eager breaks as well.
+        called: methods that are called.
 
     Attributes:
         names: what the code names or has for a text.
@@ -88,9 +91,16 @@ class CodeBelow:
         eager_names: what only eager breaks name, which run eagerly whenever a graph is replayed.
     """
 
-    def __init__(self, classes: Iterable[type], functions: Iterable[Any] = (), *, breaks: bool) -> None:
+    def __init__(
+        self,
+        classes: Collection[type],
+        functions: Iterable[Any] = (),
+        *,
+        breaks: bool,
+        called: Collection[str] = ("forward",),
+    ) -> None:
         self._breaks = None if breaks else list[Any]()
-        self.names: set[str] = {"forward"}
+        self.names = set(called)
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
@@ -104,8 +114,8 @@ class CodeBelow:
             self._add(function, 0)
         while self._left and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._left.popleft())
-        below = CodeBelow((), self._breaks, breaks=True).names if self._breaks else set()
-        self.eager_names = below - self.names
+        eager = CodeBelow(classes, self._breaks, breaks=True, called=()).names if self._breaks else set()
+        self.eager_names = eager - self.names
 
     def _add_class(self, kind: type, away: int) -> None:
         for base in kind.__mro__:
@@ -125,6 +135,9 @@ class CodeBelow:
             self._breaks += functions_in(member)[1:]
         elif away <= DEPTH:
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
+            for item in _items_of_table(member):
+                if functions_in(item):
+                    self._add(item, away + 1)
 
     def _read_code(self, function: types.FunctionType, away: int) -> None:
         if id(function) in self._read:
@@ -159,11 +172,18 @@ class CodeBelow:
             if issubclass(kind, type):
                 if not is_library(value.__module__) and away < DEPTH:
                     self._add_class(value, away + 1)
-            elif functions_in(value):
+            elif functions_in(value) or kind in _TABLES:
                 self._add(value, away + 1)
             elif file is function.__globals__ and name not in names_of(function.__code__).globals:
                 continue  # an attribute of the same name
             counted.add(name)
+
+
+def _items_of_table(value: Any) -> Iterable[Any]:
+    """Return what a container of functions, such as a table of activations, holds."""
+    if type(value) not in _TABLES or len(value) > MAX_WIDTH:
+        return ()
+    return list(value.values()) if type(value) is dict else list(value)
 
 
 def _texts_in(code: types.CodeType) -> set[str]:

@@ -36,6 +36,7 @@ from simplegraph.guard.versions import dict_version
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _NO_VALUES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"})
+_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
 _chain = itertools.chain.from_iterable
 ALL = object()  # in place of a key: all that a container holds
 Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
@@ -367,16 +368,18 @@ class Holders:
     def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
         self._classes[type(thing)] = None
         for key, value in held.items() if names is None else ():
-            if type(value) in (types.FunctionType, types.MethodType) and key not in _OF_TORCH:
+            if type(value) in _LEADING and key not in _OF_TORCH:
                 self._functions[id(value)] = value
         skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
-        return self._add(self._attributes_of(thing, name, functools.partial(_counts, names, (skipped, self._uncounted))))
+        counts = functools.partial(_counts, names, (skipped, self._uncounted))
+        return self._add(self._attributes_of(thing, name, counts))
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
+        counts = functools.partial(_counts, code.names, (_NO_VALUES,))
         holders = [
-            ValueHolder(kind.__qualname__, _class_dict(kind), counts=functools.partial(_counts, code.names, (_NO_VALUES,)))
+            ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts)
             for kind in code.classes.values()
             if not is_library(kind.__module__)
         ]
