@@ -19,7 +19,11 @@ _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, propertie
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
 _NOT_CALLED = frozenset(
-    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__", "__getstate__"}
+    f"__{name}__"
+    for name in (
+        *("init", "new", "init_subclass", "del", "repr", "str", "dir", "setattr", "delattr"),
+        *("reduce", "getstate", "setstate", "copy", "deepcopy"),
+    )
 )
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})

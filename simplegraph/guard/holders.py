@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -37,6 +38,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimi
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _NO_VALUES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"})
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
+_ITERATED = frozenset({list, set, collections.deque})
 _chain = itertools.chain.from_iterable
 ALL = object()  # in place of a key: all that a container holds
 Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
@@ -70,6 +72,7 @@ class ValueHolder:
         is_container: the order of keys counts, and of a long one nothing but its length and version.
         is_view: what `find` returns is another object each time.
         owner: returns the object whose attributes `held` is, which may be given others.
+        cell: of a closure, whose content is the only value, in place of all these.
 
     Attributes:
         entries: by key, what tells a value from others.
@@ -87,7 +90,11 @@ class ValueHolder:
         is_container: bool = False,
         is_view: bool = False,
         owner: Callable[[], Any] | None = None,
+        cell: types.CellType | None = None,
     ) -> None:
+        self.cell = cell
+        if cell is not None:
+            find, is_view = functools.partial(held_by, cell), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
         self.entries: dict[Hashable, Hashable] = {}
@@ -214,8 +221,10 @@ class Comparison:
             for holder in rest
             if issubclass(type(holder.held), dict) and dict_version is not None and not holder.arrays
         ]
-        by_items = [holder for holder in rest if type(holder.held) is list and not (holder.is_wide or holder.arrays)]
-        known = {*map(id, by_version), *map(id, by_items)}
+        quick = [holder for holder in rest if not (holder.is_wide or holder.arrays)]
+        by_items = [holder for holder in quick if type(holder.held) in _ITERATED]
+        cells = [holder for holder in quick if holder.cell is not None]
+        known = {*map(id, by_version), *map(id, by_items), *map(id, cells)}
         self._others = [holder for holder in rest if id(holder) not in known]
         self._marks = [holder.mark for holder in self._others]
         self._version = root.mark[1] if root is not None and root not in rest else None
@@ -226,6 +235,9 @@ class Comparison:
         self._lengths = [len(holder.mark[1][0]) for holder in by_items]
         self._ids = list(_chain(holder.mark[1][0] for holder in by_items))
         self._kinds = list(_chain(holder.mark[1][1] for holder in by_items))
+        self._cells = [holder.cell for holder in cells]
+        self._content_ids = list(_chain(holder.mark[1][0] for holder in cells))
+        self._content_kinds = list(_chain(holder.mark[1][1] for holder in cells))
 
     def holds(self, attributes: dict[str, Any]) -> bool:
         """True if nothing moved; `attributes` are the module's own."""
@@ -241,6 +253,10 @@ class Comparison:
             if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
                 return False
             if list(map(len, self._lists)) != self._lengths:
+                return False
+        if self._cells:
+            contents = gc.get_referents(*self._cells)  # an empty one has none
+            if list(map(id, contents)) != self._content_ids or list(map(type, contents)) != self._content_kinds:
                 return False
         return not self._others or [holder.marked() for holder in self._others] == self._marks
 
@@ -387,7 +403,7 @@ class Holders:
             ValueHolder(str(file.get("__name__")), file, counts=names.__contains__)
             for file, names in code.files.values()
         ]
-        holders += [ValueHolder(name, find=functools.partial(held_by, cell), is_view=True) for name, cell in code.cells]
+        holders += [ValueHolder(name, cell=cell) for name, cell in code.cells]
         roots = []
         for holder in holders:
             self._add(holder)
