@@ -36,7 +36,6 @@ from simplegraph.guard.versions import dict_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
-_NO_VALUES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"})
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
 _ITERATED = frozenset({list, set, collections.deque})
 _chain = itertools.chain.from_iterable
@@ -393,7 +392,7 @@ class Holders:
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
-        counts = functools.partial(_counts, code.names, (_NO_VALUES,))
+        counts = functools.partial(_is_named, code.names)
         holders = [
             ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts)
             for kind in code.classes.values()
@@ -419,6 +418,11 @@ class Holders:
 
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     return type(key) is not str or ((names is None or key in names) and all(key not in each for each in skipped))
+
+
+def _is_named(names: Collection[str], key: Any) -> bool:
+    """True for attributes of classes that code names, but for what Python and metaclasses keep there."""
+    return key in names and not (key.startswith("__") and key.endswith("__"))
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
