@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many asked for each, and what takes it back
@@ -49,7 +49,11 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
             take_back = functools.partial(setattr, owner, name, own)
             if own is _ABSENT:
                 take_back = functools.partial(delattr, owner, name)
-            setattr(owner, name, replacing(getattr(owner, name)))
+            original = getattr(owner, name)
+            ours = replacing(original)
+            if isinstance(ours, FunctionType):
+                ours.__wrapped__ = original  # type: ignore[attr-defined]
+            setattr(owner, name, ours)
         _changes[label] = holders + 1, take_back
 
 
@@ -72,6 +76,13 @@ def _label(owner: Any, name: str) -> str:
 def installed() -> list[str]:
     """List what is replaced at the moment."""
     return list(_changes)
+
+
+def replaced(value: Any) -> Any:
+    """Return what a function of ours stands for, as users know it; everything else as it is."""
+    while type(value) is FunctionType and value.__module__.startswith("simplegraph.") and "__wrapped__" in vars(value):
+        value = value.__wrapped__  # type: ignore[attr-defined]
+    return value
 
 
 # Subclasses made at run time, which go by the original's name in messages, pickles and reprs.

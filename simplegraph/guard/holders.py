@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.objects import by_class, own_dict
-from simplegraph.base.patches import plain
+from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
     DICTS,
@@ -163,7 +163,7 @@ class ValueHolder:
             elif issubclass(type(value), tuple) and (told := _tuple_entry(value)) is not None:
                 entry = told
             else:
-                entry = SameObject(value)
+                entry = SameObject(replaced(value))
             at = key if type(key) is str else value_key(key)
             entries[SameObject(key) if at is NOT_PLAIN else at] = entry
         self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
