@@ -21,6 +21,7 @@ While something sleeps, on objects that graphs were given to, and taken back whe
 While a program is advised (doctor.advise):
 
     torch.nn.Module.__call__           counts outermost calls; a compiler sees torch's own
+    methods of modules that make them  the same
 
 From the first use that needs them on, for the rest of the process:
 

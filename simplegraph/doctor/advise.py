@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 import linecache
 import logging
 import os
@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributions import Distribution
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from simplegraph.base import patches
@@ -35,15 +33,14 @@ from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.planner import plan_sizes
 from simplegraph.doctor.attach import CaptureReading, graph_source
-from simplegraph.doctor.call_sites import INSTALLED, Site, find_site
-from simplegraph.doctor.trials import SOON, UNVALIDATED, StepCall, Trial, try_call, try_step
+from simplegraph.doctor.call_sites import Method, Site, find_site
+from simplegraph.doctor.trials import SOON, StepCall, Trial, try_call, try_step
 from simplegraph.manager.stats import counted, on_eager
 
 logger = logging.getLogger("simplegraph")
 
-_SEEN = 12  # calls of a module after which entries of the functions that make them are looked at
-_TRIED, _PATIENT = 20, 60  # the call that is tried; the same while a function that makes such calls has not come again
-_ENOUGH = 2000  # calls after which nothing is waited for
+_TRIED, _PATIENT = 20, 60  # the module's call that is tried; the same while a method that makes it has not been tried
+_METHOD = 3  # the method's call that is tried
 _STEPS = 6  # the training step that is tried
 _SIZES = 8  # batch sizes that are named
 _FEW = 4  # operators that a graph would not be quicker than
@@ -60,10 +57,10 @@ OtherTrial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Trial | None
 
 @dataclasses.dataclass(eq=False)
 class Watched:
-    """Calls of one module or method, or steps of one optimizer, that a graph could make.
+    """Calls of one module or of a method of it, or steps of one optimizer, that a graph could make.
 
     Attributes:
-        kind: "module", "method" or "step".
+        noun: "call" or "step".
         target: the module or the optimizer.
         name: as the calling code says it, or that of its class.
         site: where it is called.
@@ -71,12 +68,11 @@ class Watched:
         calls: how many came.
         shapes: of the tensors that were passed, and how often.
         trial: what came of trying; None if it was not tried.
-        covered: True if something else was tried that makes these calls.
-        inner: for a method, the module's calls that it was counted by, and how many of them it makes.
-        change: that a graph takes; what is missing, if nothing was tried.
+        covered: True if something else is tried that makes these calls.
+        more: to change besides what the trial says.
     """
 
-    kind: str
+    noun: str
     target: weakref.ref[Any]
     name: str
     site: Site
@@ -86,8 +82,7 @@ class Watched:
     shapes: collections.Counter[Any] = dataclasses.field(default_factory=collections.Counter)
     trial: Trial | None = None
     covered: bool = False
-    inner: tuple[Watched, int] | None = None
-    change: str = "too few to try graphs for"
+    more: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of `wrap` for these shapes: batch sizes if only these vary, else exact shapes."""
@@ -100,20 +95,21 @@ class Watched:
         return {"capture_sizes": sorted(sizes) if len(sizes) <= _SIZES else list(plan_sizes(sizes, _SIZES).sizes)}
 
     @property
-    def in_code(self) -> str:
-        """Name it in a change: in words, if the code has no name for it that can be assigned to."""
-        return self.name if self.name == self.site.called and re.fullmatch(r"[\w.]+", self.name) else f"<{self.name}>"
-
-    @property
-    def count(self) -> int:
-        """How many calls came; of a method as many as make its module's calls."""
-        return self.calls if self.inner is None else round(self.inner[0].calls / self.inner[1])
+    def change(self) -> str:
+        """The change that a graph takes, for all shapes that came."""
+        if self.trial is None:
+            return self.more or "too few to try graphs for"
+        # The code has no name for it that can be assigned to, if a library or a table of functions makes the call.
+        named = self.name == self.site.called and re.fullmatch(r"[\w.]+", self.name)
+        called, owner = (self.name, self.name.rpartition(".")[0]) if named else (f"<{self.name}>", "<the model>")
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        way = self.trial.way.format(called, settings, owner)
+        return "; ".join(filter(None, [way, self.more]))
 
     @property
     def rate(self) -> float:
         """Calls in a second, from the first to the last."""
-        timed = self if self.inner is None else self.inner[0]
-        return self.count / max(timed.ended - timed.began, 1e-9)
+        return self.calls / max(self.ended - self.began, 1e-9)
 
     @property
     def gains_nothing(self) -> bool:
@@ -128,18 +124,17 @@ class Watched:
         """Seconds that a graph saves, or would if nothing were in the way; without a GPU the operators of all calls."""
         trial = self.trial or Trial()
         if trial.eager_ms is None:
-            return self.count * trial.operators
-        return self.count * (trial.eager_ms - (trial.graph_ms or trial.gpu_ms or 0.0)) / 1e3
+            return self.calls * trial.operators
+        return self.calls * (trial.eager_ms - (trial.graph_ms or trial.gpu_ms or 0.0)) / 1e3
 
     def __str__(self) -> str:
-        trial, noun = self.trial, "step" if self.kind == "step" else "call"
+        trial, said = self.trial, f"`{self.name}` ({self.site}): "
         if trial is None:
-            return f"`{self.name}` ({self.site}): {counted(self.count, noun)}, {self.change}"
-        said = f"`{self.name}` ({self.site}): "
+            return f"{said}{counted(self.calls, self.noun)}, {self.change}"
         if trial.eager_ms is None:
-            said += f"{counted(self.count, noun)} of {counted(trial.operators, 'operator')}"
+            said += f"{counted(self.calls, self.noun)} of {counted(trial.operators, 'operator')}"
         else:
-            said += f"{self.rate:.3g} {noun}s/s, {trial.eager_ms:.3g} ms of which the GPU works {trial.gpu_ms:.3g}"
+            said += f"{self.rate:.3g} {self.noun}s/s, {trial.eager_ms:.3g} ms of which the GPU works {trial.gpu_ms:.3g}"
         if self.gains_nothing:
             return f"{said}: nothing to gain, {'the GPU is busy' if trial.eager_ms else 'there is little to launch'}"
         if trial.problem:
@@ -149,23 +144,24 @@ class Watched:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
-        found = {"kind": self.kind, "name": self.name, "where": str(self.site), "calls": self.count}
         shapes = [[list(map(list, shapes)), count] for shapes, count in self.shapes.most_common(_SIZES)]
         tried = None if self.trial is None else dataclasses.asdict(self.trial) | {"gain": self.trial.gain}
-        more = {
+        return {
+            "name": self.name,
+            "where": str(self.site),
+            "calls": self.calls,
             "rate": self.rate,
-            "busy": self.gains_nothing,
             "saved": self.saved,
-            "change": self.change,
             "line": str(self),
+            "shapes": shapes,
+            "trial": tried,
         }
-        return {**found, **more, "shapes": shapes, "trial": tried}
 
 
 class _ThreadState(threading.local):
-    """True while a module's outermost call runs, or a trial."""
+    """What runs: an outermost call of a module or a method, or a trial."""
 
-    inside: bool = False
+    inside: object = None
 
 
 _THREAD = _ThreadState()
@@ -174,8 +170,9 @@ _THREAD = _ThreadState()
 class Advisor:
     """Watches the outermost module calls and the training steps of this process, and tries graphs for each once.
 
-    A trial runs in the thread and the context of a call that comes anyway, before it, on copies of what that uses. The
-    program's modules, optimizers, gradients and random numbers stay what they would be. Forked processes are not
+    A method of a module that makes such a call is watched instead, from then on, unless it trains or no graph serves
+    it. A trial runs in the thread and the context of a call that comes anyway, before it, on copies of what that uses.
+    The program's modules, optimizers, gradients and random numbers stay what they would be. Forked processes are not
     watched.
 
         with Advisor(simplegraph) as advisor:
@@ -185,7 +182,7 @@ class Advisor:
     Args:
         sg: this package, whose functions are tried.
         entries: by name of a module's method, what is tried for it before `wrap`: it is passed the module and the
-            call's arguments, and returns None if that is not for it. "forward" is for a module's own call.
+            call's arguments, and returns None if that is not for it. An empty name is for a module's own call.
         parts: what is tried, in the same way, for a module whose call can have no graph as a whole.
     """
 
@@ -194,15 +191,11 @@ class Advisor:
     ) -> None:
         self._sg = sg
         self._entries, self._parts = entries or {}, parts
-        self._modules: dict[tuple[int, bool], Watched] = {}  # by module, and if gradients are computed
-        self._methods: dict[types.CodeType, Watched | None] = {}  # None if it is not tried, or can have no graph
+        self._calls: dict[tuple[int, str, bool], Watched] = {}  # by module, method, and if gradients are computed
+        self._methods: dict[Method, bool] = {}  # those found: False if a method is not watched
         self._steps: dict[int, Watched] = {}  # by optimizer
-        self._entered: collections.Counter[types.CodeType] = collections.Counter()
-        self._inner: dict[types.CodeType, int] = {}  # calls of the module inside when a method was entered first
-        # The step that is tried next, and how often its function was entered before.
-        self._recording: tuple[Watched, int] | None = None
+        self._recording: Watched | None = None  # the step that is tried next
         self._recorded: list[StepCall] = []
-        self._validates = False  # distributions look at their arguments in a step
         self._captured: dict[int, str] = {}  # by graph: the line that did
         self._watching = False  # replays
         self._notes: collections.Counter[str] = collections.Counter()  # what else came, and how often
@@ -212,7 +205,7 @@ class Advisor:
 
     def __enter__(self) -> Advisor:
         self._undo = contextlib.ExitStack()
-        patches.replace(nn.Module, "__call__", self._calling)
+        patches.replace(nn.Module, "__call__", functools.partial(self._calling, None))
         self._undo.callback(patches.restore, nn.Module, "__call__")
         harmless_step_hooks.add(self._stepped)  # it does nothing in a step's recording
         self._undo.callback(harmless_step_hooks.discard, self._stepped)
@@ -225,30 +218,30 @@ class Advisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._watch_entries(False)
+        self._restore_methods()
         self._undo.close()
 
-    # Calls of modules.
+    # Calls of modules and of their methods.
 
-    def _calling(self, original: Any) -> Any:
+    def _calling(self, method: Method | None, original: Any) -> Any:
         @functools.wraps(original)
-        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # A compiler that traces this sees torch's own call.
-            if is_dynamo_compiling() or not self._watches():
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # A compiler that traces this sees the original.
+            if is_dynamo_compiling() or not self._watches() or not self._copies(method, (args, kwargs)):
                 return original(module, *args, **kwargs)
-            _THREAD.inside = True
+            _THREAD.inside = method or module
             try:
                 with _telling():
-                    self._look(module, args, kwargs)
+                    self._look(module, method, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
-                _THREAD.inside = False
+                _THREAD.inside = None
 
-        return __call__
+        return call
 
     def _watches(self) -> bool:
         """False in a watched call, a trial, a forked process or a capture, and where trials would do harm."""
-        if _THREAD.inside or os.getpid() != self._process:
+        if _THREAD.inside is not None or os.getpid() != self._process:
             return False
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         if ranks or _compiled_graphs() > self._compiled:
@@ -256,116 +249,98 @@ class Advisor:
             return False
         return not (_on_gpu() and torch.cuda.is_current_stream_capturing())
 
+    def _copies(self, method: Method | None, passed: Any) -> bool:
+        """False, and it is watched no longer, for a method that is passed what cannot be copied without doing harm."""
+        if method is None or method.name in self._entries:
+            return True
+        if all(issubclass(type(leaf), (Tensor, *ATOMS)) for leaf in flatten(passed)[0]):
+            return True
+        self._leave(method)
+        return False
+
+    def _leave(self, method: Method) -> None:
+        """Watch the calls that a method makes instead."""
+        if self._methods[method]:
+            self._methods[method] = False
+            patches.restore(*method)
+
+    def _restore_methods(self) -> None:
+        for method, watched in self._methods.items():
+            if watched:
+                patches.restore(*method)
+
+    def _replace_methods(self) -> None:
+        for method, watched in self._methods.items():
+            if watched:
+                patches.replace(*method, functools.partial(self._calling, method))
+
     def _now(self) -> float:
         return time.perf_counter() - self._spent
 
-    def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _look(self, module: nn.Module, method: Method | None, args: Any, kwargs: Any) -> None:
         """Count a call, unless this library makes it, and try graphs for it when it is time to."""
-        trains = torch.is_grad_enabled()
-        watched = self._modules.get((id(module), trains))
+        trains, name = torch.is_grad_enabled(), "" if method is None else method.name
+        key = id(module), name, trains
+        watched = self._calls.get(key)
         if watched is None or watched.target() is not module:
             if (site := find_site(sys._getframe(2))) is None:
                 return
-            name = (site.called if site.direct else "") or type(module).__name__
-            watched = Watched("module", weakref.ref(module), name, site, self._now())
-            self._modules[id(module), trains] = watched
-        elif watched.trial is None and not watched.covered and watched.calls <= _ENOUGH:
-            if (site := find_site(sys._getframe(2))) is None:
-                return
-            self._methods |= {code: None for code in site.codes if code not in self._methods}
-            if not (trains and self._steps):
-                self._consider(watched, module, args, kwargs, site)
+            watched = Watched("call", weakref.ref(module), _name(site, module, name), site, self._now())
+            watched.calls += bool(name) and not any(
+                name == other for _, other, _ in self._calls
+            )  # that it was found by
+            self._calls[key] = watched
         if trains and self._steps:
             watched.covered = True
             if self._recording is not None:
-                self._recorded.append(StepCall(module, args, kwargs, _autocast(), find_site(sys._getframe(2))))
+                site = find_site(sys._getframe(2))
+                self._recorded.append(StepCall(module, name, args, kwargs, _autocast(), site))
         watched.calls += 1
         watched.ended = self._now()
         watched.shapes[_shapes((args, kwargs))] += 1
+        if watched.trial is None and not watched.covered:
+            self._consider(watched, module, method, args, kwargs)
 
-    def _consider(self, watched: Watched, module: nn.Module, args: Any, kwargs: Any, site: Site) -> None:
-        """Try graphs for a module's call, once no method of a module is to be tried first that makes the call."""
-        if watched.calls == _SEEN:
-            self._watch_entries(True)
-        entry = next((code for code in site.codes if self._is_entry(code) and self._methods[code] is None), None)
-        if entry is not None:
-            watched.change = f"made by {entry.co_name}, which did not come three times"
-            if watched.calls == _ENOUGH:
-                self._watch_entries(False)
-        elif watched.calls >= (_PATIENT if any(self._entered[code] == 1 for code in site.codes) else _TRIED):
-            no_grad = torch.is_grad_enabled()
-            with self._tries(), torch.no_grad() if no_grad else contextlib.nullcontext():
-                first, then = self._entries.get("forward"), self._parts
-                trial = first(module, args, kwargs) if first is not None else None
-                if trial is None or trial.problem:
-                    trial = try_call(self._sg, module, "", args, kwargs, watched.settings())
-                if trial.problem and then is not None:
-                    parts = then(module, args, kwargs)
-                    trial = parts if parts is not None and not parts.problem else trial
-                watched.trial = trial
-            watched.change = trial.way.format(watched.in_code) + ", and call it under torch.no_grad()" * no_grad
-
-    # Methods of modules that call modules.
-
-    def _is_entry(self, code: types.CodeType) -> bool:
-        return code.co_name in self._entries and code.co_filename.startswith(INSTALLED)
-
-    def _watch_entries(self, watched: bool) -> None:
-        """Look at entries of functions in this thread, unless somebody's profiler does, or no longer."""
-        if watched and sys.getprofile() is None:
-            sys.setprofile(self._profile)
-        elif not watched and sys.getprofile() == self._profile:
-            sys.setprofile(None)
-
-    def _profile(self, frame: types.FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if self._recording is not None and "torch/distributions" in code.co_filename:
-            self._validates = Distribution._validate_args
-        if event == "call" and code in self._methods and self._watches():
-            self._entered[code] += 1
-            inner = [one for one in self._modules.values() if code in one.site.codes and one.trial is None]
-            inner = [one for one in inner if not one.covered]
-            if inner and self._entered[code] == 1:
-                self._inner[code] = inner[0].calls
-            elif inner and self._entered[code] == 2 and inner[0].calls > self._inner.get(code, inner[0].calls):
-                with _telling():
-                    self._enter(frame, inner)
-
-    def _enter(self, frame: types.FrameType, inner: Sequence[Watched]) -> None:
-        """Try the method of a module that is entered, if all it is passed can be copied without doing harm."""
-        code, held, site = frame.f_code, frame.f_locals, find_site(frame.f_back)
-        count, more = code.co_argcount + code.co_kwonlyargcount, bool(code.co_flags & inspect.CO_VARARGS)
-        names, entry = code.co_varnames[:count], self._entries.get(code.co_name) if self._is_entry(code) else None
-        owner = held.get(names[0]) if names else None
-        if site is None or more or not isinstance(owner, nn.Module):
+    def _consider(self, watched: Watched, module: nn.Module, method: Method | None, args: Any, kwargs: Any) -> None:
+        """Try graphs for a call, once no method of a module is to be tried first that makes the call."""
+        if (site := find_site(sys._getframe(3))) is None:
             return
-        arguments = {name: held[name] for name in names[1:]}
-        if code.co_flags & inspect.CO_VARKEYWORDS:
-            arguments |= held[code.co_varnames[count]]
-        if entry is None and not all(issubclass(type(leaf), (Tensor, *ATOMS)) for leaf in flatten(arguments)[0]):
+        outer = next((found for found in reversed(site.methods) if self._methods.get(found, True)), None)
+        if outer is not None:
+            if outer not in self._methods:
+                self._methods[outer] = True
+                patches.replace(*outer, functools.partial(self._calling, outer))
+            if outer.name in self._entries or watched.calls < _PATIENT:
+                watched.more = f"made by {outer.name}, which came too seldom to try graphs for"
+                return
+        if watched.calls < (_TRIED if method is None else _METHOD):
             return
-        called, _, method = site.called.rpartition(".")
-        name = site.called if method == code.co_name else f"{type(owner).__name__}.{code.co_name}"
-        watched = Watched("method", weakref.ref(owner), name, site, self._now())
-        watched.shapes[_shapes(arguments)] += 1
-        with self._tries():
-            if entry is not None:
-                watched.trial = entry(owner, (), arguments)
-            else:
-                watched.trial = try_call(self._sg, owner, code.co_name, (), arguments, watched.settings())
-        self._methods[code] = watched
-        watched.covered = watched.trial is None or (entry is None and bool(watched.trial.problem))
-        if watched.trial is not None and not watched.covered:
-            watched.change = watched.trial.way.format(watched.in_code if entry is None else called or name)
-            watched.inner = inner[0], inner[0].calls - self._inner[code]
-            for one in inner:
-                one.covered = True
+        name, trains = "" if method is None else method.name, torch.is_grad_enabled()
+        entry = self._entries.get(name)
+        watched.more = "call it under torch.no_grad()" * (trains and not (name and entry))
+        with self._tries(), torch.no_grad() if trains else contextlib.nullcontext():
+            trial = entry(module, args, kwargs) if entry is not None else None
+            if trial is None or (trial.problem and method is None):
+                trial = try_call(self._sg, module, name, args, kwargs, watched.settings())
+            if trial.problem and method is None and self._parts is not None:
+                parts = self._parts(module, args, kwargs)
+                trial = parts if parts is not None and not parts.problem else trial
+            watched.trial = trial
+        if method is not None:
+            made = [each for each in self._calls.values() if method in each.site.methods]
+            if trial.problem and entry is None:
+                self._leave(method)
+                made = [watched]
+            for each in made:
+                each.covered = True
 
     # Training steps.
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step, and try the second one that comes after enough, whose calls are recorded."""
-        if self._watches():
+        if isinstance(_THREAD.inside, Method):
+            self._leave(_THREAD.inside)  # a graph of it would have to train
+        elif self._watches():
             with _telling():
                 self._count_step(optimizer)
 
@@ -374,38 +349,33 @@ class Advisor:
         if step is None or step.target() is not optimizer:
             if (site := find_site(sys._getframe(2))) is None:
                 return
-            name = site.called if site.called.endswith(".step") else f"{type(optimizer).__name__}.step"
-            step = self._steps[id(optimizer)] = Watched("step", weakref.ref(optimizer), name, site, self._now())
+            step = Watched("step", weakref.ref(optimizer), _name(site, optimizer, "step"), site, self._now())
+            self._steps[id(optimizer)] = step
         step.calls += 1
         step.ended = self._now()
         recorded, self._recorded = self._recorded, []
-        code = step.site.code
-        if self._recording is not None and self._recording[0] is step:
-            entered, self._recording = self._entered[code] > self._recording[1], None
+        if self._recording is step:
+            self._recording = None
             if recorded:
                 with self._tries(), torch.enable_grad():
                     step.trial = try_step(self._sg, recorded, optimizer)
-                change = _step_change(step, recorded[0].site, entered=entered)
-                step.change = "; ".join(filter(None, [change, step.trial.way, f"call {UNVALIDATED}" * self._validates]))
+                step.more = _step_change(step, recorded[0].site)
         elif self._recording is None and step.trial is None and step.calls >= _STEPS:
-            self._methods.setdefault(code, None)
-            self._recording = step, self._entered[code]
-            self._watch_entries(True)
+            self._recording = step
 
     @contextlib.contextmanager
     def _tries(self) -> Iterator[None]:
         """Let one thread try at a time, unwatched, and take its time out of the program's."""
-        before, _THREAD.inside = _THREAD.inside, True
+        before, _THREAD.inside = _THREAD.inside, self
         started = time.perf_counter()
         try:
             with self._trying:
+                self._restore_methods()
                 yield
         finally:
+            self._replace_methods()
             self._spent += time.perf_counter() - started
             _THREAD.inside = before
-            waiting = (one for one in self._modules.values() if one.trial is None and not one.covered)
-            if all(one.calls < _SEEN for one in waiting):
-                self._watch_entries(False)
 
     # Graphs that the program has already; see `attach.Watcher`.
 
@@ -413,7 +383,7 @@ class Advisor:
         """Do nothing: a capture counts at its end."""
 
     def capture_ended(self, graph: Any, reading: CaptureReading) -> None:
-        if not _THREAD.inside:
+        if _THREAD.inside is None:
             line = running_line()
             where = described_line(*line) if line is not None else "an unknown line"
             self._captured[id(graph)] = f"graphs captured at {where} serve already, replays: "
@@ -434,15 +404,14 @@ class Advisor:
 
     def _ran_eagerly(self, name: str, reason: Reason, detail: str) -> None:
         """Note a call of a wrapper or an engine that no graph served, though its first calls are over."""
-        if not _THREAD.inside and reason not in SOON:
+        if _THREAD.inside is None and reason not in SOON:
             self._notes[f"`{name}` has graphs already, but runs eagerly: {reason.text}; calls: "] += 1
 
     # The report.
 
     def ranking(self) -> list[Watched]:
         """List what was watched, what is worth most first."""
-        found = [*self._modules.values(), *self._steps.values(), *filter(None, self._methods.values())]
-        left = [one for one in found if not one.covered]
+        left = [one for one in (*self._calls.values(), *self._steps.values()) if not one.covered]
         return sorted(left, key=lambda one: (one.trial is None, one.gains_nothing, -one.saved))
 
     def lines(self) -> list[str]:
@@ -504,12 +473,23 @@ def _autocast() -> torch.dtype | None:
     return autocast_dtype("cuda" if _on_gpu() else "cpu")
 
 
-def _step_change(step: Watched, first: Site | None, *, entered: bool) -> str:
+def _name(site: Site, target: object, method: str) -> str:
+    """Name what is called, as the calling code does if that calls it directly."""
+    if method:
+        named = site.called.rpartition(".")[2] == method
+        return site.called if named else f"{type(target).__name__}.{method}"
+    return (site.called if site.direct else "") or type(target).__name__
+
+
+def _step_change(step: Watched, first: Site | None) -> str:
     """Say how a training step becomes one graph: as the function that it is, or as one that its lines are put into."""
     site = step.site
     settings = f"optimizers={step.name.removesuffix('.step')}"
     settings = "optimizers=<the optimizer>, scaler=<the scaler>" if site.scaled else settings
-    if entered:
+    tree = ast.parse("".join(linecache.getlines(site.file)))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.For, ast.While))]
+    around = [block for block in blocks if block.lineno <= site.number <= (block.end_lineno or 0)]
+    if around and isinstance(around[-1], ast.FunctionDef):  # the innermost block: `walk` goes from outside to inside
         function = f"def {site.code.co_name} ({Path(site.file).name}:{site.code.co_firstlineno})"
         return f"@sg.train_step({settings}) above {function}"
     begins = first.codes.get(site.code, site.number) if first is not None else site.number

@@ -33,7 +33,7 @@ _RUNS = 12  # calls after which a graph serves, if it can
 _SECONDS, _TIMED = 0.5, (3, 50)  # of timing a way to call, and its fewest and most calls
 _SHARED = 1 << 30  # bytes of parameters above which a copy shares them
 _CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
-UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
+_UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
 SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 
 
@@ -47,7 +47,8 @@ class Trial:
         graph_ms: median time of a call that a graph serves, waited for; also None if none does.
         operators: that an eager call runs; launches: nodes of the graph, 0 if there is none.
         problem: what is in the way of a graph; empty if one serves.
-        way: the change to make, with "{0}" for what is called.
+        way: the change to make, with "{0}" for what is called, "{1}" for settings of `wrap`, and "{2}" for the module
+            whose method is called.
     """
 
     eager_ms: float | None = None
@@ -65,9 +66,15 @@ class Trial:
 
 
 class StepCall(NamedTuple):
-    """A module's call in a training step: its arguments, the type that autocast chooses, and the line that makes it."""
+    """A call of a module, or of a method if it has a name, in a training step.
+
+    Attributes:
+        autocast: the type that it chooses.
+        site: the line that makes the call.
+    """
 
     module: nn.Module
+    method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
@@ -225,26 +232,30 @@ def try_call(
         kwargs: of the call.
         settings: of `wrap`.
     """
-    trial = _try_call(sg, owner, method, args, kwargs, settings)
+    return _validated_or_not(functools.partial(_try_call, sg, owner, method, args, kwargs, settings))
+
+
+def _validated_or_not(attempt: Callable[[], Trial]) -> Trial:
+    """Try; where distributions look at their arguments, which no graph can, also without."""
+    trial = attempt()
     if "validate_args" not in trial.problem:
         return trial
     validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
-        again = _try_call(sg, owner, method, args, kwargs, settings)
+        again = attempt()
     finally:
         Distribution.set_default_validate_args(validates)
-    again.way = f"{again.way}; call {UNVALIDATED}"
+    again.way = "; ".join(filter(None, [again.way, f"call {_UNVALIDATED}"]))
     return trial if again.problem else again
 
 
 def _try_call(
     sg: Any, owner: nn.Module, method: str, args: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Trial:
-    told = "".join(f", {name}={value}" for name, value in settings.items())
     # A function that reaches a module in training mode has graphs; the module's own call has none.
     part = ".forward" if owner.training and not method else ""
-    trial = Trial(way=f"{{0}}{part} = sg.wrap({{0}}{part}{told})")
+    trial = Trial(way=f"{{0}}{part} = sg.wrap({{0}}{part}, {{1}})")
     with trying(trial):
         own, args, kwargs = copied((owner, args, dict(kwargs)))
         call = getattr(own, method or part[1:]) if method or part else own
@@ -266,18 +277,22 @@ def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
         calls: those of modules in a step.
         optimizer: whose step it is.
     """
+    return _validated_or_not(functools.partial(_try_step, sg, calls, optimizer))
+
+
+def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
     trial = Trial()
     with trying(trial):
-        recorded = [(call.module, call.args, call.kwargs, call.autocast) for call in calls]
+        recorded = [call[:-1] for call in calls]
         own_calls, own = copied((recorded, optimizer), training=True)
         device = "cuda" if any(tensor.is_cuda for tensor in _tensors(own_calls)) else "cpu"
 
         def step() -> None:
             own.zero_grad()
             losses: list[Tensor] = []
-            for module, args, kwargs, dtype in own_calls:
+            for module, method, args, kwargs, dtype in own_calls:
                 with torch.autocast(device, dtype, enabled=dtype is not None):
-                    results = flatten(module(*args, **kwargs))[0]
+                    results = flatten(getattr(module, method or "__call__")(*args, **kwargs))[0]
                 losses += [leaf.float().sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             own.step()
@@ -289,7 +304,7 @@ def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
             own = type(own)(groups, **own.defaults | {"foreach": None, "fused": True})
             again = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
             _measure_step(sg, again, step, own)
-            trial = trial if again.problem else again
+            trial = again
     return trial
 
 

@@ -32,7 +32,7 @@ Make = Callable[[Any, Callable[[], Any]], tuple[Handle, dict[str, Any]]]
 
 def advisor(sg: Any) -> Advisor:
     """Make an advisor that tries all that this package, `sg`, has."""
-    entries = {"generate": functools.partial(try_generation, sg), "forward": functools.partial(try_encoder, sg)}
+    entries = {"generate": functools.partial(try_generation, sg), "": functools.partial(try_encoder, sg)}
     return Advisor(sg, entries, functools.partial(try_parts, sg))
 
 
@@ -63,7 +63,8 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
         eager = functools.partial(getattr(own, method) if method else own, *args, **kwargs)
         observe(trial, eager, (own, args, kwargs))
         graphs, settings = make(own, eager)
-        trial.way = f"{way}({{0}}{''.join(f', {name}={value!r}' for name, value in settings.items())})"
+        target = "{2}" if method else "{0}"
+        trial.way = f"{way}({target}{''.join(f', {name}={value!r}' for name, value in settings.items())})"
         with graphs:
             # A method may have been replaced.
             served = functools.partial(getattr(own, method) if method else own, *args, **kwargs)

@@ -261,6 +261,72 @@ def test_an_engine_with_graphs_is_told_if_they_serve(mode: str, first: str, tmp_
     assert line.endswith(": 24")
 
 
+METHODS = """
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.value = (nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.ReLU(), nn.Tanh()) for _ in range(2))
+    def act(self, x):
+        return self.scores(x).argmax(-1)
+    def scores(self, x):
+        return self.body(x) + self.value(x)
+    def evaluate(self, batches):
+        return sum(int(self.act(batch).sum()) for batch in batches)
+    def refine(self, x):
+        opt.zero_grad()
+        loss = self.scores(x).pow(2).mean()
+        loss.backward()
+        opt.step()
+        return loss.item()
+actor = Actor()
+opt = torch.optim.SGD(actor.parameters(), lr=0.1)
+"""
+
+
+def test_of_methods_that_call_each_other_the_outermost_is_wrapped(advise: Advise) -> None:
+    told = advise(
+        METHODS + "with torch.no_grad():\n    print([int(actor.act(torch.randn(2, 4))[0]) for _ in range(24)])\n"
+    )
+    assert told.first.startswith("`actor.act` (program.py:25): 24 calls of ")
+    assert told.change == "actor.act = sg.wrap(actor.act, capture_sizes=[2])"
+    assert len(told.lines) == 1
+
+
+def test_a_method_that_is_passed_a_loader_is_left_for_what_it_calls(advise: Advise) -> None:
+    told = advise(
+        METHODS
+        + "class Loader(list): pass\nwith torch.no_grad():\n    for _ in range(3):\n"
+        + "        print(actor.evaluate(Loader(torch.randn(2, 4) for _ in range(12))))\n"
+    )
+    assert told.first.startswith("`self.act` (program.py:15): ")
+    assert told.change == "self.act = sg.wrap(self.act, capture_sizes=[2])"
+
+
+def test_a_method_that_trains_is_told_of_train_step(advise: Advise) -> None:
+    told = advise(METHODS + "for _ in range(12):\n    loss = actor.refine(torch.randn(2, 4))\nprint(loss)\n")
+    assert told.first.startswith("`opt.step` (program.py:20): ")
+    assert told.change == "@sg.train_step(optimizers=opt) above def refine (program.py:16)"
+
+
+def test_methods_are_as_they_were() -> None:
+    class Actor(nn.Linear):
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self(x) * 2 + 1) * 3
+
+    class Critic(Actor):
+        pass
+
+    act, critic = Actor.act, Critic(4, 4)
+    with Advisor(sg) as advisor, torch.no_grad():
+        for _ in range(8):
+            critic.act(torch.ones(2, 4))
+            assert Actor.act is act
+        assert Critic.act is not act
+    assert Critic.act is act
+    assert "act" not in vars(Critic)
+    assert "critic.act = sg.wrap(critic.act, capture_sizes=[2])" in str(advisor)
+
+
 # What is in the way.
 
 
@@ -305,7 +371,7 @@ with torch.no_grad():
 
 def test_a_call_under_grad_mode_without_a_step_is_told_of_no_grad(advise: Advise) -> None:
     told = advise(POLICY + "print(sum(int(policy(torch.randn(1, 8)).sum()) for i in range(30)))\n")
-    assert told.change == "policy = sg.wrap(policy, capture_sizes=[1]), and call it under torch.no_grad()"
+    assert told.change == "policy = sg.wrap(policy, capture_sizes=[1]); call it under torch.no_grad()"
 
 
 def test_a_module_in_training_mode_is_told_what_serves_it_there(advise: Advise) -> None:
@@ -485,6 +551,16 @@ def test_a_program_that_forks_is_reported_once(tmp_path: Path) -> None:
     assert done.stdout.count("parent") == 1
     watched = json.loads(report.with_suffix(".json").read_text())["watched"]
     assert sum(one["calls"] for one in watched) == 54
+
+
+def test_a_program_is_advised_where_no_optional_package_is_installed(tmp_path: Path) -> None:
+    script, report = tmp_path / "program.py", tmp_path / "advice.html"
+    absent = ("transformers", "triton", "tqdm", "prometheus_client", "diffusers", "tensordict")
+    script.write_text(f"import sys\nsys.modules |= dict.fromkeys({absent})\n" + HEAD + POLICY + LOOP)
+    command = [sys.executable, "-m", "simplegraph", "advise", "--report", str(report), "--", "python", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "   policy = sg.wrap(policy, capture_sizes=[1, 2])" in done.stderr.splitlines()
 
 
 def test_calls_of_another_thread_are_watched(advise: Advise) -> None:
