@@ -555,7 +555,7 @@ def test_a_program_that_forks_is_reported_once(tmp_path: Path) -> None:
 
 def test_a_program_is_advised_where_no_optional_package_is_installed(tmp_path: Path) -> None:
     script, report = tmp_path / "program.py", tmp_path / "advice.html"
-    absent = ("transformers", "triton", "tqdm", "prometheus_client", "diffusers", "tensordict")
+    absent = ("transformers", "triton", "prometheus_client", "diffusers", "tensordict")
     script.write_text(f"import sys\nsys.modules |= dict.fromkeys({absent})\n" + HEAD + POLICY + LOOP)
     command = [sys.executable, "-m", "simplegraph", "advise", "--report", str(report), "--", "python", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
