@@ -32,9 +32,12 @@ Group = dict[str, Any]
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
+_UNREAD_COUNT = ("RMSprop", "Adadelta", "Rprop")  # count their steps, and never read the count
+_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 _REFUSED = {
-    "LBFGS": "decides on the host how often it calls its closure",
-    "SparseAdam": "takes sparse gradients, which no graph hands out; use Adam(fused=True)",
+    "LBFGS": f"decides on the host how often it calls its closure; {_OUTSIDE}",
+    "SparseAdam": "takes sparse gradients, which no graph hands out; make its layers with sparse=False, and use "
+    "Adam(fused=True)",
 }
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
@@ -92,7 +95,8 @@ class StepOptimizers:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
         for each in self.all if scaler is not None and scaler.is_enabled() else ():
             if not getattr(each, "_step_supports_amp_scaling", False):
-                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; pass fused=True"
+                remedy = "pass fused=True" if _named(each) in _FUSED else _OUTSIDE
+                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; {remedy}"
                 self.refusal = self.scheduled = cause
 
     @contextlib.contextmanager
@@ -262,11 +266,11 @@ def unsuitable(owner: optim.Optimizer) -> str:
             continue
         on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
         if kind == "Adafactor" or (kind == "Adagrad" and not on_cpu):
-            return f"{kind} reads its step count on the host; use AdamW(fused=True)"
+            return f"{kind} reads its step count on the host; {_OUTSIDE}"
         if kind in _FUSED and kind != "SGD":
             return f"{kind} reads its step count on the host; pass fused=True"
-        if "capturable" in group and on_cpu:
-            return f"{kind} reads its step count on the host on a CPU; a GPU has capturable=True for it"
+        if "capturable" in group and on_cpu and kind not in _UNREAD_COUNT:
+            return f"{kind} reads its step count on the host on a CPU; a GPU has capturable=True for it, and {_OUTSIDE}"
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.optim import optimizer as torch_optimizer
 
 import simplegraph as sg
@@ -26,6 +27,12 @@ ROOT = Path(__file__).parent.parent.parent
 HEAD = "import torch\nfrom torch import nn\nimport simplegraph as sg\ntorch.manual_seed(0)\n"
 
 Advise = Callable[[str], "Told"]
+
+
+@pytest.fixture(autouse=True)
+def distributions_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do by default: the first use of torch.compile switches it off for the process."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 class Told:
@@ -151,12 +158,8 @@ def test_what_a_ppo_loop_is_told_works(advise: Advise) -> None:
     edited = [*source[:18], "torch.distributions.Distribution.set_default_validate_args(False)", act]
     edited += [*step.splitlines(), *source[18:28], "        loss = function(mb)", *source[35:]]
     program = "\n".join(edited).replace("eps=1e-5", "eps=1e-5, fused=True").replace("global loss", "pass")
-    validates = torch.distributions.Distribution._validate_args
     held: dict[str, Any] = {}
-    try:
-        exec(program, held)
-    finally:
-        torch.distributions.Distribution._validate_args = validates
+    exec(program, held)
     assert call == "torch.distributions.Distribution.set_default_validate_args(False)"
     assert held["function"].graph_stats.replays
     assert held["agent"].get_action_and_value.graph_stats.replays
