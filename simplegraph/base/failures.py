@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, HostError
 
@@ -391,6 +392,7 @@ _HOLD_MORE = Remedy(
     "Let the break hold more: mark a function around it, or break at the module around it (simplegraph.break_at)."
 )
 _EAGERLY = "Such calls run as they do without graphs."
+OPTIMIZER_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 
 
 def capture_error(error: Exception, label: str, *, trains: bool = False) -> CaptureError:
@@ -497,6 +499,8 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
     if not remedy.breaks:
         return remedy.text
     outside = _before_backward(lines)
+    if any(isinstance(line.frame.f_locals.get("self"), Optimizer) and not line.is_own for line in outside):
+        return f"The optimizer's code is a library's; {OPTIMIZER_OUTSIDE}."
     part = failing_part(outside)
     if part is not None and not getattr(part.root, "takes_settings", True):
         return _EAGERLY

@@ -299,7 +299,7 @@ def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial
 
         observe(trial, step, (own_calls, own))
         _measure_step(sg, trial, step, own)
-        if "fused=True" in trial.problem:
+        if "pass fused=True" in trial.problem:
             groups = [{"params": group["params"]} for group in own.param_groups]
             own = type(own)(groups, **own.defaults | {"foreach": None, "fused": True})
             again = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")

@@ -18,6 +18,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.functions import Attributes, CodeNames, CodePlace
@@ -33,9 +34,8 @@ _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
 _UNREAD_COUNT = ("RMSprop", "Adadelta", "Rprop")  # count their steps, and never read the count
-_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 _REFUSED = {
-    "LBFGS": f"decides on the host how often it calls its closure; {_OUTSIDE}",
+    "LBFGS": f"decides on the host how often it calls its closure; {OPTIMIZER_OUTSIDE}",
     "SparseAdam": "takes sparse gradients, which no graph hands out; make its layers with sparse=False, and use "
     "Adam(fused=True)",
 }
@@ -95,7 +95,7 @@ class StepOptimizers:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
         for each in self.all if scaler is not None and scaler.is_enabled() else ():
             if not getattr(each, "_step_supports_amp_scaling", False):
-                remedy = "pass fused=True" if _named(each) in _FUSED else _OUTSIDE
+                remedy = "pass fused=True" if _named(each) in _FUSED else OPTIMIZER_OUTSIDE
                 cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; {remedy}"
                 self.refusal = self.scheduled = cause
 
@@ -266,11 +266,12 @@ def unsuitable(owner: optim.Optimizer) -> str:
             continue
         on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
         if kind == "Adafactor" or (kind == "Adagrad" and not on_cpu):
-            return f"{kind} reads its step count on the host; {_OUTSIDE}"
+            return f"{kind} reads its step count on the host; {OPTIMIZER_OUTSIDE}"
         if kind in _FUSED and kind != "SGD":
             return f"{kind} reads its step count on the host; pass fused=True"
         if "capturable" in group and on_cpu and kind not in _UNREAD_COUNT:
-            return f"{kind} reads its step count on the host on a CPU; a GPU has capturable=True for it, and {_OUTSIDE}"
+            there = "reads its step count on the host on a CPU; a GPU has capturable=True for it"
+            return f"{kind} {there}, and {OPTIMIZER_OUTSIDE}"
     return ""
 
 
