@@ -1,4 +1,4 @@
-"""The command ``simplegraph``, also ``python -m simplegraph``: try this machine, explain messages, audit programs."""
+"""The command ``simplegraph``, also ``python -m simplegraph``: try this machine, explain messages, watch programs."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ examples:
   simplegraph doctor                    try capture and replay on this machine
   simplegraph explain capture-failed    say more about a warning or a reason in a report
   simplegraph audit -- python serve.py  check the graphs that a program captures
+  simplegraph advise -- python eval.py  find where a program would gain from graphs
   simplegraph COMMAND --help            list a command's options
 
 Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
@@ -293,6 +294,27 @@ def _audit(options: argparse.Namespace) -> int:
     return status or (3 if set(kinds) & set(options.fail_on) else 0)
 
 
+def _advise(options: argparse.Namespace) -> int:
+    """Run a program, say where it would gain from graphs, and return its exit status."""
+    from simplegraph.doctor.advise_page import write_advice
+    from simplegraph.integrations.advice import advisor
+
+    report, process = Path(options.report), os.getpid()
+    if report.suffix == ".json" or report.is_dir() or not os.access(report.parent, os.W_OK):
+        raise ConfigError(f"the report's path is {options.report!r}; expected an HTML file in a folder to write to.")
+    with contextlib.ExitStack() as end, advisor(simplegraph) as advice:
+
+        @end.callback  # also where the program is interrupted
+        def tell() -> None:
+            if os.getpid() == process:  # else this is a child that the program forked
+                print(
+                    f"simplegraph advise:\n{advice}\n  report: {write_advice(advice.to_dict(), report)}",
+                    file=sys.stderr,
+                )
+
+        return _run_python(options.program)
+
+
 def _explain(options: argparse.Namespace) -> str:
     from simplegraph.doctor.explain import all_names, explain
 
@@ -308,6 +330,21 @@ def _kinds(value: str) -> list[str]:
     if unknown := set(kinds) - set(KINDS):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
     return kinds
+
+
+def _check_program(options: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    """End the command if there is no such program, or not one that can be run in this process."""
+    options.program = options.program[options.program[:1] == ["--"] :]
+    if not options.program:
+        command.error("no program to run; expected -- python script.py ...")
+    program, *arguments = options.program
+    is_python = _is_python(program)
+    has_option = arguments[:1] != ["-m"] and any(argument[:1] == "-" for argument in arguments[:1])
+    if is_python and (has_option or arguments in ([], ["-m"])):
+        command.error("expected -- python script.py ..., or -- python -m module ..., without options of Python's own")
+    runs = arguments[0] if is_python else shutil.which(program) or program
+    if not (is_python and runs == "-m") and not Path(runs).exists():
+        command.error(f"there is no {runs} to run; expected -- python script.py ...")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -334,12 +371,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     audited.add_argument("--every", type=int, default=100, metavar="N", help="check a graph at every N-th replay (100)")
     audited.add_argument("--nan", action="store_true", help="look for NaN in outputs of checked replays, too")
     audited.add_argument(
-        "--report", default="audit.html", metavar="PATH", help="where to write the report (audit.html)"
-    )
-    audited.add_argument(
         "--fail-on", type=_kinds, default=[], metavar="KINDS", help="exit with 3 on these, such as stale,freed"
     )
-    audited.add_argument("program", nargs=argparse.REMAINDER, help="-- python script.py ...")
+    purpose = "run a program, and find where it would gain from graphs"
+    advised = commands.add_parser("advise", help=purpose, description=f"{purpose.capitalize()}.")
+    for command, report in ((audited, "audit.html"), (advised, "advice.html")):
+        command.add_argument("--report", default=report, metavar="PATH", help=f"where to write the report ({report})")
+        command.add_argument("program", nargs=argparse.REMAINDER, help="-- python script.py ...")
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
@@ -350,24 +388,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             explained.error(str(error))
         return 0
-    if options.command == "audit":
-        options.program = options.program[options.program[:1] == ["--"] :]
-        if not options.program:
-            audited.error("no program to run; expected -- python script.py ...")
-        program, *arguments = options.program
-        is_python = _is_python(program)
-        has_option = arguments[:1] != ["-m"] and any(argument[:1] == "-" for argument in arguments[:1])
-        if is_python and (has_option or arguments in ([], ["-m"])):
-            audited.error(
-                "expected -- python script.py ..., or -- python -m module ..., without options of Python's own"
-            )
-        runs = arguments[0] if is_python else shutil.which(program) or program
-        if not (is_python and runs == "-m") and not Path(runs).exists():
-            audited.error(f"there is no {runs} to run; expected -- python script.py ...")
-        try:
-            return _audit(options)
-        except ConfigError as error:
-            audited.error(str(error))
+    for name, command, run in (("audit", audited, _audit), ("advise", advised, _advise)):
+        if options.command == name:
+            _check_program(options, command)
+            try:
+                return run(options)
+            except ConfigError as error:
+                command.error(str(error))
     findings = doctor()
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, HostError
 
@@ -352,10 +353,33 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, Remedy], ...] = (
     ),
 )
 # (part of a path, function or "", remedy): what torch's Python, or a library's, reads back below the user's line
+_CHECKS = (
+    "Call torch.distributions.Distribution.set_default_validate_args(False) once, or pass validate_args=False to the "
+    "distribution and to all that it makes: they look at every value."
+)
+_COUNTS = (
+    "Pass the number of nodes or graphs to the call (dim_size=, size=, batch_size= or num_nodes=, whichever it takes): "
+    "it is read from the largest index otherwise."
+)
 _READERS = (
-    ("torch/distributions/", "", "Pass validate_args=False to the distribution, which else looks at every value."),
+    ("torch/distributions/distribution.py", "__init__", _CHECKS),
+    ("torch/distributions/distribution.py", "_validate_sample", _CHECKS),
+    (
+        "torch/distributions/normal.py",
+        "sample",
+        "Call rsample() under torch.no_grad() in its place: sample() looks at every standard deviation.",
+    ),
     ("nn/modules/transformer.py", "_detect_is_causal_mask", "Pass is_causal=True, or False, beside the mask."),
-    ("torch_geometric/", "", "Pass cached=True to the layer, where it has that and the edges stay the same."),
+    (
+        "torch_geometric/utils/loop.py",
+        "",
+        "Pass cached=True to the layer if its edges stay the same, or add_self_loops=False and edges that have their "
+        "loops, where it takes these.",
+    ),
+    *(
+        (f"torch_geometric/{path}", "", _COUNTS)
+        for path in ("utils/_scatter", "utils/num_nodes", "nn/aggr/", "nn/norm/")
+    ),
 )
 # Words of a read back to Python, and of a device that was waited for.
 _READS = (
@@ -368,6 +392,7 @@ _HOLD_MORE = Remedy(
     "Let the break hold more: mark a function around it, or break at the module around it (simplegraph.break_at)."
 )
 _EAGERLY = "Such calls run as they do without graphs."
+OPTIMIZER_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 
 
 def capture_error(error: Exception, label: str, *, trains: bool = False) -> CaptureError:
@@ -455,18 +480,18 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     if checked is not None:
         cause = f"{checked} reads back from the device if it succeeded"
         return f"{cause}{said}.", Remedy(f"Call {checked}_ex, which returns that in a tensor.", breaks=True)
+    known = next((Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name)), None)
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        known = (Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name))
-        remedy = next(known, Remedy("Test it on the device (torch.where), or read it after the call.", breaks=True))
+        remedy = known or Remedy("Test it on the device (torch.where), or read it after the call.", breaks=True)
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
     shapes = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
         shapes = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
     held = ": one that holds everything up to where shapes are fixed again"
-    return cause, Remedy(f"Keep the shape: {shapes}.", breaks=True, held=held)
+    return cause, known or Remedy(f"Keep the shape: {shapes}.", breaks=True, held=held)
 
 
 def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains: bool = False) -> str:
@@ -474,6 +499,8 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
     if not remedy.breaks:
         return remedy.text
     outside = _before_backward(lines)
+    if any(isinstance(line.frame.f_locals.get("self"), Optimizer) and not line.is_own for line in outside):
+        return f"The optimizer's code is a library's; {OPTIMIZER_OUTSIDE}."
     part = failing_part(outside)
     if part is not None and not getattr(part.root, "takes_settings", True):
         return _EAGERLY
@@ -489,6 +516,24 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
         advice = _BREAK.replace("function", "function that runs the whole backward, or calls torch.func,")
     both = f"{remedy.text[:-1]}; or {advice}" if remedy.text else f"{advice[0].upper()}{advice[1:]}"
     return f"{both}{remedy.held}."
+
+
+def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> str:
+    """Say what to do about a place that a library's module sets; empty if the module is torch's or the user's.
+
+    Args:
+        root: the module that was wrapped.
+        place: in it or in a submodule, such as "encoder.0.state".
+        trains: see `capture_error`.
+    """
+    name, modules = place.rpartition(".")[0], dict(root.named_modules())
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(type(modules[name]).__module__), "__file__", None) or ""
+    if path.startswith(_TORCH) or _package_path(path) is None:
+        return ""
+    holder, _, inner = name.partition(".") if getattr(root, "is_function", False) else ("", "", name)
+    return _for_libraries(FailingPart(modules[holder], inner, decorable=False, holder=holder), trains=trains)
 
 
 def _for_libraries(part: FailingPart, *, trains: bool) -> str:

@@ -18,6 +18,11 @@ While something sleeps, on objects that graphs were given to, and taken back whe
 
     _apply, load_state_dict, forward, ...  of modules, optimizers, managers: wake first, or refuse (sleeping.sleeper)
 
+While a program is advised (doctor.advise):
+
+    torch.nn.Module.__call__           counts outermost calls; a compiler sees torch's own
+    methods of modules that make them  the same
+
 From the first use that needs them on, for the rest of the process:
 
     bases of a class under @cuda_graph  `CudaGraphWrapper` comes first, and leaves those of its subclasses (serve.wrap)

@@ -30,6 +30,7 @@ from simplegraph.call.signature import CallReader, device_of, known_arguments
 from simplegraph.device.memory import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
+from simplegraph.doctor.trial_config import TrialConfig
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.manager.manager import MemoryEstimate
@@ -51,14 +52,6 @@ _TRIED = (
     "also for copies of the first row, and wrote the same to the module's memory. "
     "Rows that depend on each other only for other data were not found"
 )
-
-
-class TrialConfig(CudaGraphConfig):
-    """Settings that no environment variable replaces: a check tries graphs also where SIMPLEGRAPH_MODE=off is set."""
-
-    def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
-        """Return these settings as they are."""
-        return self
 
 
 @dataclasses.dataclass(frozen=True)

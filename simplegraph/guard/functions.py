@@ -229,9 +229,9 @@ _OFTEN = 8  # looks: so few after the last, and until a value holds for more
 _PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
-    "code has its name for something else; of an optimizer, fused=True takes lr from the device unless the step's own "
-    "code reads param_groups, which can be read outside of it, and cycle_momentum=False of OneCycleLR and CyclicLR "
-    "leaves betas and momentum"
+    "code has its name for something else; of Adam, AdamW and SGD, fused=True takes lr from the device unless the "
+    "step's own code reads param_groups, which can be read outside of it, and simplegraph.wrap(model, training=True) "
+    "leaves another optimizer out of graphs; cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
 )
 
 

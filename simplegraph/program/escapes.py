@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import math
 import time
 import weakref
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.errors import EscapeError
+from simplegraph.base.failures import remedy_for_library
 from simplegraph.base.tensors import has_address, is_wrapper, parts
 from simplegraph.base.walk import Policy, Walk, all_tensors, referring_kind, tensors_in
 from simplegraph.device.protocol import GraphDevice, GraphPool
@@ -91,12 +93,25 @@ class PythonState(Probe):
                 return
             time.sleep(0.001)
         own_memory = {tensor.data_ptr() for tensor in _tensors_of(own)}
-        remedy = _RETURNED_REMEDY if any(address in own_memory for _, address in kept) else KEPT_REMEDY
+        is_returned, is_gradient = any(address in own_memory for _, address in kept), _holds_gradient(_living(kept))
         names, undefined = _put_back(kept, self)
+        remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY if is_returned else self.remedy(names)
         cause = kept_by(names)
         if undefined:
             remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
+
+    def remedy(self, names: Iterable[str]) -> str:
+        """Say what to do about places of these names that would keep a tensor."""
+        roots = [root for root in self._roots if isinstance(root, nn.Module)]
+        for name, root in itertools.product(names, roots):
+            owner, _, attribute = name.rpartition(".")
+            hooks = getattr(dict(root.named_modules()).get(owner), "_forward_pre_hooks", {}).values()
+            if any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks):
+                return _NORM_REMEDY
+            if found := remedy_for_library(root, name):
+                return found
+        return _KEPT_REMEDY
 
     def undo(self, what: Undone, runs: Sequence[Run]) -> None:
         """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
@@ -177,7 +192,16 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
 
 
 _UNSEEN = "a place that the code does not lead to"
-KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+_KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+_GRADIENT_REMEDY = (
+    "It is the gradient of a tensor, set by backward(): return what torch.autograd.grad(loss, inputs) gives in place "
+    "of calling backward(), or let simplegraph.train_step have the whole step."
+)
+_NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+_NORM_REMEDY = (
+    "A hook of torch.nn.utils.weight_norm or spectral_norm sets it at each call: call remove_weight_norm or "
+    "remove_spectral_norm on the layer before, or make it by torch.nn.utils.parametrizations."
+)
 _RETURNED_REMEDY = (
     "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
     "keep what the replay returns, where the forward was called."
@@ -205,6 +229,13 @@ def _tensors_at(addresses: set[int]) -> list[_Found]:
         return []
     with torch._C.DisableTorchFunctionSubclass():
         return [(weakref.ref(tensor), _address(tensor)) for tensor in all_tensors() if _address(tensor) in addresses]
+
+
+def _holds_gradient(found: Sequence[Tensor]) -> bool:
+    """True if one of these tensors is the gradient of a leaf, which may be none that the code leads to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        leaves = (tensor for tensor in all_tensors() if tensor.is_leaf and tensor.grad is not None)
+        return any(leaf.grad is tensor for leaf in leaves for tensor in found)
 
 
 def _living(tensors: Iterable[_Found]) -> list[Tensor]:

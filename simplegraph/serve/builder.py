@@ -37,7 +37,7 @@ from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.breaks.step import BreakTrace
-from simplegraph.program.escapes import KEPT_REMEDY, kept_by
+from simplegraph.program.escapes import kept_by
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.probes import Probe, Run
@@ -407,7 +407,7 @@ class GraphBuilder:
         self._note_made(call, jobs, observation)
         unknown = call.never_compared() if any(observer.unseen for observer in observation.observers) else []
         if kept:
-            why = kept_by(kept), KEPT_REMEDY
+            why = kept_by(kept), state.remedy(kept)
         elif unknown:
             why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
         elif counted.names and len(summary.failed) < len(jobs):

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.extras import harmless_step_hooks
+from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
@@ -144,9 +145,12 @@ class StepEffects:
             try:
                 with self.optimizers.mirrored(refresh=False), self.optimizers.watched():
                     yield
-                named, cause = ", ".join(changed()[:5]), self.optimizers.refusal
+                named, cause = changed()[:5], self.optimizers.refusal
                 if named and not cause:
-                    cause = f"{named} would change only while the step runs in Python, and a replay runs none"
+                    cause = (
+                        f"{', '.join(named)} would change only while the step runs in Python, and a replay runs none"
+                    )
+                    cause += f"; {OPTIMIZER_OUTSIDE}" * named[0].startswith("optimizers.")
                 if cause:
                     raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
                 self.left = self.gradients.end_capture(before, used)

@@ -18,6 +18,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from simplegraph.base.errors import ConfigError
+from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.code_below import CodeNames
@@ -33,9 +34,11 @@ Group = dict[str, Any]
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
+_UNREAD_COUNT = ("RMSprop", "Adadelta", "Rprop")  # count their steps, and never read the count
 _REFUSED = {
-    "LBFGS": "decides on the host how often it calls its closure",
-    "SparseAdam": "takes sparse gradients, which no graph hands out; use Adam(fused=True)",
+    "LBFGS": f"decides on the host how often it calls its closure; {OPTIMIZER_OUTSIDE}",
+    "SparseAdam": "takes sparse gradients, which no graph hands out; make its layers with sparse=False, and use "
+    "Adam(fused=True)",
 }
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
@@ -93,7 +96,8 @@ class StepOptimizers:
             self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
         for each in self.all if scaler is not None and scaler.is_enabled() else ():
             if not getattr(each, "_step_supports_amp_scaling", False):
-                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; pass fused=True"
+                remedy = "pass fused=True" if _named(each) in _FUSED else OPTIMIZER_OUTSIDE
+                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; {remedy}"
                 self.refusal = self.scheduled = cause
 
     @contextlib.contextmanager
@@ -263,11 +267,12 @@ def unsuitable(owner: optim.Optimizer) -> str:
             continue
         on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
         if kind == "Adafactor" or (kind == "Adagrad" and not on_cpu):
-            return f"{kind} reads its step count on the host; use AdamW(fused=True)"
+            return f"{kind} reads its step count on the host; {OPTIMIZER_OUTSIDE}"
         if kind in _FUSED and kind != "SGD":
             return f"{kind} reads its step count on the host; pass fused=True"
-        if "capturable" in group and on_cpu:
-            return f"{kind} reads its step count on the host on a CPU; a GPU has capturable=True for it"
+        if "capturable" in group and on_cpu and kind not in _UNREAD_COUNT:
+            there = "reads its step count on the host on a CPU; a GPU has capturable=True for it"
+            return f"{kind} {there}, and {OPTIMIZER_OUTSIDE}"
     return ""
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from tests.training.test_optimizer_remedies import Trained
 from tests.training.twins import Training, Twins, accumulating, batch, classifying, scaling, small_model
 
 RATE = 2.0**-6  # exact in 32 bits, as in 64
@@ -27,6 +28,7 @@ OPTIMIZERS = {
     "adamax": lambda parameters, **more: torch.optim.Adamax(parameters, capturable=True, **more),
     "adadelta": lambda parameters, **more: torch.optim.Adadelta(parameters, capturable=True, **more),
     "asgd": lambda parameters, **more: torch.optim.ASGD(parameters, capturable=True, **more),
+    "rprop": lambda parameters, **more: torch.optim.Rprop(parameters, capturable=True, **more),
 }
 
 
@@ -55,6 +57,21 @@ def test_a_step_trains_to_the_bit_as_eager_with_the_same_settings(name):
     assert twins.stats.replays >= 8
     assert twins.stats.failures == {}
     assert isinstance(twins.graphs.optimizers.param_groups[0]["lr"], float)
+
+
+@pytest.mark.parametrize("name", ["RAdam", "NAdam", "RMSprop", "Adamax", "ASGD", "Adadelta", "Rprop"])
+def test_an_optimizer_as_users_make_it_is_in_the_steps_graph_and_follows_a_schedule(name):
+    """Rprop reads its learning rate where it makes its state, and never again."""
+
+    def make(parameters):
+        return getattr(torch.optim, name)(parameters, lr=RATE)
+
+    plain, served = (Trained(make, torch.device("cuda"), how, scheduled=True) for how in ("eager", "step"))
+    for one, other in zip(served.weights, plain.weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # capturable has formulas of its own
+    assert served.stats.replays >= 6
+    assert served.stats.captures == 1
+    assert not served.said
 
 
 def test_workspaces_that_are_cleared_between_steps_leave_graphs_and_others_alone():

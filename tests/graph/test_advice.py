@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -80,19 +78,6 @@ def test_a_users_own_solve_is_not_taken_for_torchs(device: torch.device) -> None
     for _ in range(3):
         model(torch.rand(2, 4, device=device))
     assert "solve_ex" not in next(iter(model.graph_stats.failures.values()))
-
-
-def test_a_read_back_in_a_layer_of_graphs_leads_to_its_cached_edges(device: torch.device, tmp_path: Path) -> None:
-    file = tmp_path / "site-packages" / "torch_geometric" / "gcn_conv.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("def propagate(x):\n    return x * int(x.sum() > -1e9)\n", encoding="utf-8")
-    namespace: dict[str, Any] = {}
-    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), namespace)
-    model = sg.wrap(Net(lambda x: namespace["propagate"](x)).eval(), capture_sizes=[2], progress=False)
-    for _ in range(3):
-        x = torch.rand(2, 4, device=device)
-        torch.testing.assert_close(model(x), x)
-    assert "cached=True" in next(iter(model.graph_stats.failures.values())).rpartition("\n")[2]
 
 
 def test_one_cycle_of_the_momentum_is_named_with_the_argument_that_leaves_it(device: torch.device) -> None:

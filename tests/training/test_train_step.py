@@ -880,7 +880,7 @@ def test_an_argument_that_wants_a_gradient_gets_it_from_eager():
     assert training.step.graph_stats.eager == {Reason.GRAD: 5}
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adagrad", "RMSprop", "Adam"])
+@pytest.mark.parametrize("name", ["LBFGS", "Adagrad", "RAdam", "Adam"])
 def test_an_optimizer_that_no_graph_can_hold_is_named_with_what_would_do(name):
     def make():
         trained = nn.Linear(6, 3)

@@ -1,0 +1,105 @@
+"""Find the line of the user's that makes a call, and how its code names what is called."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import linecache
+import os
+import sysconfig
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_OWN, _TORCH = (str(Path(file).parent.resolve()) + os.sep for file in (Path(__file__).parent, torch.__file__))
+_INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib"))
+_DOORS = (_OWN + "__main__.py", str(Path(__file__).parent) + os.sep)
+
+
+_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # a call runs nothing of it yet
+
+
+class Method(NamedTuple):
+    """A method of a module's class."""
+
+    kind: type
+    name: str
+
+
+class Site(NamedTuple):
+    """A line of the user's that calls something.
+
+    Attributes:
+        called: as the code says it, such as "self.policy"; empty if it cannot be read.
+        direct: False if a library is on the way from there to the call.
+        file, number: of the line.
+        code: whose line it is; codes: of all functions on the way to the call, innermost first, and their lines.
+        methods: of modules, on the way to the call, innermost first.
+        scaled: True if torch's GradScaler is on the way.
+    """
+
+    called: str
+    direct: bool
+    file: str
+    number: int
+    code: types.CodeType
+    codes: Mapping[types.CodeType, int]
+    methods: Sequence[Method]
+    scaled: bool
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.number}"
+
+
+def find_site(frame: types.FrameType | None) -> Site | None:
+    """Find the user's line that makes a call, nearest to a frame; None if this library makes it."""
+    frames = [each for each, _ in traceback.walk_stack(frame)]
+    files = [each.f_code.co_filename for each in frames]
+    if any(file.startswith(_OWN) and not file.startswith(_DOORS) for file in files):
+        return None
+    others = [
+        each
+        for each, file in zip(frames, files, strict=True)
+        if not file.startswith((_OWN, _TORCH, "<frozen")) and "runpy" not in file
+    ]
+    if not others:
+        return None
+    users = next((each for each in others if not each.f_code.co_filename.startswith(_INSTALLED)), others[0])
+    codes = {each.f_code: each.f_lineno for each in reversed(others)}
+    scaled, direct = any("grad_scaler" in file for file in files), users is others[0]
+    methods = [method for each in others if (method := _method(each)) is not None]
+    line = users.f_code.co_filename, users.f_lineno, users.f_code
+    return Site(_called(users), direct, *line, codes, methods, scaled)
+
+
+def _method(frame: types.FrameType) -> Method | None:
+    """Return the method of a module that a frame runs; None if it runs something else, or only a part of a call."""
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if not isinstance(owner, nn.Module) or code.co_flags & _LATER:
+        return None
+    function: Any = inspect.unwrap(inspect.getattr_static(type(owner), code.co_name, None))
+    return Method(type(owner), code.co_name) if getattr(function, "__code__", None) is code else None
+
+
+def _called(frame: types.FrameType) -> str:
+    """Return the code of what a frame is calling, such as "self.policy"; empty if it cannot be read."""
+    code: Any = frame.f_code
+    if not hasattr(code, "co_positions"):  # before Python 3.11
+        return ""
+    start, end, left, right = list(code.co_positions())[frame.f_lasti // 2]
+    lines = [line.encode() for line in linecache.getlines(code.co_filename)[(start or 1) - 1 : end]]
+    if not lines or left is None or right is None:
+        return ""
+    lines[-1] = lines[-1][:right]
+    lines[0] = lines[0][left:]
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+        return ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+    return ""

@@ -1,0 +1,316 @@
+"""Tries graphs for a call or a training step on copies of what it uses, and times them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import io
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplegraph.base.errors import ConfigError, SimpleGraphError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
+from simplegraph.device.memory import HostRandom, put_random_states, random_states
+from simplegraph.doctor.trial_config import TrialConfig
+from simplegraph.manager.stats import GraphStats, headline, merged_failures
+from simplegraph.program.snapshot import Snapshot
+
+_RUNS = 12  # calls after which a graph serves, if it can
+_SECONDS, _TIMED = 0.5, (3, 50)  # of timing a way to call, and its fewest and most calls
+_SHARED = 1 << 30  # bytes of parameters above which a copy shares them
+_CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
+_UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
+SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
+
+
+@dataclasses.dataclass
+class Trial:
+    """Graphs for one call, tried.
+
+    Attributes:
+        eager_ms: median time of an eager call whose result is waited for; None without a GPU, as all times.
+        gpu_ms: of it the time that the GPU works, launches in the call waited for included if it reads results back.
+        graph_ms: median time of a call that a graph serves, waited for; also None if none does.
+        operators: that an eager call runs; launches: nodes of the graph, 0 if there is none.
+        problem: what is in the way of a graph; empty if one serves.
+        way: the change to make, with "{0}" for what is called, "{1}" for settings of `wrap`, and "{2}" for the module
+            whose method is called.
+    """
+
+    eager_ms: float | None = None
+    gpu_ms: float | None = None
+    graph_ms: float | None = None
+    operators: int = 0
+    launches: int = 0
+    problem: str = ""
+    way: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster the graph is; None without times."""
+        return self.eager_ms / self.graph_ms if self.eager_ms and self.graph_ms else None
+
+
+class StepCall(NamedTuple):
+    """A call of a module, or of a method if it has a name, in a training step.
+
+    Attributes:
+        autocast: the type that it chooses.
+        site: the line that makes the call.
+    """
+
+    module: nn.Module
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+    site: Any
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[None]:
+    """Put random generators back afterwards; what is printed, warned of or logged in here is dropped."""
+    on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    generators = [torch.default_generator, *on_gpu]
+    states, host, ours = random_states(generators), HostRandom(), logging.getLogger("simplegraph")
+    disabled, ours.disabled = ours.disabled, True
+    dropped = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(dropped), contextlib.redirect_stderr(dropped), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        ours.disabled = disabled
+        put_random_states(generators, states)
+        host.put_back()
+
+
+def copied(things: Any, *, training: bool = False) -> Any:
+    """Copy modules, optimizers and arguments, all together; large parameters are shared unless they are trained."""
+    memo: dict[int, Any] = {}
+    for leaf in flatten(things)[0]:
+        if isinstance(leaf, nn.Module) and not training:
+            parameters = list(leaf.parameters())
+            if sum(parameter.nbytes for parameter in parameters) > _SHARED:
+                memo |= {id(parameter): parameter for parameter in parameters}
+        elif isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            memo[id(leaf)] = leaf.detach().clone()
+    with torch.inference_mode(False):
+        return copy.deepcopy(things, memo)
+
+
+def observe(trial: Trial, eager: Callable[[], object], own: Any) -> None:
+    """Run eagerly on copies, count the operators, and time it if they are on a GPU.
+
+    Args:
+        trial: is given the figures.
+        eager: the call.
+        own: the copies that it uses.
+
+    Raises:
+        ConfigError: the call changes more than the copies, which is undone.
+    """
+    before = Snapshot(own, code=True)
+    try:
+        with _Operators() as operators:
+            eager()
+    finally:
+        kept, changed = set(before.changes()), set(before.changes(code=True))
+        changed |= set(before.release(lambda _: True, caches=False))
+        before.put_back(changed)
+    if changed - kept:
+        raise ConfigError(f"each call changes {', '.join(sorted(changed - kept))}, which a replay would not")
+    trial.operators = operators.count
+    if any(tensor.is_cuda for tensor in _tensors(own)):
+        trial.eager_ms = waited_ms(eager)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        cycles = int((2 * trial.eager_ms + 1) * _CYCLES)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # meanwhile all launches are queued
+        first.record()
+        eager()
+        last.record()
+        torch.cuda.synchronize()
+        trial.gpu_ms = min(first.elapsed_time(last), trial.eager_ms)
+
+
+def _tensors(things: Any) -> Iterator[Tensor]:
+    for leaf in flatten(things)[0]:
+        if isinstance(leaf, nn.Module):
+            yield from leaf.parameters()
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def waited_ms(call: Callable[[], object]) -> float:
+    """Return the median time of a call whose work on the GPU is waited for, in ms."""
+    taken: list[float] = []
+    while len(taken) < _TIMED[0] or (sum(taken) < _SECONDS and len(taken) < _TIMED[1]):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken) * 1e3
+
+
+def in_the_way(stats: GraphStats) -> str:
+    """Say what is in the way of a graph: the capture that failed, or the reason of most eager calls."""
+    failed = [headline(message) for _, message in merged_failures(stats.failures)]
+    reasons = [reason for reason, _ in stats.eager.most_common() if reason not in SOON]
+    return next(iter(failed), None) or next((stats.explained(reason) for reason in reasons), "no call was replayed")
+
+
+def measure(trial: Trial, graphed: Callable[[], object], stats: Callable[[], Sequence[GraphStats]]) -> Trial:
+    """Call until a graph serves, and time that; note what is in the way if none does."""
+    replays = []
+    for _ in range(_RUNS):
+        graphed()
+        replays.append(sum(each.replays for each in stats()))
+    if len(replays) < 2 or replays[-1] == replays[-2]:
+        trial.problem = "; ".join(dict.fromkeys(map(in_the_way, stats()))) or "no part of it can have a graph"
+        return trial
+    trial.launches = sum(graph.nodes or 0 for each in stats() for graph in each.graphs.values())
+    if trial.eager_ms is not None:
+        trial.graph_ms = waited_ms(graphed)
+        trial.gpu_ms = min(trial.gpu_ms or 0.0, trial.graph_ms)
+    return trial
+
+
+@contextlib.contextmanager
+def trying(trial: Trial) -> Iterator[None]:
+    """Note an error as what is in the way; afterwards the copies are collected as garbage."""
+    try:
+        with undone():
+            yield
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        trial.problem = said if isinstance(error, SimpleGraphError) else f"{type(error).__name__}: {said}"
+    gc.collect()
+
+
+def try_call(
+    sg: Any,
+    owner: nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Trial:
+    """Try a graph for a module's call, or for a method of it, on a copy; the context of the caller's thread is kept.
+
+    Args:
+        sg: this package, whose functions give graphs: importing them here would make long chains of imports.
+        owner: the module.
+        method: name of the method; empty for the module's own call.
+        args: of the call.
+        kwargs: of the call.
+        settings: of `wrap`.
+    """
+    return _validated_or_not(functools.partial(_try_call, sg, owner, method, args, kwargs, settings))
+
+
+def _validated_or_not(attempt: Callable[[], Trial]) -> Trial:
+    """Try; where distributions look at their arguments, which no graph can, also without."""
+    trial = attempt()
+    if "validate_args" not in trial.problem:
+        return trial
+    validates = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        again = attempt()
+    finally:
+        Distribution.set_default_validate_args(validates)
+    again.way = "; ".join(filter(None, [again.way, f"call {_UNVALIDATED}"]))
+    return trial if again.problem else again
+
+
+def _try_call(
+    sg: Any, owner: nn.Module, method: str, args: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Trial:
+    # A function that reaches a module in training mode has graphs; the module's own call has none.
+    part = ".forward" if owner.training and not method else ""
+    trial = Trial(way=f"{{0}}{part} = sg.wrap({{0}}{part}, {{1}})")
+    with trying(trial):
+        own, args, kwargs = copied((owner, args, dict(kwargs)))
+        call = getattr(own, method or part[1:]) if method or part else own
+        eager = functools.partial(call, *args, **kwargs)
+        observe(trial, eager, (own, args, kwargs))
+        graphed: Any = sg.wrap(call, TrialConfig(progress=False), **settings)
+        try:
+            measure(trial, functools.partial(graphed, *args, **kwargs), lambda: [graphed.graph_stats])
+        finally:
+            graphed.reset_graphs()
+    return trial
+
+
+def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
+    """Try one graph for a training step, on copies: forwards, the backward of the sum of their results, the optimizer.
+
+    Args:
+        sg: this package.
+        calls: those of modules in a step.
+        optimizer: whose step it is.
+    """
+    return _validated_or_not(functools.partial(_try_step, sg, calls, optimizer))
+
+
+def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
+    trial = Trial()
+    with trying(trial):
+        recorded = [call[:-1] for call in calls]
+        own_calls, own = copied((recorded, optimizer), training=True)
+        device = "cuda" if any(tensor.is_cuda for tensor in _tensors(own_calls)) else "cpu"
+
+        def step() -> None:
+            own.zero_grad()
+            losses: list[Tensor] = []
+            for module, method, args, kwargs, dtype in own_calls:
+                with torch.autocast(device, dtype, enabled=dtype is not None):
+                    results = flatten(getattr(module, method or "__call__")(*args, **kwargs))[0]
+                losses += [leaf.float().sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            own.step()
+
+        observe(trial, step, (own_calls, own))
+        _measure_step(sg, trial, step, own)
+        if "pass fused=True" in trial.problem:
+            groups = [{"params": group["params"]} for group in own.param_groups]
+            own = type(own)(groups, **own.defaults | {"foreach": None, "fused": True})
+            again = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
+            _measure_step(sg, again, step, own)
+            trial = again
+    return trial
+
+
+def _measure_step(sg: Any, trial: Trial, step: Callable[[], None], optimizer: Optimizer) -> None:
+    graphed = sg.train_step(step, optimizers=optimizer, progress=False)
+    try:
+        measure(trial, graphed, lambda: [graphed.graph_stats])
+    finally:
+        graphed.reset_graphs()
