@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import sleep
-from docs.tools import latency, lifecycle, model_table, optimized, several_gpus
+from docs.tools import latency, lifecycle, model_table, optimized, ranges, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
@@ -75,8 +75,15 @@ def _readme() -> str:
         more = [waited.get(text, "")] if waited else []
         rows.append([text, *times, faster, *more, " / ".join(ready)])
     more = [latency.README_HEAD] if waited else []
-    return grid(
+    table = grid(
         ["", *shown.values(), "faster than eager", *more, "ready, s: simplegraph / `optimize` / compiled"], rows
+    )
+    host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
+    other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
+    return (
+        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}. Weights\n"
+        "are random, proofs are on, and our graphs copy their outputs. `ready` is the seconds until the fourth call is "
+        f"done, compile caches empty:\n\n{table}"
     )
 
 
@@ -523,6 +530,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,
+    "readme-headline": ranges.headline,
+    "readme-losses": ranges.losses,
     "headline": _headline,
     "startup": _startup,
     "startup-beside-compiled": _beside_compiled,
