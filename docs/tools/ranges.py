@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from bench.latency.rows import ROW, WAITED
 from docs.tools import latency
 from docs.tools.optimized import MODELS
 from docs.tools.raw import extra, load, startup
+from docs.tools.wording import NUMBERS, between, bullets, wrapped
 
-NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 # Runs of the models beside eager, and beside a compiler that starts from an empty cache.
 _RUNS = ("headline/models", "h200_optimized")
 _EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
 # Starts of the 8 B shape with 51 sizes on one H200.
 _STARTS = ("headline/startup", "h200_startup", "h200_startup_compiled", "h200_startup_lean")
-
-
-def between(values: Iterable[float], form: str = ".2f") -> str:
-    """Return "least to most", or one number where both are written alike."""
-    found = list(values)
-    return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(found), max(found))))
 
 
 def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -59,7 +52,7 @@ def headline() -> str:
     piecewise = {cache: between(_ready(f"compiled-piecewise ({cache})"), ".1f") for cache in ("cold", "warm")}
     models, timed = NUMBERS[len(MODELS)], NUMBERS[len(waited)]
     starts = {arm: between(_ready(arm), ".1f") for arm in ("simplegraph", "simplegraph-lazy")}
-    return _wrapped(
+    parts = (
         f"**On an H200, calls of {models} models, from ResNet-18 to DiT-XL/2, are {between(alone[1], '.1f')} times",
         f"faster than eager at batch 1 and {between(alone[8], '.1f')} times at batch 8, back to back; where each",
         f"answer is waited for, {between(waited, '.1f')} times at batch 1.** Ranges are over all committed runs;",
@@ -70,6 +63,7 @@ def headline() -> str:
         '(`capture="lazy"`) each size is captured when it first comes: 51 captures take',
         f"{starts['simplegraph-lazy']} s in all, and requests wait for them.",
     )
+    return wrapped(" ".join(parts))
 
 
 def losses() -> str:
@@ -82,20 +76,15 @@ def losses() -> str:
     waited = {text: row["arms"] for text, row in latency.rows().items() if text in MODELS.values()}
     over = {text: arms["simplegraph"][WAITED] / arms["make-graphed-callables"][WAITED] for text, arms in waited.items()}
     bert = over.pop("BERT")
-    compiler = _wrapped(
-        "- A graph replays eager's kernels. A compiler fuses kernels, and has the shorter call on",
+    compiler = (
+        "A graph replays eager's kernels. A compiler fuses kernels, and has the shorter call on",
         f"{NUMBERS[shorter]} of the {NUMBERS[len(rows)]} models. After [`sg.optimize`](docs/optimize.md) inference",
         f"takes {optimized} times the compiled call, and the compiler is ahead on {NUMBERS[ahead]}.",
     )
-    unchecked = _wrapped(
-        "- `make_graphed_callables` and tensordict check nothing and pad nothing. They are ready after",
+    unchecked = (
+        "`make_graphed_callables` and tensordict check nothing and pad nothing. They are ready after",
         f"{ready} s, and back to back as fast as ours, except with BERT, whose mask they make in every call. Where",
         f"each answer is waited for, our checks cost time: calls take {between(over.values())} times those of",
         f"`make_graphed_callables`, with BERT {bert:.2f} times.",
     )
-    return f"{compiler}\n{unchecked}"
-
-
-def _wrapped(*sentences: str) -> str:
-    text = " ".join(sentences)
-    return textwrap.fill(text, 148, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False)
+    return bullets(" ".join(compiler), " ".join(unchecked))

@@ -134,7 +134,9 @@ def test_commands_name_modules_that_exist() -> None:
     assert [name for name in ours if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "bench" / "README.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "bench" / "README.md", ROOT / "bench" / "results" / "README.md"], ids=name_of
+)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links(page) if leads_nowhere(page, link)] == []
 
