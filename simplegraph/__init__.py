@@ -13,9 +13,9 @@ on stderr. ``logging.getLogger("simplegraph").setLevel(logging.ERROR)`` silences
 from __future__ import annotations
 
 from simplegraph._lazy import public_names
+from simplegraph.base.version import VERSION as __version__
 from simplegraph.integrations import register as _register
 
-__version__ = "0.2.0"
 __all__, __getattr__ = public_names(__name__, __file__)
 __all__ += ["__version__"]
 _register()

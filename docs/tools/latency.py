@@ -8,7 +8,7 @@ from bench.latency import guards
 from bench.latency.rows import ROW, WAITED
 from docs.tools import optimized
 from docs.tools.grids import grid
-from docs.tools.raw import commit, device_name, load
+from docs.tools.raw import load
 
 FILE = "h200_latency"
 MODELS = {"ten layers": "ten linear layers"} | optimized.MODELS
@@ -55,7 +55,6 @@ def calls() -> str:
             _by_arm("waited for, us", WAITED, found),
             _by_arm("back to back, us a call", ROW, found),
             _guards(found),
-            f"One {device_name(FILE)}, commit {commit(FILE)}.",
         ]
     )
 

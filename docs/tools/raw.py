@@ -13,10 +13,24 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 
 
-@functools.cache
+# Names of files in the order in which they were read; a table's are shown below it.
+read: list[str] = []
+
+
 def load(name: str) -> Any:
     """Return a file of `bench/results`."""
+    read.append(name)
+    return _parsed(name)
+
+
+@functools.cache
+def _parsed(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def names() -> list[str]:
+    """Return the names of all files."""
+    return [str(path.relative_to(RESULTS).with_suffix("")) for path in sorted(RESULTS.rglob("*.json"))]
 
 
 def extra(name: str, benchmark: str = "") -> Any:
@@ -37,13 +51,24 @@ def startup(file: str = "headline/startup") -> dict[str, Any]:
     return {one["extra_info"].get("label", one["param"]): one["extra_info"] for one in first}
 
 
+def machine(name: str) -> dict[str, Any]:
+    """Return the machine, versions and commit that a file was measured with."""
+    found = _parsed(name)
+    described: dict[str, Any] = found.get("machine_info") or found["environment"]
+    return described
+
+
 def commit(name: str) -> str:
     """Return the commit that a file was measured at."""
-    found = load(name)
-    machine = found.get("machine_info") or found["environment"]
-    return str(machine["commit"])[:7]
+    return str(machine(name)["commit"])[:7]
+
+
+def is_dirty(name: str) -> bool:
+    """Return True if a file was measured with changes that its commit does not have."""
+    return "modified" in str(machine(name)["commit"])
 
 
 def device_name(name: str) -> str:
-    """Return the GPU that a file was measured on, as in ``H200``."""
-    return str(load(name)["machine_info"]["gpu"]["name"]).removeprefix("NVIDIA ").partition(" ")[0]
+    """Return the GPU that a file was measured on, as in ``H200``; "emulator" where there was none."""
+    gpu = machine(name).get("gpu")
+    return "emulator" if not gpu else str(gpu["name"]).removeprefix("NVIDIA ").partition(" ")[0]

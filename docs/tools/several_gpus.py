@@ -8,16 +8,15 @@ from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.raw import load
 
 
-def _parallel(*files: str, order: Sequence[str], first: bool = False, other_host: str = "") -> str:
-    """Return the arms of these files in an order, marked where they are of a file from another host."""
+def _parallel(*files: str, order: Sequence[str], first: bool = False) -> str:
+    """Return the arms of these files in an order."""
     runs = {name: run for file in files for name, run in load(file)["results"].items()}
-    marked = load(other_host)["results"] if other_host else {}
     rows = []
     for name in order:
         run = runs[name]
         times = [seconds_cell(run, "seconds", "first_output")] if first else []
         times += [seconds_cell(run, "seconds", "ready"), seconds_cell(run, "primed", "seconds", "ready")]
-        rows.append([name + r" \*" * (name in marked), *times, *step_cells(run)])
+        rows.append([name, *times, *step_cells(run)])
     head = ["arm", *(["first output, s"] if first else []), "every size ready, s", "the same again in the process, s"]
     return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
 
@@ -37,9 +36,8 @@ def four_gpus() -> str:
 
 def eight_gpus() -> str:
     """Return those of a 70 B shape on eight GPUs."""
-    order = ("eager", "plain-loop", "simplegraph", "simplegraph-piecewise", "compiled-piecewise (cold)")
-    files = ("h200x8_tp8_70b", "h200x8_tp8_70b_eager", "h200x8_tp8_70b_compiled")
-    return _parallel(*files, order=order, first=True, other_host=files[1])
+    order = ("plain-loop", "simplegraph", "compiled-piecewise (cold)")
+    return _parallel("h200x8_tp8_70b", "h200x8_tp8_70b_compiled", order=order, first=True)
 
 
 def eight_gpus_parts() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import sleep
-from docs.tools import latency, lifecycle, model_table, optimized, several_gpus
+from docs.tools import latency, lifecycle, model_table, notes, optimized, ranges, raw, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
+    ROOT / "bench" / "results" / "README.md",
 ]
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -36,9 +37,22 @@ def fill(text: str) -> str:
 def make(name: str) -> str:
     """Return a table, or that it was not measured, if a file that it is made from is not there."""
     try:
-        return TABLES[name]()
+        raw.read.clear()
+        return TABLES[name]() + _sources(name)
     except FileNotFoundError as error:
         return f"**Not measured yet**: `bench/results` has no `{Path(error.filename).name}`."
+
+
+def _sources(name: str) -> str:
+    """Name the files that a table was made from, with GPUs and commits; README's tables say so themselves."""
+    if name.startswith(("readme", "model-table")):
+        return ""
+    files = dict.fromkeys(raw.read)
+    shown = [f"`{file}.json` ({raw.device_name(file)}, commit {raw.commit(file)})" for file in files]
+    if len(shown) > 4 and len({raw.commit(file) for file in files}) == 1:  # a folder of them
+        first = next(iter(files))
+        shown = [f"`{first.rpartition('/')[0]}/*.json` ({raw.device_name(first)}, commit {raw.commit(first)})"]
+    return f"\n\nFrom {', '.join(shown)}." if files else ""
 
 
 def write(page: Path) -> None:
@@ -75,8 +89,15 @@ def _readme() -> str:
         more = [waited.get(text, "")] if waited else []
         rows.append([text, *times, faster, *more, " / ".join(ready)])
     more = [latency.README_HEAD] if waited else []
-    return grid(
+    table = grid(
         ["", *shown.values(), "faster than eager", *more, "ready, s: simplegraph / `optimize` / compiled"], rows
+    )
+    host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
+    other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
+    return (
+        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}. Weights\n"
+        "are random, proofs are on, and our graphs copy their outputs. `ready` is the seconds until the fourth call is "
+        f"done, compile caches empty:\n\n{table}"
     )
 
 
@@ -146,7 +167,7 @@ _ATTENTION = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "fla
 def _headline() -> str:
     """Show what was measured at one commit: ours, and what it is measured beside."""
     start, calls = startup(), load("headline/model_calls")
-    mixed, lazy = next(iter(calls["mixed"].values())), calls["lazy"]
+    lazy = calls["lazy"]
     memory = load("headline/training_memory")["workloads"]["vit-b 64"]
     ready, again = ("seconds", "ready"), ("primed", "seconds", "ready")
     loops = {"eager": "eager", "lean-loop": "lean loop", "plain-loop": "plain loop"}
@@ -159,7 +180,7 @@ def _headline() -> str:
     def starts(text: str, *path: str) -> None:
         found = {arm: seconds_cell(start[arm], *path) for arm in ("simplegraph", *loops)}
         beside = {loops[arm]: float(found[arm]) for arm in loops if found[arm]}
-        line(text, 2, float(found["simplegraph"]), beside)
+        line(text, 1, float(found["simplegraph"]), beside)  # of two processes
 
     def steps(text: str, rows: list[dict[str, Any]], ours: str, beside: dict[str, str]) -> None:
         for row in rows:
@@ -185,8 +206,6 @@ def _headline() -> str:
             line(text, 2, llama[ours]["ms_per_token"], beside)
     hybrid = load("headline/hybrid")["results"]["hybrid"]["steps"]["decode"]
     steps("Mamba2 with attention, 8 B", hybrid, "graph", {"eager": "eager", "compiled piecewise": "compiled piecewise"})
-    proven = "1,000 calls at 48 batch sizes, proven before, s"
-    line(proven, 2, mixed["verified_seconds"], {"`verify=0`": mixed["unverified_seconds"]})
     longest = {name: found["longest_ms"] for name, found in lazy.items()}
     for ours, text in {"simplegraph": "lazily", "simplegraph-in-gaps": "in gaps between calls"}.items():
         if ours in longest:
@@ -432,11 +451,10 @@ def _sleep() -> str:
 def _serving_rates() -> str:
     keys = {"ttft": "time to first token", "tpot": "time per output token", "itl": "between tokens"}
     rows = [
-        [name.replace(", fa3", ""), *(f"{run[f'{key}_{which}_ms']:.1f}" for key in keys for which in ("median", "p99"))]
+        [name.replace(", fa3", ""), *(f"{run[f'{key}_median_ms']:.1f}" for key in keys)]
         for name, run in load("h100_serve_rates")["results"].items()
     ]
-    head = (text for name in keys.values() for text in (f"{name}, median, ms", "99th percentile"))
-    return grid(["mode, requests a second", *head], rows)
+    return grid(["medians, ms; mode, requests a second", *keys.values()], rows)
 
 
 def _vllm_audit() -> str:
@@ -523,7 +541,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,
+    "readme-headline": ranges.headline,
+    "readme-losses": ranges.losses,
     "headline": _headline,
+    "losses": notes.losses,
+    "http-load": notes.http_load,
+    "optimized-summary": notes.optimized,
     "startup": _startup,
     "startup-beside-compiled": _beside_compiled,
     "startup-compiled": lambda: _startup("h200_startup_compiled"),

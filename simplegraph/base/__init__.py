@@ -14,5 +14,6 @@ nested          nested values taken apart and rebuilt
 modes           modes of torch that a replay must set again
 constants       device copies of what a forward makes from Python data
 collection      when the garbage collector shall wait
+version         the version of the package
 patches         every change to other people's classes, and the way back
 """

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import html
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from simplegraph.base.reasons import Reason, explain_command
+from simplegraph.base.version import VERSION
 from simplegraph.batch.planner import plan_sizes
 from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures, told_apart
 
@@ -37,6 +42,12 @@ class Bar(NamedTuple):
     share: float
 
 
+class Measure(str):
+    """A number with its unit: one line in a cell of a table, aligned like a number."""
+
+    __slots__ = ()
+
+
 def page(report: GraphReport) -> str:
     """Return a report as a page of HTML."""
     return document(f"{report.stats.name}: CUDA graphs", "\n".join(_body(report)))
@@ -58,9 +69,15 @@ def _body(report: GraphReport) -> Iterator[str]:
     yield paragraph(
         f"{report.device}, emulated: times do not measure performance" if report.emulated else report.device
     )
+    yield paragraph(
+        f"simplegraph {VERSION}, torch {torch.__version__}, Python {platform.python_version()}; written "
+        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
+    )
     yield _tiles(stats)
     yield from _sizes(graphs, stats.unit)
-    yield from _reasons("Eager calls", stats, stats.eager)
+    costly, normal = stats.eager_by_cost()
+    yield from _reasons("Eager calls that cost speed", stats, costly)
+    yield from _reasons("Eager calls in the normal course", stats, normal)
     yield from _reasons("Calls that graphs served in a slower way", stats, stats.slower)
     if stats.failures:
         yield heading("Captures that failed")
@@ -76,17 +93,21 @@ def _body(report: GraphReport) -> Iterator[str]:
 
 
 def _tiles(stats: GraphStats) -> str:
-    eager, rows = stats.eager.total(), stats.replayed_tokens + stats.padded_tokens
-    return tiles(
-        {
-            "graphs": f"{len(stats.graphs):,}",
-            "replays": f"{stats.replays:,}",
-            "eager calls": f"{eager:,}",
-            f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
-            "device memory": amount(stats.graph_bytes),
-            "capturing": f"{stats.capture_seconds:.2f} s",
-        }
-    )
+    rows = stats.replayed_tokens + stats.padded_tokens
+    costly, normal = stats.eager_by_cost()
+    shown = {
+        "graphs": f"{len(stats.graphs):,}",
+        "replays": f"{stats.replays:,}",
+        "eager calls that cost speed": f"{costly.total():,}",
+        "eager calls in the normal course": f"{normal.total():,}",
+        f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
+        "device memory": amount(stats.graph_bytes),
+        "capturing": f"{stats.capture_seconds:.2f} s",
+        "proofs": f"{stats.proof_seconds:.2f} s",
+    }
+    if stats.longest_stall:
+        shown["the longest call that had to capture"] = f"{stats.longest_stall:.2f} s"
+    return tiles(shown)
 
 
 def tiles(shown: Mapping[str, str]) -> str:
@@ -111,7 +132,7 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
             graph.padded_tokens,
             amount(graph.bytes),
             Bar(_ratio(graph.bytes, memory)),
-            f"{graph.seconds * 1e3:.1f} ms",
+            Measure(f"{graph.seconds * 1e3:.1f} ms"),
             graph.proof or "no",
             *[told[at]] * bool(inputs),
         )
@@ -187,7 +208,7 @@ def _reasons(title: str, stats: GraphStats, counts: collections.Counter[Reason])
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Show rows under a header; numbers are aligned, and a `Bar` is drawn."""
     rows = list(rows)
-    kinds = ["bar" if isinstance(value, Bar) else "number" * isinstance(value, (int, float)) for value in rows[0]]
+    kinds = ["bar" if isinstance(value, Bar) else "number" * isinstance(value, _NUMBERS) for value in rows[0]]
     head = "".join(f'<th class="{kind}">{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return _scrolled(f"<tr>{head}</tr>{body}")
@@ -201,6 +222,8 @@ def _scrolled(rows: str) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, Bar):
         return f'<td class="bar"><i style="width:{value.share:.1%}"></i></td>'
+    if isinstance(value, Measure):
+        return f'<td class="number">{text(value)}</td>'
     if isinstance(value, (int, float)):
         return f'<td class="number">{format(value, "," if isinstance(value, int) else ".3f")}</td>'
     return f"<td>{text(value)}</td>"
@@ -225,6 +248,11 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def amount(count: int) -> str:
-    """Show a count of bytes in the unit that suits it."""
-    return f"{count / 2**20:,.2f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"
+def amount(count: int) -> Measure:
+    """Show a count of bytes in the unit that suits it; a capture into memory that is there already takes none."""
+    if count >= 2**20:
+        return Measure(f"{count / 2**20:,.2f} MiB")
+    return Measure(f"{count / 2**10:,.1f} KiB" if count >= 2**10 else f"{count} B")
+
+
+_NUMBERS = (int, float, Measure)

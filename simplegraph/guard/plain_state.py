@@ -112,8 +112,10 @@ class PlainState:
             return self._key
 
     def forget(self) -> None:
-        """Find anew what holds values at the next call."""
+        """Find anew what holds values at the next call, and forget what changed so far."""
         self._held.clear()
+        self._restless.clear()
+        self._news.clear()
 
     @contextlib.contextmanager
     def run(self, module: Any) -> Iterator[None]:

@@ -24,10 +24,9 @@ logger = logging.getLogger("simplegraph")
 # Called with (wrapper's name, reason, detail) at each eager call.
 _eager_listeners: list[Callable[[str, Reason, str], object]] = []
 
-# Reasons of the normal course, and those that a failed capture or proof warned of, or that cost no speed; the others
-# are worth a warning.
-_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.SWITCHED_OFF, Reason.NESTED, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.EMPTY_BATCH}
+# Reasons of calls on the way to a graph, of calls that were asked to run eagerly, and of calls with nothing to compute.
+_NORMAL = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.SWITCHED_OFF, Reason.NESTED, Reason.EMPTY_BATCH}
+_WARNED = {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}  # by the capture or the proof that failed
 _MOST_LOGGED = 100  # causes of one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
@@ -225,6 +224,18 @@ class GraphStats:
         """Time that capturing the present graphs took."""
         return sum(graph.seconds for graph in list(self.graphs.values()))
 
+    @property
+    def proof_seconds(self) -> float:
+        """Time that comparing the present graphs with eager took, the eager runs included."""
+        return sum(graph.proof_seconds for graph in list(self.graphs.values()))
+
+    def eager_by_cost(self) -> tuple[collections.Counter[Reason], collections.Counter[Reason]]:
+        """Count the eager calls that cost speed, and those of the normal course."""
+        counts = self.eager.copy()
+        learns = {Reason.OUTPUT_SHAPE_UNKNOWN} - {*self.details}  # these very calls show it
+        costly = collections.Counter({why: count for why, count in counts.items() if why not in _NORMAL | learns})
+        return costly, counts - costly
+
     def padded_lengths(self) -> str:
         """Say how much longer calls became by padding to captured lengths."""
         counts = self.lengths.most_common()  # of a moment: another thread may add one
@@ -246,9 +257,10 @@ class GraphStats:
         for listener in (*_eager_listeners,):
             listener(self.name, reason, detail)
         smaller = reason is Reason.BATCH_TOO_LARGE and (size or 0) < max(self._eager_sizes, default=0)
-        learns = reason in _EXPECTED or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)  # by this very call
+        learns = reason in _NORMAL or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)  # by this very call
         # What is added for a larger batch serves this one, too.
-        self._explain("runs eagerly", reason, self.details.get(reason, detail) if smaller else detail, warn=not learns)
+        kept = self.details.get(reason, detail) if smaller else detail
+        self._explain("runs eagerly", reason, kept, warn=not learns and reason not in _WARNED)
 
     def ran_slower(self, reason: Reason, detail: str) -> None:
         """Count a call that graphs served in a slower way than asked for; the first of each cause is logged."""
@@ -284,6 +296,7 @@ _TOTALS = (
     *(
         "captures",
         "capture_seconds",
+        "proof_seconds",
         "longest_stall",
         "graph_bytes",
         "replays",
@@ -367,13 +380,18 @@ class GraphReport:
         lines += _table([_COLUMNS, *map(_row, graphs)], told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += self.touched
-        for how, counts in (("eager ", stats.eager), ("slower", stats.slower)):
-            why = ((count, reason.value, stats.explained(reason)) for reason, count in counts.most_common())
-            lines += [f"  {how} {count:>5} x {reason}: {text}" for count, reason, text in why]
+        costly, normal = stats.eager_by_cost()
+        for title, counts in (
+            ("eager calls in the normal course", normal),
+            ("eager calls that cost speed", costly),
+            ("calls that graphs served in a slower way", stats.slower),
+        ):
+            why = [(count, reason.value, stats.explained(reason)) for reason, count in counts.most_common()]
+            lines += [f"  {title}:"] * bool(why) + [f"  {count:>5} x {reason}: {text}" for count, reason, text in why]
         lines += [f"  eager calls explained: {explain_command('NAME')}"] * bool(stats.eager or stats.slower)
         lines += [f"  still to run eagerly before replays: {self._shown_ahead()}"] * bool(self.ahead)
-        seconds = sum(graph.proof_seconds for graph in graphs)
-        lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
+        seconds = stats.proof_seconds
+        lines += [f"  proofs took {seconds:.3f} s, including your own eager calls"] if seconds else []
         lines += [
             f"  the longest call that had to capture took {stats.longest_stall:.3f} s"
             + f"; {stats.capture_method} does that before the first call"

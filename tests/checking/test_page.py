@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.doctor.page import amount
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -83,6 +84,49 @@ def test_the_page_has_sizes_padding_better_sizes_steps_reasons_and_failures(
     assert {reason.value for reason in stats.eager} == {"capture_failed", "batch_too_large"} <= set(page.texts)
     assert page.links == []  # the page is read where no site may be reached
     assert "simplegraph explain NAME" in page.texts
+
+
+def test_the_page_says_when_and_with_what_it_was_made_and_which_eager_calls_cost_speed(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """A page that is read a month later, or by somebody else, stands for itself."""
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[2, 4], progress=False)
+    for size in (3, 3, 3, 3, 9, 9):
+        model(torch.zeros(size, 4, device=device))
+    report = model.graph_report()
+    report.save(path := tmp_path / "graphs.html")
+    text = "\n".join(Parts(path.read_text(encoding="utf-8")).texts)
+    assert f"simplegraph {sg.__version__}, torch {torch.__version__}, Python 3." in text
+    assert re.search(r"written 20\d\d-\d\d-\d\d \d\d:\d\d UTC", text)
+    normal = model.graph_stats.eager.total() - 2
+    assert f"\n2\neager calls that cost speed\n{normal}\neager calls in the normal course\n" in text
+    costs = text.index("Eager calls that cost speed")
+    assert costs < text.index("\nbatch_too_large\n") < text.index("Eager calls in the normal course")
+    assert text.index("Eager calls in the normal course") < text.index("\nfirst_call\n")
+    assert f"\n{model.graph_stats.proof_seconds:.2f} s\nproofs\n" in text
+    assert f"\n{model.graph_stats.longest_stall:.2f} s\nthe longest call that had to capture\n" in text
+    assert report.to_dict()["proof_seconds"] == pytest.approx(
+        sum(graph["proof_seconds"] for graph in report.to_dict()["graphs"])
+    )
+
+
+def test_a_measure_stays_on_one_line_with_its_unit(device: torch.device, tmp_path: Path) -> None:
+    """Where many inputs take the page's width, "12.0 KiB" stood on two lines."""
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(torch.zeros(4, 4, device=device))
+    model.graph_report().save(path := tmp_path / "graphs.html")
+    cells = re.findall(r"<td([^>]*)>[\d.,]+ (?:B|KiB|MiB|ms)</td>", path.read_text(encoding="utf-8"))
+    assert cells == [' class="number"'] * 4
+    assert re.search(r"\.number \{[^}]*white-space: nowrap", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (1, "1 B"), (512, "512 B"), (1536, "1.5 KiB"), (2**20, "1.00 MiB"), (5 * 2**29, "2,560.00 MiB")],
+)
+def test_an_amount_of_memory_is_shown_in_a_unit_that_suits_it(count: int, shown: str) -> None:
+    """A capture takes no memory where the pool has room already, as on a GPU: that is not "0.00 MiB"."""
+    assert amount(count) == shown
 
 
 def test_no_sizes_are_proposed_that_save_nothing(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     rows = {"resnet18": measured(guards={"moved_us": 88.04, "settings_us": 2.0}), "8b step": measured()}
     found = {"rows": rows, "machine_info": {"commit": "0123456789", "gpu": {"name": "NVIDIA H200"}}}
     monkeypatch.setattr(latency, "load", lambda file: found)
-    monkeypatch.setattr(latency, "commit", lambda file: "0123456")
-    monkeypatch.setattr(latency, "device_name", lambda file: "H200")
     return found
 
 
@@ -32,12 +30,11 @@ def test_tables_show_what_was_measured_and_leave_out_arms_that_failed(figures: d
     assert "| a decode step of 8 B | 1,466 | 348 | 341 | 252 | 272 |" in told
     assert "| ResNet-18 | 145 | 122 | 178 | 41 | 88.0 | 2.0 |" in told
     assert "| a decode step of 8 B | 145 | 122 | 178 | 41 |  |  |" in told
-    assert told[-1] == "One H200, commit 0123456."
     assert "a bare graph" not in told[0]
 
 
 def test_readmes_table_has_a_column_of_waited_calls_for_the_models_that_have_them(figures: dict[str, Any]) -> None:
-    lines = {line.split(" | ")[0]: line for line in tables.make("readme").splitlines()}
+    lines = {line.split(" | ")[0]: line for line in tables.make("readme").splitlines() if line.startswith("|")}
     assert latency.README_HEAD in lines["| "]
     assert " | 2.93 / 0.69 / 0.68 / 0.54 | " in lines["| ResNet-18"]
     assert len({line.count(" | ") for line in lines.values()}) == 1

@@ -134,7 +134,9 @@ def test_commands_name_modules_that_exist() -> None:
     assert [name for name in ours if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "bench" / "README.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "bench" / "README.md", ROOT / "bench" / "results" / "README.md"], ids=name_of
+)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links(page) if leads_nowhere(page, link)] == []
 
@@ -149,7 +151,7 @@ def test_the_readmes_links_work_wherever_the_sources_are_read() -> None:
 
 
 def test_the_readme_is_short_and_has_the_command_that_ci_runs() -> None:
-    assert len(text_of(README).splitlines()) <= 130
+    assert len(text_of(README).splitlines()) <= 110
     assert re.search(r"^<!-- ci: test -->\n```bash\npip install .* && python -m pytest .*\n```$", text_of(README), re.M)
 
 

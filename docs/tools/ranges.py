@@ -1,0 +1,90 @@
+"""Sentences of the README whose numbers are ranges over all committed runs on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.latency.rows import ROW, WAITED
+from docs.tools import latency
+from docs.tools.optimized import MODELS
+from docs.tools.raw import extra, load, startup
+from docs.tools.wording import NUMBERS, between, bullets, wrapped
+
+# Runs of the models beside eager, and beside a compiler that starts from an empty cache.
+_RUNS = ("headline/models", "h200_optimized")
+_EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
+# Starts of the 8 B shape with 51 sizes on one H200.
+_STARTS = ("headline/startup", "h200_startup", "h200_startup_compiled", "h200_startup_lean")
+
+
+def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the figures of eager, simplegraph and the compiler, of every run and model."""
+    for file in _RUNS:
+        for model in MODELS:
+            if row := load(file)["rows"].get(f"{model} {batch}"):
+                found = row["arms"]
+                yield found["eager"], found["graph"], found["compiled"]
+    if batch == 1:
+        for key in _EARLY:
+            (found,) = extra(f"h200x4_models/models_{key}")["models"].values()
+            yield found["eager"], found["simplegraph"], found["compiled-reduce-overhead"]
+
+
+def _single_calls(figure: str) -> list[float]:
+    """Return how many times longer eager takes, by the file of single calls."""
+    rows = (row["arms"] for text, row in latency.rows().items() if text in MODELS.values())
+    return [arms["eager"][figure] / arms["simplegraph"][figure] for arms in rows]
+
+
+def _ready(arm: str) -> list[float]:
+    found = (startup(file).get(arm) for file in _STARTS)
+    return [run["seconds"]["ready"] for run in found if run]
+
+
+def headline() -> str:
+    """Say how much faster calls are than eager, and how soon they are ready."""
+    alone = {batch: [eager["ms"] / ours["ms"] for eager, ours, _ in arms(batch)] for batch in (1, 8)}
+    alone[1] += _single_calls(ROW)
+    waited = _single_calls(WAITED)
+    every = [pair for batch in (1, 8) for pair in arms(batch)]
+    ours, cold = (between((row[at]["ready_seconds"] for row in every), form) for at, form in ((1, ".1f"), (2, ".0f")))
+    piecewise = {cache: between(_ready(f"compiled-piecewise ({cache})"), ".1f") for cache in ("cold", "warm")}
+    models, timed = NUMBERS[len(MODELS)], NUMBERS[len(waited)]
+    starts = {arm: between(_ready(arm), ".1f") for arm in ("simplegraph", "simplegraph-lazy")}
+    parts = (
+        f"**On an H200, calls of {models} models, from ResNet-18 to DiT-XL/2, are {between(alone[1], '.1f')} times",
+        f"faster than eager at batch 1 and {between(alone[8], '.1f')} times at batch 8, back to back; where each",
+        f"answer is waited for, {between(waited, '.1f')} times at batch 1.** Ranges are over all committed runs;",
+        f"waited-for calls are of {timed} of the models. The fourth call, a replay, is done after {ours} s, with",
+        f"`torch.compile` and a cold cache after {cold} s. An 8 B Llama with 51 batch sizes is ready after",
+        f"{starts['simplegraph']} s with `capture_graphs`, compiled",
+        f"after {piecewise['cold']} s with a cold cache and after {piecewise['warm']} s with a warm one. By default",
+        '(`capture="lazy"`) each size is captured when it first comes: 51 captures take',
+        f"{starts['simplegraph-lazy']} s in all, and requests wait for them.",
+    )
+    return wrapped(" ".join(parts))
+
+
+def losses() -> str:
+    """Say where a compiler and other capture functions are ahead, by the README's table."""
+    rows = [load("headline/models")["rows"][f"{model} 1"]["arms"] for model in MODELS]
+    shorter, ahead = (sum(arms["compiled"]["ms"] < arms[arm]["ms"] for arms in rows) for arm in ("graph", "optimized"))
+    optimized = between(arms["optimized"]["ms"] / arms["compiled"]["ms"] for arms in rows)
+    others = ("make-graphed-callables", "tensordict-cudagraph")
+    ready = between(arms[arm]["ready_seconds"] for arms in rows for arm in others)
+    waited = {text: row["arms"] for text, row in latency.rows().items() if text in MODELS.values()}
+    over = {text: arms["simplegraph"][WAITED] / arms["make-graphed-callables"][WAITED] for text, arms in waited.items()}
+    bert = over.pop("BERT")
+    compiler = (
+        "A graph replays eager's kernels. A compiler fuses kernels, and has the shorter call on",
+        f"{NUMBERS[shorter]} of the {NUMBERS[len(rows)]} models. After [`sg.optimize`](docs/optimize.md) inference",
+        f"takes {optimized} times the compiled call, and the compiler is ahead on {NUMBERS[ahead]}.",
+    )
+    unchecked = (
+        "`make_graphed_callables` and tensordict check nothing and pad nothing. They are ready after",
+        f"{ready} s, and back to back as fast as ours, except with BERT, whose mask they make in every call. Where",
+        f"each answer is waited for, our checks cost time: calls take {between(over.values())} times those of",
+        f"`make_graphed_callables`, with BERT {bert:.2f} times.",
+    )
+    return bullets(" ".join(compiler), " ".join(unchecked))

@@ -1,0 +1,3 @@
+"""The version of the package, which a build reads without importing anything else."""
+
+VERSION = "0.2.0"
