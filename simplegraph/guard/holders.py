@@ -71,6 +71,7 @@ class ValueHolder:
         is_container: the order of keys counts, and of a long one nothing but its length and version.
         is_view: what `find` returns is another object each time.
         owner: returns the object whose attributes `held` is, which may be given others.
+        has_tensors: tensors count by identity, too, which no survey of the module sees.
         cell: of a closure, whose content is the only value, in place of all these.
 
     Attributes:
@@ -89,9 +90,10 @@ class ValueHolder:
         is_container: bool = False,
         is_view: bool = False,
         owner: Callable[[], Any] | None = None,
+        has_tensors: bool = False,
         cell: types.CellType | None = None,
     ) -> None:
-        self.cell = cell
+        self.cell, self.has_tensors = cell, has_tensors
         if cell is not None:
             find, is_view = functools.partial(held_by, cell), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
@@ -148,7 +150,9 @@ class ValueHolder:
             if entry is not NOT_PLAIN:
                 self._kept.append(value)
             elif issubclass(type(value), _ELSEWHERE):
-                continue
+                if not (self.has_tensors and issubclass(type(value), Tensor)):
+                    continue
+                entry = _identity(value)
             elif id(value) in opened:
                 self.inside.append(id(value))
                 entry = class_key(type(value))
@@ -163,9 +167,9 @@ class ValueHolder:
             elif issubclass(type(value), tuple) and (told := _tuple_entry(value)) is not None:
                 entry = told
             else:
-                entry = SameObject(replaced(value))
+                entry = _identity(value)
             at = key if type(key) is str else value_key(key)
-            entries[SameObject(key) if at is NOT_PLAIN else at] = entry
+            entries[_identity(key) if at is NOT_PLAIN else at] = entry
         self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
         self.entries = entries
         self._part = None
@@ -179,6 +183,14 @@ class ValueHolder:
             ordered = [(ORDER, tuple(counted))] * (self.is_container and len(counted) > 1)
             self._part = set(left_out), frozenset((*counted.items(), *ordered))
         return self._part[1]
+
+
+def _identity(value: Any) -> Hashable:
+    """Return what tells an object from all others.
+
+    A tensor is kept alive by the graphs that read it, and a weak reference would keep torch from swapping it.
+    """
+    return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
 
 
 def _length(container: Any) -> int:
@@ -327,6 +339,7 @@ class Holders:
         self.opened |= {id(thing) for thing, _ in found}
         kept = self._kept(found)
         ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and what finds it or its attributes
+        unseen: set[int] = set()  # by surveys of the module: below slots and sets, or where code leads to
         behind: set[int] = set()  # below what leads back to the module, such as a trainer
         for thing, held in found:
             _, above, key, _ = walk.ways[id(thing)]
@@ -342,13 +355,19 @@ class Holders:
             if above in behind:
                 behind.add(id(thing))
             elif kind_of(type(thing)) is object:
-                ways[id(thing)] = name, self._add_object(thing, held, name, names).find
+                holder = self._add_object(thing, held, name, names)
+                ways[id(thing)] = name, holder.find
+                if holder.has_tensors:
+                    unseen.add(id(thing))
                 if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
                     behind.add(id(thing))
             elif not (of_torch or issubclass(type(thing), tuple)):
                 kept_or_found = (thing, None) if id(thing) in kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
-                self._add(ValueHolder(name, *kept_or_found, counts=counts, is_container=True))
+                if names is not None or above in unseen or issubclass(type(thing), set):
+                    unseen.add(id(thing))
+                is_unseen = id(thing) in unseen
+                self._add(ValueHolder(name, *kept_or_found, counts=counts, is_container=True, has_tensors=is_unseen))
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -363,22 +382,24 @@ class Holders:
                 kept.add(id(thing))
         return kept
 
-    def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool]) -> ValueHolder:
+    def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool], *, by_code: bool) -> ValueHolder:
         """Make the holder of an object's attributes, which does not keep the object alive."""
         attributes = own_dict(thing)
+        has_slots = bool(slots_of(type(thing))) or attributes is None
+        make = functools.partial(ValueHolder, name, counts=counts, has_tensors=by_code or has_slots)
         try:
             weakly = weakref.ref(thing, self._gone)
         except TypeError:
-            return ValueHolder(name, find=functools.partial(held_by, thing), counts=counts, is_view=True)
+            return make(find=functools.partial(held_by, thing), is_view=True)
         self.deaths.append(weakly)
-        if slots_of(type(thing)) or attributes is None:
-            return ValueHolder(name, find=functools.partial(_held_by, weakly), counts=counts, is_view=True)
+        if has_slots:
+            return make(find=functools.partial(_held_by, weakly), is_view=True)
         if thing is self._module:
-            self.root = ValueHolder(name, find=functools.partial(_own_attributes, weakly), counts=counts)
+            self.root = make(find=functools.partial(_own_attributes, weakly))
             return self.root
         # A module that is given other attributes is noticed by its tensors.
         owner = None if issubclass(type(thing), nn.Module) else weakly
-        return ValueHolder(name, attributes, counts=counts, owner=owner)
+        return make(held=attributes, owner=owner)
 
     def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
         self._classes[type(thing)] = None
@@ -387,22 +408,22 @@ class Holders:
                 self._functions[id(value)] = value
         skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
         counts = functools.partial(_counts, names, (skipped, self._uncounted))
-        return self._add(self._attributes_of(thing, name, counts))
+        return self._add(self._attributes_of(thing, name, counts, by_code=names is not None))
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
         counts = functools.partial(_is_named, code.names)
         holders = [
-            ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts)
+            ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts, has_tensors=True)
             for kind in code.classes.values()
             if not is_library(kind.__module__)
         ]
         holders += [
-            ValueHolder(str(file.get("__name__")), file, counts=names.__contains__)
+            ValueHolder(str(file.get("__name__")), file, counts=names.__contains__, has_tensors=True)
             for file, names in code.files.values()
         ]
-        holders += [ValueHolder(name, cell=cell) for name, cell in code.cells]
+        holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
         roots = []
         for holder in holders:
             self._add(holder)
