@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ _NOT_CALLED = frozenset(
         *("reduce", "getstate", "setstate", "copy", "deepcopy"),
     )
 )
+_FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
+_METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
+_NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
 
@@ -54,6 +58,17 @@ def names_of(code: types.CodeType) -> CodeNames:
         frozenset(code.co_names).union(texts, *(each.all for each in inner)),
         named.union(*(each.globals for each in inner)),
         values.union(texts, *(each.values for each in inner)),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def only_fills(code: types.CodeType, name: str) -> bool:
+    """True if code only adds to what a global or a variable of a closure holds, such as a log, and never reads it."""
+    inner = (each for each in code.co_consts if issubclass(type(each), types.CodeType))
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_LOADS]
+    loads = [following for step, following in itertools.pairwise(steps) if step.argval == name]
+    return all(step.opname in _METHOD_LOADS and step.argval in _FILLING for step in loads) and all(
+        only_fills(each, name) for each in inner
     )
 
 
@@ -149,7 +164,7 @@ class CodeBelow:
         self._read.add(id(function))
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if not is_library(function.__module__):
+            if not (is_library(function.__module__) or only_fills(code, name)):
                 self.cells.append((f"{function.__qualname__}.{name}", cell))
             self._add(held_by(cell).get("cell_contents"), away)
         if is_library(function.__globals__.get("__name__")) and not is_library(function.__module__):
@@ -180,7 +195,8 @@ class CodeBelow:
                 self._add(value, away + 1)
             elif file is function.__globals__ and name not in names_of(function.__code__).globals:
                 continue  # an attribute of the same name
-            counted.add(name)
+            if not (file is function.__globals__ and only_fills(function.__code__, name)):
+                counted.add(name)
 
 
 def _items_of_table(value: Any) -> Iterable[Any]:

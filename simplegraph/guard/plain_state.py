@@ -24,7 +24,7 @@ _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
 _MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
 _REMEDY = "pass it as a tensor, or keep it in a buffer"
 ABSENT = object()
-Entries = dict[Hashable, Hashable]  # by key, what tells a value from others
+Entries = dict[Hashable, Any]  # by key, what tells a value from others, or what that was and is
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
 
@@ -229,23 +229,34 @@ class PlainState:
 
     def _note(self, changes: Changes) -> None:
         """Note what others changed: places that take many values are let go, or make calls run eagerly."""
-        for place, (before, now) in changes.items():
+        for place, values in self._by_effect(changes).items():
             if place in self._let_go:
                 self._let_go[place] = self._calls
-            effects = self._effects & {place, (place[0], ALL)}
-            self._effects -= effects
-            self._shared |= effects
+                continue
+            if place in self._effects:
+                self._effects.discard(place)
+                self._shared.add(place)
+            before = frozenset((key, change[0]) for key, change in values.items())
+            now = frozenset((key, change[1]) for key, change in values.items())
             seen = self._seen.setdefault(place, {before})
-            if now in seen or place in self._let_go:
+            if now in seen:
                 continue
             seen.add(now)
             if place in self._restless:
                 self._restless[place] = self._calls
             news = self._news.setdefault(place, collections.deque(maxlen=_MOST_VALUES - 1))
-            news.append((self._calls, shown_entry(now)))
+            news.append((self._calls, shown_entry(next(iter(values.values()))[1])))
             if len(news) == _MOST_VALUES - 1 and news[0][0] > self._calls - _WINDOW:
                 (self._restless if self._is_named(place) else self._let_go)[place] = self._calls
         self._leave_out()
+
+    def _by_effect(self, changes: Changes) -> dict[Place, Entries]:
+        """Group changes by place; all of a container is one."""
+        containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
+        grouped: dict[Place, Entries] = {}
+        for (name, key), change in changes.items():
+            grouped.setdefault((name, ALL if name in containers else key), {})[key] = change
+        return grouped
 
     def _count_again(self) -> None:
         """Let places count again that kept their value for long."""
@@ -271,14 +282,12 @@ class PlainState:
 
     def _claim(self, changes: Changes) -> None:
         """Leave out what runs of the module alone change; the key stays the one of the values before."""
-        containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
-        shared = {}
-        for place, change in changes.items():
-            effect = (place[0], ALL) if place[0] in containers else place
-            if effect in self._shared:
-                shared[place] = change
+        shared: Changes = {}
+        for place, values in self._by_effect(changes).items():
+            if place in self._shared:
+                shared |= {(place[0], key): change for key, change in values.items()}
             else:
-                self._effects.add(effect)
+                self._effects.add(place)
         self._note(shared)
 
     def _is_left_out(self, place: Place) -> bool:
@@ -290,4 +299,5 @@ class PlainState:
 
     def _why(self, place: Place) -> str:
         values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
-        return f"{place_name(place)} takes new values all the time ({values}): {_REMEDY}"
+        name = place[0] if place[1] is ALL else place_name(place)
+        return f"{name} takes new values all the time ({values}): {_REMEDY}"

@@ -15,15 +15,15 @@ from tests.distributed.models import SIZES, InPlace, batch, expected
 
 
 class Scaled(InPlace):
-    """The same, times a number in a closure, which no graph looks at."""
+    """The same, times a number in so large an array that no key holds its values."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        scale = [1.0]
+        scale = torch.ones(100).numpy()
         self.scale = lambda: scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale()[0]
+        return super().forward(x) * float(self.scale()[0])
 
 
 def compare_now_and_then(rank: int, size: int) -> dict[str, Any]:
