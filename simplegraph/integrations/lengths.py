@@ -243,7 +243,7 @@ class PaddedCall:
             leaf, pad = leaves[index], self._pads[index]
             more = length - self.length
             if more < 0:
-                leaves[index] = leaf.narrow(dim, 0, length)
+                leaves[index] = leaf.narrow(dim, 0, length).clone()  # without gaps, as calls of that length have it
             elif more:
                 pads = [0, 0] * (leaf.dim() - 1 - dim % leaf.dim()) + [0, more]
                 leaves[index] = F.pad(leaf, pads, value=pad if isinstance(pad, (int, float)) else 0)

@@ -195,7 +195,7 @@ def test_an_expanded_input_that_is_written_is_eagers_with_a_reason(device: torch
         return x * 2
 
     model = graphed(device, write_column, capture_sizes=[4])
-    for turn in range(8):
+    for turn in range(10):
         base = rows(4, device)
         twin, expanded = base.clone(), turn >= first and turn % 2 == 0
         x, other = (t[:, :1].expand(-1, WIDTH) if expanded else t for t in (base, twin))

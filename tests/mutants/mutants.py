@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "sources in static inputs are not copied before they are overwritten",
         "call/plan.py",
-        "(self.inputs.detached(sources) if self.inputs.handed_out else sources), targets",
-        "sources, targets",
+        "own = self.inputs.detached(sources)",
+        "own = sources",
         INPUTS,
     ),
     Mutant(
