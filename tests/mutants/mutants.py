@@ -6,6 +6,7 @@ import dataclasses
 
 STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py", "tests/module/test_stale_doors.py")
 INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
+ARGUMENTS = ("tests/module/test_aliases.py", "tests/module/test_layouts.py")
 FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py", "tests/module/test_effects.py")
 LAZY = ("tests/module/test_lazy_captures.py",)
 UNSEEN = ("tests/module/test_unseen_kernels.py",)
@@ -79,6 +80,34 @@ MUTANTS = [
         "own = self.inputs.detached(sources)",
         "own = sources",
         INPUTS,
+    ),
+    Mutant(
+        "layouts of arguments are not compared before a replay",
+        "call/plan.py",
+        "if leaf.stride() != stride and leaf.stride() not in strides and not _learn_strides(arg, leaf, strides):",
+        "if False:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "which arguments are one tensor is not compared before a replay",
+        "call/plan.py",
+        "return aliases([leaves[at] for at in self._tensors]) == self._aliases",
+        "return True",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "one tensor that is two arguments is taken for two",
+        "call/signature.py",
+        "if same != at and self._rules(name, tensor) == self._rules(other, tensor):",
+        "if False:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "gaps of arguments are closed",
+        "call/inputs.py",
+        "return self.arg.layout.strides(shape, _GAP_BYTES // self.arg.dtype.itemsize)",
+        "return self.arg.layout.strides(shape)",
+        ARGUMENTS,
     ),
     Mutant(
         "what a forward wrote into its inputs is not given to the caller",
