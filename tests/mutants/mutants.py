@@ -24,6 +24,7 @@ EAGER = ("tests/module/test_refusals.py",)
 FLASH = ("tests/attention/backends/test_flash_attention.py",)
 FLASHINFER = ("tests/attention/backends/test_flashinfer.py", "tests/attention/backends/test_builds.py")
 RATES = ("tests/training/test_loaded_rates.py", "tests/training/test_read_rates.py")
+OPTIMIZERS = ("tests/training/test_stale_optimizers.py",)
 PAIRS = ("tests/training/test_forward_backward.py",)
 FOLDED = ("tests/optimizing/test_optimize.py", "tests/optimizing/test_after_training.py")
 AGREED = ("tests/batch/test_dispatch.py",)
@@ -1173,6 +1174,41 @@ MUTANTS = [
         "if rates == self._rates:",
         "if rates[:1] == self._rates[:1]:",
         RATES,
+    ),
+    Mutant(
+        "learning rates of the first group alone stay in a graph",
+        "training/optimizers.py",
+        "if rate != known:",
+        "if mirror is self._mirrored[0][1] and rate != known:",
+        RATES,
+    ),
+    Mutant(
+        "numbers of the first group alone are compared",
+        "training/optimizers.py",
+        "places += [place for place in held.places if",
+        'places += [place for place in held.places if ".param_groups.1." not in place.name and',
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "numbers of a gradient scaler are frozen",
+        "training/optimizers.py",
+        "found = [] if scaler is None else",
+        "found = [] if True else",
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "what has no plain value in an optimizer is not compared",
+        "training/optimizers.py",
+        "self.objects = (*tensors,",
+        "self.objects = () and (*tensors,",
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "what is added to a container of an optimizer is not noticed",
+        "training/held_values.py",
+        "        if now != self._known:\n            self._known = now\n        return self._known\n",
+        "        self._known = self._known or now\n        return self._known\n",
+        OPTIMIZERS,
     ),
     Mutant(
         "learning rates that rose are not written",
