@@ -206,8 +206,8 @@ class Advisor:
 
     def __enter__(self) -> Advisor:
         self._undo = contextlib.ExitStack()
-        patches.replace(nn.Module, "__call__", functools.partial(self._calling, None))
-        self._undo.callback(patches.restore, nn.Module, "__call__")
+        self._replace_calls()
+        self._undo.callback(self._restore_calls)
         harmless_step_hooks.add(self._stepped)  # it does nothing in a step's recording
         self._undo.callback(harmless_step_hooks.discard, self._stepped)
         self._undo.callback(on_eager(self._ran_eagerly))
@@ -219,7 +219,6 @@ class Advisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._restore_methods()
         self._undo.close()
 
     # Calls of modules and of their methods.
@@ -269,12 +268,14 @@ class Advisor:
             self._methods[method] = False
             patches.restore(*method)
 
-    def _restore_methods(self) -> None:
+    def _restore_calls(self) -> None:
+        patches.restore(nn.Module, "__call__")
         for method, watched in self._methods.items():
             if watched:
                 patches.restore(*method)
 
-    def _replace_methods(self) -> None:
+    def _replace_calls(self) -> None:
+        patches.replace(nn.Module, "__call__", functools.partial(self._calling, None))
         for method, watched in self._methods.items():
             if watched:
                 patches.replace(*method, functools.partial(self._calling, method))
@@ -370,15 +371,15 @@ class Advisor:
 
     @contextlib.contextmanager
     def _tries(self) -> Iterator[None]:
-        """Let one thread try at a time, unwatched, and take its time out of the program's."""
+        """Let one thread try at a time, with torch's own calls, and take its time out of the program's."""
         before, _THREAD.inside = _THREAD.inside, self
         started = time.perf_counter()
         try:
             with self._trying:
-                self._restore_methods()
+                self._restore_calls()
                 yield
         finally:
-            self._replace_methods()
+            self._replace_calls()
             self._spent += time.perf_counter() - started
             _THREAD.inside = before
 
