@@ -136,8 +136,9 @@ class Training(Program):
                 nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
 
-    def _update(self, *, fused: bool | None) -> Callable[..., Tensor]:
+    def _update(self, *, graphed: bool) -> Callable[..., Tensor]:
         agent = Agent().to(self.device)
+        fused = True if graphed and self.device.type == "cpu" else None  # as it is told: a GPU needs no such setting
         optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5, fused=fused)
 
         def update(x: Tensor, action: Tensor, before: Tensor, value: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Training(Program):
             optimizer.step()
             return loss
 
-        return sg.train_step(update, optimizers=optimizer, progress=False) if fused else update
+        return sg.train_step(update, optimizers=optimizer, progress=False) if graphed else update
 
     def _batch(self) -> tuple[Tensor, ...]:
         observation, zeros = torch.randn(32, 4, device=self.device), torch.zeros(32, device=self.device)
@@ -161,13 +162,13 @@ class Training(Program):
 
     def plain(self, called: str) -> Call:
         if called == "optimizer.step":
-            return functools.partial(self._update(fused=None), *self._batch())
+            return functools.partial(self._update(graphed=False), *self._batch())
         return functools.partial(self._act, self.agent.get_action_and_value)
 
     def followed(self, called: str) -> Call:
         Distribution.set_default_validate_args(False)
         if called == "optimizer.step":
-            return functools.partial(self._update(fused=True), *self._batch())
+            return functools.partial(self._update(graphed=True), *self._batch())
         return functools.partial(self._act, sg.wrap(self.agent.get_action_and_value, capture_sizes=[4], progress=False))
 
 

@@ -19,8 +19,8 @@ def step_cells(result: Any, batches: Sequence[str] = BATCHES) -> list[str]:
     return [f"{result['step_ms'][batch]:.2f}" for batch in batches]
 
 
-def seconds_cell(result: Any, *path: str) -> str:
+def seconds_cell(result: Any, *path: str, digits: int = 2) -> str:
     """Return the seconds that lie under these names; "" if there are none."""
     for key in path:
         result = result.get(key, {})
-    return f"{result:.2f}" if isinstance(result, float) else ""
+    return f"{result:.{digits}f}" if isinstance(result, float) else ""

@@ -31,7 +31,6 @@ def speculation() -> str:
         "requests_per_second": ("requests/s", 1),
         "ttft_median_ms": ("time to first token, median, ms", 1),
         "tpot_median_ms": ("time per output token, median, ms", 2),
-        "tpot_p99_ms": ("99th percentile", 2),
         "itl_median_ms": ("between rounds, median, ms", 2),
         "itl_p99_ms": ("99th percentile", 2),
         "mean_in_flight": ("requests in flight", 0),

@@ -78,6 +78,7 @@ class AttentionCGSupport(enum.IntEnum):
 
 
 BatchDim = int | Literal["reference"] | None
+LengthDim = int | tuple[int, str]
 PadRule = int | float | bool | Literal["zero", "keep", "repeat-last"]
 
 logger = logging.getLogger("simplegraph")
@@ -100,7 +101,9 @@ class CudaGraphConfig:
         pad_values: argument name -> how padding rows are filled: ``"zero"`` (the default), ``"keep"``
             (not written), ``"repeat-last"``, or a number.
         length_dims: argument name -> dimension of a length, such as samples or frames, that is padded to the next of
-            `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly.
+            `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly. Arguments with
+            lengths of their own have a dimension and a name (``{"clicks": (1, "clicks"), "views": (1, "views")}``);
+            all are padded to what the longest is padded to.
         lengths: the lengths to capture, each with graphs for all batch sizes.
         padding: False serves only batches whose exact size was captured.
         exact_shapes: capture each combination of input shapes by itself, whatever `capture_sizes`; nothing is padded.
@@ -150,7 +153,7 @@ class CudaGraphConfig:
     uniform_query_len: int = 1
     batch_dims: Mapping[str, BatchDim] = dataclasses.field(default_factory=dict)
     pad_values: Mapping[str, PadRule] = dataclasses.field(default_factory=dict)
-    length_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    length_dims: Mapping[str, LengthDim] = dataclasses.field(default_factory=dict)
     lengths: Sequence[int] | None = None
     padding: bool = True
     exact_shapes: bool = False
@@ -305,6 +308,12 @@ def _is_int(value: Any, least: float = -math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_length_dim(value: Any) -> bool:
+    return _is_int(value) or (
+        isinstance(value, tuple) and len(value) == 2 and _is_int(value[0]) and isinstance(value[1], str)
+    )
+
+
 def _are_sizes(value: Any) -> bool:
     listed = isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes))
     return listed and bool(value) and all(_is_int(size, 1) for size in value)
@@ -334,7 +343,7 @@ _KINDS: dict[Any, _Kind] = {
     Mapping[str, BatchDim]: _mapping_to(
         lambda item: item in (None, "reference") or _is_int(item), "a dimension, None or 'reference'"
     ),
-    Mapping[str, int]: _mapping_to(_is_int, "a dimension"),
+    Mapping[str, LengthDim]: _mapping_to(_is_length_dim, "a dimension, or a dimension and the name of the length"),
     Mapping[str, PadRule]: _mapping_to(
         lambda item: isinstance(item, (int, float)) or item in ("zero", "keep", "repeat-last"),
         "'zero', 'keep', 'repeat-last' or a number",

@@ -47,7 +47,7 @@ class CalledLine(NamedTuple):
     @property
     def is_own(self) -> bool:
         """True if it is the user's and in no installed package, so that its functions can be decorated."""
-        return self.is_users and _package_path(self.summary.filename) is None
+        return is_own(self.summary.filename)
 
     @property
     def module(self) -> nn.Module | None:
@@ -252,6 +252,11 @@ def _described(line: traceback.FrameSummary) -> str:
     typed_in = line.filename.startswith("<")
     path = _package_path(line.filename) or (line.filename if typed_in else os.path.relpath(line.filename))
     return f"{path}:{line.lineno} `{source}`"
+
+
+def is_own(filename: str) -> bool:
+    """True for a file that is the user's and in no installed package."""
+    return _is_users(filename) and _package_path(filename) is None
 
 
 @functools.lru_cache(maxsize=4096)

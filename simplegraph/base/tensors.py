@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,26 +52,65 @@ def wait_collectives(value: Any) -> Any:
     return map_leaves(value, lambda leaf: issubclass(type(leaf), kind), operator.methodcaller("wait"))
 
 
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Sort dimensions by falling stride; this keeps ``channels_last`` and its like."""
-    natural = tuple(range(tensor.dim()))
-    strides = tensor.stride()
-    if tensor.is_contiguous():
+class Layout(NamedTuple):
+    """The layout of a tensor's elements, as far as views and results depend on it; not how large its gaps are.
+
+    Attributes:
+        order: its dimensions from largest to smallest stride, for memory formats.
+        gaps: the dimensions whose rows do not follow each other in memory.
+        repeated: those of them whose rows are all the same memory, as `expand` makes them.
+    """
+
+    order: tuple[int, ...]
+    gaps: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()
+
+    def strides(self, shape: Sequence[int], gap: int = 0) -> tuple[int, ...]:
+        """Return the strides of a tensor of this layout whose gaps are of so many elements."""
+        strides, step = [0] * len(shape), 1
+        for dim in reversed(self.order):
+            if gap and dim in self.gaps:
+                step += gap if step > 1 else 1
+            strides[dim] = step
+            step *= max(shape[dim], 1)
+        return tuple(strides)
+
+    def __str__(self) -> str:
+        """Show what differs from a tensor that is contiguous."""
+        order = "" if self.order == tuple(range(len(self.order))) else f" by strides {self.order}"
+        gaps = [dim for dim in self.gaps if dim not in self.repeated]
+        parts = f" with gaps in {tuple(gaps)}" if gaps else ""
+        return f"{order}{parts}" + (f" expanded in {self.repeated}" if self.repeated else "")
+
+
+def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
+    """Find the layout of a tensor.
+
+    The stride of a dimension of one row has no meaning to torch, but in the batch dimension it tells what more rows
+    would look like, so that one row has the layout of several.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    natural = tuple(range(len(shape)))
+    if 0 in shape or strides == Layout(natural).strides(shape):
+        return Layout(natural)
+    if tensor.is_contiguous() and len(natural) in (4, 5):
         # With one channel, or one pixel, images are contiguous either way, and convolutions go by the strides.
-        last = (0, *natural[2:], 1)
-        is_last = len(natural) in (4, 5) and strides == _strides(tensor.shape, last) != _strides(tensor.shape, natural)
-        return last if is_last else natural
-    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
-    return order if tensor.permute(order).is_contiguous() else natural
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dimensions lie in this order, without gaps."""
-    strides, step = [0] * len(shape), 1
+        last = Layout((0, *natural[2:], 1))
+        if strides == last.strides(shape):
+            return last
+    told = [dim for dim in natural if shape[dim] > 1 or dim == batch_dim]
+    # Results of torch's operators are as dense, and in the same order.
+    dense = torch.empty_like(tensor, device="meta").stride()
+    order = sorted(told, key=lambda dim: (-(dense if shape[dim] > 1 else strides)[dim], shape[dim] == 1, dim))
+    gaps, expected = [], 1
     for dim in reversed(order):
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)
+        if strides[dim] != expected:
+            gaps.append(dim)
+        expected = strides[dim] * shape[dim]
+    for dim in natural:  # those of one row keep their places
+        if dim not in told:
+            order.insert(dim, dim)
+    return Layout(tuple(order), tuple(sorted(gaps)), tuple(dim for dim in told if not strides[dim]))
 
 
 def has_address(tensor: Tensor) -> bool:

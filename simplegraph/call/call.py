@@ -32,6 +32,8 @@ from simplegraph.call.inputs import (
     HostInput,
     InputSet,
     TensorArg,
+    aliasable,
+    aliases,
     batch_dim_of,
     overlap,
     overlaps_itself,
@@ -510,6 +512,8 @@ class Refusal:
         self._reader, self._lessons = reader, reader.lessons
         self._grad, self._parameter = _grad_enabled(), _first_parameter(call.module)
         self._expected = list(zip(call.layout.args, map(_form_of, call.leaves), strict=True))
+        self._tensors = aliasable(call.layout.args)
+        self._aliases = aliases([call.leaves[at] for at in self._tensors])
 
     def bind(self, leaves: Sequence[Any]) -> None:
         """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
@@ -519,12 +523,17 @@ class Refusal:
             wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
             if wanting or (self._parameter and _wants_grad(*self._parameter)):
                 return
-        for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
-            if isinstance(arg, ConstantArg):
-                if not arg.holds(leaf):
+        try:
+            for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
+                if isinstance(arg, ConstantArg):
+                    if not arg.holds(leaf):
+                        return
+                elif _form_of(leaf) != form or (arg.address is not None and leaf.data_ptr() != arg.address):
                     return
-            elif _form_of(leaf) != form or arg.address not in (None, leaf.data_ptr()):
+            if len(self._tensors) > 1 and aliases([leaves[at] for at in self._tensors]) != self._aliases:
                 return
+        except RuntimeError:  # tensors inside `vmap` have no address
+            return
         raise CannotBind(*self._why)
 
 
@@ -549,5 +558,5 @@ def _form_of(leaf: Any) -> Any:
     kind = type(leaf)
     if kind in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested
-        return (leaf.dtype, leaf.shape, leaf.stride(), leaf.device) if sized else (leaf.layout, leaf.is_nested)
+        return (kind, leaf.dtype, leaf.shape, leaf.stride(), leaf.device) if sized else (leaf.layout, leaf.is_nested)
     return (kind, id(leaf)) if issubclass(kind, (tuple, list, dict)) else kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from simplegraph.base.extras import static_memory
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import constant_key
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import storage_key
+from simplegraph.base.tensors import Layout, storage_key
 from simplegraph.program.host_modes import HostArguments
 
 _LONGEST_REPR = 40
@@ -33,10 +33,11 @@ class TensorArg:
         name: its dotted name.
         shape: its sizes, with -1 in the batch dimension.
         batch_dim: the batch dimension; None for none; "reference" for one taken by address.
-        order: its dimensions from largest to smallest stride, for memory formats.
-        address: only of a tensor taken by address.
+        layout: how its elements lie.
         pad: how padding rows are filled; None if that was not declared, for zeros.
-        compared: True if the forward asks if it is the very tensor that another argument is.
+        address: only of a tensor taken by address.
+        kind: its class.
+        alias: how it shares another argument's memory, from which it has a static input of its own all the same.
     """
 
     name: str
@@ -44,17 +45,18 @@ class TensorArg:
     device: torch.device
     shape: tuple[int, ...]
     batch_dim: BatchDim
-    order: tuple[int, ...]
+    layout: Layout
     pad: PadRule | None = None
     address: int | None = None
-    compared: bool = False
+    kind: type = Tensor
+    alias: str = ""
 
     def __str__(self) -> str:
         """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
         sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
-        order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
         where = "" if self.address is None else f" at {self.address:#x}"
-        return f"{short_repr(self.dtype)}[{sizes}]{order}{where}"
+        kind = "" if self.kind is Tensor else f" as a {self.kind.__name__}"
+        return f"{short_repr(self.dtype)}[{sizes}]{self.layout}{where}{kind}{self.alias}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +100,14 @@ class HostArg(ConstantArg):
 
 @dataclasses.dataclass(frozen=True)
 class SameArg(ConstantArg):
-    """The very tensor that another argument is, named by `key`, where the forward asks for that."""
+    """The very tensor that another argument is, which `key` names."""
 
     def __str__(self) -> str:
         return f"the tensor {self.key}"
 
     def holds(self, leaf: Any) -> bool:
-        """True; a plan compares all leaves of a call together."""
-        return True
+        """True if a leaf may be that tensor; a plan compares all tensors of a call together."""
+        return type(leaf) in PLAIN_TENSORS and leaf.layout is torch.strided and not leaf.is_nested
 
 
 Arg = TensorArg | ConstantArg
@@ -137,6 +139,7 @@ def _host_key(tensor: Tensor) -> Hashable:
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
+_GAP_BYTES = 64  # between rows of static inputs whose callers' have gaps of any size
 _MAX_VIEWS = 8192  # views that are kept
 
 
@@ -158,14 +161,14 @@ class StaticInput:
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
         self.arg, self.pad = arg, "zero" if arg.pad is None else arg.pad
         self.batched = isinstance(arg.batch_dim, int)
-        self.rows_first = arg.batch_dim == 0 and arg.order[:1] in ((), (0,))
+        self.rows_first = arg.batch_dim == 0 and arg.layout.order[:1] in ((), (0,))
         self.pads_with_number = self.batched and self.pad not in ("keep", "repeat-last")
         self.pad_number: int | float | bool = self.pad if not isinstance(self.pad, str) else 0
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
-            shape = torch.Size([rows if size == -1 else size for size in arg.shape])
-            count = shape.numel() if self._reference is None else 0
+            shape = [rows if size == -1 else size for size in arg.shape]
+            count = _extent(shape, self._strides(shape)) if self._reference is None else 0
             self.buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             from_host = isinstance(arg, HostInput)
             self.host = torch.full_like(self.buffer, self.pad_number, device="cpu") if from_host else None
@@ -174,6 +177,10 @@ class StaticInput:
         # refers to a method of its own is freed when garbage is collected, and buffers are large.
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._passed: dict[tuple[int, int], Tensor] = {}
+
+    def _strides(self, shape: Sequence[int]) -> tuple[int, ...]:
+        # Rows after a gap are as aligned as rows without.
+        return self.arg.layout.strides(shape, _GAP_BYTES // self.arg.dtype.itemsize)
 
     def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
@@ -188,24 +195,25 @@ class StaticInput:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             shape = [padded if size == -1 else size for size in self.arg.shape]
-            ordered = [shape[dim] for dim in self.arg.order]
-            places = [self.arg.order.index(dim) for dim in range(len(shape))]
             with torch.inference_mode(False), torch.no_grad():
-                whole = self.buffer[: torch.Size(shape).numel()].view(ordered).permute(places)
+                whole = self.buffer.as_strided(shape, self._strides(shape))
                 dim = batch_dim_of(self.arg)
                 self._views[key] = whole if dim is None else whole.narrow(dim, start, end - start)
         return self._views[key]
 
     def passed(self, padded: int, end: int) -> Tensor:
-        """View the first rows of what the forward of a captured size is passed."""
+        """View the first rows of what the forward of a captured size is passed, as the class that it is of."""
         part = self.part(padded, 0, end)
-        if self.host is None:
+        if self.host is None and self.arg.kind is Tensor:
             return part
         if (padded, end) not in self._passed:
             with torch.inference_mode(False), torch.no_grad():
                 like = part.shape, part.stride(), part.storage_offset()
-                self._passed[padded, end] = self.host.as_strided(*like)
+                self._passed[padded, end] = self._typed(part if self.host is None else self.host.as_strided(*like))
         return self._passed[padded, end]
+
+    def _typed(self, tensor: Tensor) -> Tensor:
+        return tensor if self.arg.kind is Tensor else nn.Parameter(tensor, requires_grad=False)
 
     def fill_host(self, tensor: Tensor, padded: int) -> None:
         """Let what the forward is passed hold a call's tensor, and padding rows."""
@@ -226,7 +234,10 @@ class StaticInput:
         """
         if self._reference is not None and not reference:
             return self._reference
-        return self.part(padded, 0, end).clone() if self.host is None else self.part(padded, 0, end).cpu()
+        part, like = self.part(padded, 0, end), self.view(end)
+        device = part.device if self.host is None else "cpu"
+        made = torch.empty_strided(like.shape, like.stride(), dtype=part.dtype, device=device)
+        return self._typed(made.copy_(part))
 
     def repeat(self, rows: int, padded: int) -> None:
         """Set padding rows to the real ones, over and over: valid values that are no constant."""
@@ -284,7 +295,7 @@ class InputSet:
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
-        return self.passed(args, lambda each: each.view(padded) if each.host is None else each.passed(padded, padded))
+        return self.passed(args, lambda each: each.passed(padded, padded))
 
     def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
         """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
@@ -329,11 +340,19 @@ class InputSet:
         return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()} | hosts
 
 
-def compared_pairs(args: Sequence[Arg]) -> list[tuple[int, int, bool]]:
-    """List the pairs of arguments that the forward compares by identity, and if they are one tensor."""
-    names = {at: arg.key for at, arg in enumerate(args) if isinstance(arg, SameArg)}
-    names |= {at: arg.name for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.compared}
-    return [(one, other, names[one] == names[other]) for one, other in itertools.combinations(sorted(names), 2)]
+def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return for each tensor the index of the first that is the same, and of the first that begins at its address."""
+    objects: dict[int, int] = {}
+    starts: dict[int, int] = {0: -1}  # the address of all that are empty
+    return [
+        (objects.setdefault(id(tensor), at), starts.setdefault(tensor.data_ptr(), at))
+        for at, tensor in enumerate(tensors)
+    ]
+
+
+def aliasable(args: Sequence[Arg]) -> list[int]:
+    """List the indices of the arguments whose `aliases` are part of the key: tensors that are not told by value."""
+    return [index for index, arg in enumerate(args) if isinstance(arg, (TensorArg, SameArg))]
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
@@ -355,8 +374,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor.shape, tensor.stride()) * tensor.itemsize
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from a tensor's first to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return last + 1 if 0 not in shape else 0
 
 
 class Spans:
@@ -392,7 +416,8 @@ class Slot(NamedTuple):
         shape: None for a constant, which has no address either.
         address: of the static input.
         reference: True for a tensor that is taken by address and never copied.
-        image: True if kernels may go by its memory format (channels_last), so that another needs a graph of its own.
+        kind: its class.
+        strides: those that are known to be of its layout.
     """
 
     view: Any
@@ -403,7 +428,8 @@ class Slot(NamedTuple):
     address: int = 0
     stride: tuple[int, ...] = ()
     reference: bool = False
-    image: bool = False
+    kind: type = Tensor
+    strides: Collection[tuple[int, ...]] = ()
 
     def is_filled_by(self, leaf: Tensor) -> bool:
         """True if a call's tensor is the static input itself, written in place."""
@@ -418,5 +444,8 @@ def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
     view = static.part(padded, 0, rows)
     on_cpu = arg.device.type == "cpu" or isinstance(arg, HostInput)
     address, index = view.data_ptr(), -1 if on_cpu else arg.device.index
-    reference, image = arg.batch_dim == "reference", view.dim() in (4, 5)
-    return Slot(view, arg, view.shape, arg.dtype, index, address, view.stride(), reference, image)
+    reference = arg.batch_dim == "reference"
+    if arg.kind is not Tensor and not reference:
+        view = view.detach()  # a static input that is passed is no parameter
+    stride = view.stride()
+    return Slot(view, arg, view.shape, arg.dtype, index, address, stride, reference, arg.kind, {stride})

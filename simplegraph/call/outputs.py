@@ -169,24 +169,27 @@ class SharedOutputs:
         places = {id(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
         self._given = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
         left = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
-        memory = {storage_key(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
+        memory = {
+            storage_key(passed[at]): at for at, slot in enumerate(slots) if isinstance(slot.arg, TensorArg | HostArg)
+        }
         inside = {index: memory[key] for index in sorted(left) if (key := storage_key(tensors[index])) in memory}
         self._views = [_view_of_input(outputs[index], index, source, slots[source]) for index, source in inside.items()]
         groups = _groups([index for index in sorted(left) if index in cloned], outputs)
         self._groups = [_group(members, outputs) for members in groups]
         self._cloned = sorted(left & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
         self.sources = sorted({source for _, source in self._given} | set(inside.values()))
-        self._strides = [(source, *_dense(slots[source])) for source in self.sources]
+        sources = [(source, slots[source].arg) for source in self.sources]
+        self._hosts = [(source, arg) for source, arg in sources if isinstance(arg, HostArg)]
         self.any = bool(self._repeated or self._given or self._views or self._groups)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why this call's outputs cannot lie in its inputs as the captured ones did, if so.
 
-        An input with gaps is copied into memory without, where ``contiguous`` is the input itself.
+        Of those that are told apart by value, the captured one was a copy without gaps.
         """
-        for source, shape, dense, name in self._strides:
-            if not _same_strides(shape, leaves[source].stride(), dense):
-                return CannotBind(Reason.ALIASED, f"an output may lie in {name}, which is not contiguous")
+        for source, arg in self._hosts:
+            if not _same_strides(arg.leaf.shape, leaves[source].stride(), arg.leaf.stride()):
+                return CannotBind(Reason.ALIASED, f"an output may lie in {arg.name}, which is not contiguous")
         return None
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
@@ -209,27 +212,15 @@ class SharedOutputs:
 
 
 def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View:
-    part: Tensor = slot.arg.leaf if isinstance(slot.arg, HostArg) else slot.view
-    shape, dense, name = _dense(slot)
-    if not _same_strides(shape, part.stride(), dense):
-        raise CannotBind(Reason.ALIASED, f"an output is a view of {name}, padded in an inner dimension")
+    arg = slot.arg
+    part: Tensor = arg.leaf if isinstance(arg, HostArg) else slot.view
+    if isinstance(arg, TensorArg) and not _same_strides(part.shape, part.stride(), arg.layout.strides(part.shape)):
+        why = "which has gaps" if arg.layout.gaps else "padded in an inner dimension"
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {arg.name}, {why}")
     if output.dtype is not part.dtype or _is_lazy(output):
-        raise CannotBind(Reason.ALIASED, f"an output is a view of {name} as another dtype")
+        raise CannotBind(Reason.ALIASED, f"an output is a view of {arg.name} as another dtype")
     offset = int(output.storage_offset() - part.storage_offset())
     return _View(index, source, tuple(output.shape), tuple(output.stride()), offset)
-
-
-def _dense(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Return an input's shape, its strides where it has no gaps, and its name; those of a copy on the CPU."""
-    arg = slot.arg
-    if isinstance(arg, HostArg):
-        return tuple(arg.leaf.shape), tuple(arg.leaf.stride()), arg.name
-    shape, stride = tuple(slot.view.shape), 1
-    strides = [0] * len(shape)
-    for dim in reversed(arg.order if isinstance(arg, TensorArg) else ()):
-        strides[dim] = stride
-        stride *= shape[dim]
-    return shape, tuple(strides), arg.name
 
 
 def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ from torch import Tensor
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import memory_order
+from simplegraph.base.tensors import layout_of
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import (
-    PLAIN_TENSORS,
     HostInput,
     InputSet,
     Spans,
     StaticInput,
-    compared_pairs,
+    TensorArg,
+    aliasable,
+    aliases,
+    batch_dim_of,
     overlap,
     overlaps_itself,
     slot,
@@ -34,6 +37,7 @@ from simplegraph.program.program import Program
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
+_MOST_STRIDES = 64  # that are remembered of a layout with gaps, whose size does not count
 _ALIGNMENT = 64  # bytes: what allocators give at least, and more than any kernel asks for
 
 
@@ -92,8 +96,13 @@ class Plan:
         repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
         self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
         written = call.binding.written
-        self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
-        self._same = compared_pairs(args)
+        self.written_back = [at for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.name in written]
+        self._tensors = aliasable(args)
+        self._aliases = aliases([call.leaves[at] for at in self._tensors])
+        # Else tensors have such aliases only if the copied ones begin at one address.
+        self._shares_memory = any(slot.reference for slot in self.slots) or any(
+            same != at or start not in (at, -1) for at, (same, start) in enumerate(self._aliases)
+        )
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
         # Where eager's copy from the CPU is over when the call returns, so is the replay's.
         self.waits = not hosted.isdisjoint(call.binding.waited)
@@ -123,7 +132,7 @@ class Plan:
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
         self._shares = self._shared.any
-        self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
+        self.guarded = bool(self.written_back or self._shared.sources or self._guards)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._shares
 
@@ -153,9 +162,10 @@ class Plan:
         """Find what has to be copied for this call; None if an argument is unlike the captured one or refused."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
+        starts: set[int] = set()
         try:
             # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-            for leaf, (view, arg, shape, dtype, index, start, stride, reference, image) in zip(  # noqa: B905
+            for leaf, (view, arg, shape, dtype, index, start, stride, reference, kind, strides) in zip(  # noqa: B905
                 leaves, self._bindings
             ):
                 if leaf is view:
@@ -165,28 +175,45 @@ class Plan:
                         return None
                     continue
                 if (
-                    type(leaf) not in PLAIN_TENSORS
+                    type(leaf) is not kind
                     or leaf.dtype is not dtype
                     or leaf.shape != shape
                     or leaf.get_device() != index
                     or (index < 0 and not leaf.is_cpu and not view.is_meta)  # a meta tensor has the index of the CPU's
                 ):
                     return None
-                if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
+                if leaf.stride() != stride and leaf.stride() not in strides and not _learn_strides(arg, leaf, strides):
                     return None
-                if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
+                address = leaf.data_ptr()
+                if address == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
                     continue  # the same memory by another name
                 if reference:
                     return None
+                starts.add(address)
                 sources.append(leaf)
                 targets.append(view)
+            if (self._shares_memory or len(starts) < len(sources)) and not self._has_aliases(leaves):
+                return None
         except RuntimeError:  # a layout without an address, such as sparse
             return None
         if self.guarded and self.refusal(leaves) is not None:
             return None
         if not sources:
             return NOTHING
-        return (self.inputs.detached(sources) if self.inputs.handed_out else sources), targets
+        if self.inputs.handed_out:
+            return self._detached(leaves, sources, targets)
+        return sources, targets
+
+    def _detached(self, leaves: Sequence[Any], sources: list[Tensor], targets: list[Tensor]) -> Copies | None:
+        """Copy the sources that lie in static inputs; None if one is another argument's, which is no alias of it."""
+        own = self.inputs.detached(sources)
+        if any(map(operator.is_not, own, sources)) and not self._has_aliases(leaves):
+            return None
+        return own, targets
+
+    def _has_aliases(self, leaves: Sequence[Any]) -> bool:
+        """True if the same arguments of a call are one tensor, or begin at one address, as in the captured call."""
+        return aliases([leaves[at] for at in self._tensors]) == self._aliases
 
     def load(self, copies: Copies) -> None:
         """Copy the inputs that are not in place, and set padding rows that hold something else."""
@@ -214,8 +241,6 @@ class Plan:
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
-        if any((leaves[one] is leaves[other]) is not same for one, other, same in self._same):
-            return CannotBind(Reason.ALIASED, "the forward asks if they are one tensor")
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
@@ -313,6 +338,16 @@ class Plan:
     def whole(self, result: Any) -> Any:
         """Return what eager's result is compared as with a replay's outputs."""
         return result
+
+
+def _learn_strides(arg: Any, tensor: Tensor, known: set[tuple[int, ...]]) -> bool:
+    """Add a tensor's strides to those known to be of an argument's layout; False if they are not."""
+    if layout_of(tensor, batch_dim_of(arg)) != arg.layout:
+        return False
+    if len(known) >= _MOST_STRIDES:
+        known.clear()
+    known.add(tensor.stride())
+    return True
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

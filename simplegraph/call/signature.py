@@ -18,8 +18,17 @@ from simplegraph.base.errors import ConfigError, InputError, did_you_mean
 from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.objects import class_member
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import memory_order
-from simplegraph.call.inputs import PLAIN_TENSORS, Arg, ConstantArg, HostInput, SameArg, TensorArg, host_arg
+from simplegraph.base.tensors import layout_of
+from simplegraph.call.inputs import (
+    PLAIN_TENSORS,
+    Arg,
+    ConstantArg,
+    HostInput,
+    SameArg,
+    TensorArg,
+    aliases,
+    host_arg,
+)
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.guard.values import PlainValues
 from simplegraph.program.host_modes import HostArguments, used_on_cpu
@@ -73,12 +82,10 @@ class KnownArguments:
     Attributes:
         dims: argument name -> number of dimensions -> batch dimension; other numbers of dimensions are not known.
         pads: argument name -> how padding rows are filled.
-        compared: names of arguments that the forward compares by identity: it computes otherwise if two are one.
     """
 
     dims: Mapping[str, Mapping[int, int | None]] = dataclasses.field(default_factory=dict)
     pads: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    compared: tuple[str, ...] = ()
 
 
 NOTHING_KNOWN = KnownArguments()
@@ -132,7 +139,7 @@ def _attention(module: Any) -> KnownArguments:
     padding = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
     dims: dict[str, Mapping[int, int | None]] = {name: {3: 0 if first.batch_first else 1} for name in sequences}
     dims |= {name: {2: None} for name in shared} | {name: {2: 0} for name in padding}
-    return KnownArguments(dims, compared=("query", "key", "value") if first is module else ())
+    return KnownArguments(dims)
 
 
 _MODULES: dict[type[nn.Module], Callable[[Any], KnownArguments]] = {
@@ -231,21 +238,22 @@ class CallReader:
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
         seen = self._shapes(leaves, spec)
+        shared = self._aliases({names[index]: leaves[index] for index in tensors})
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
             if index in by_value or not issubclass(type(leaf), Tensor):
                 args.append(host_arg(name, leaf) if index in by_value else self._constant(name, leaf))
                 continue
-            first = next((at for at in tensors if leaves[at] is leaf and names[at] in self._known.compared), index)
-            if name in self._known.compared and first < index:
-                args.append(SameArg(name, Tensor, names[first], None))
+            alias = shared.get(name, "")
+            if isinstance(alias, SameArg):
+                args.append(alias)
                 continue
             dim: BatchDim
             if exact:
                 dim = "reference" if self._declared(name, leaf)[1] == "reference" else None
             else:
                 dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
-            args.append(self._tensor(name, leaf, dim, device if index in hosted else None))
+            args.append(self._tensor(name, leaf, dim, device if index in hosted else None, alias))
         return batch, args, self._signature(args, spec, context)
 
     def _is_told_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
@@ -374,9 +382,33 @@ class CallReader:
             raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {shape}, the batch is {batch}")
         return None
 
-    def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim, moved_to: torch.device | None) -> TensorArg:
+    def _aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, SameArg | str]:
+        """Find arguments that are the very tensor that another one is, or begin at its address, by name.
+
+        One that is declared otherwise than the other has a static input of its own, and so has one that is a view.
+        """
+        names = sorted(tensors)  # however they are passed
+        found: dict[str, SameArg | str] = {}
+        for at, (same, start) in enumerate(aliases([tensors[name] for name in names])):
+            name, other, tensor = names[at], names[same], tensors[names[at]]
+            if same != at and self._rules(name, tensor) == self._rules(other, tensor):
+                found[name] = SameArg(name, Tensor, other, None)
+            elif same != at:
+                found[name] = f" that is {other}"
+            elif start not in (at, -1):
+                found[name] = f" that begins where {names[start]} does"
+        return found
+
+    def _rules(self, name: str, tensor: Tensor) -> Hashable:
+        return self._declared(name, tensor), self._pad(name)
+
+    def _pad(self, name: str) -> PadRule | None:
+        return next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
+
+    def _tensor(
+        self, name: str, tensor: Tensor, batch_dim: BatchDim, moved_to: torch.device | None, alias: str
+    ) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
-        pad: PadRule | None = next((self._pads[prefix] for prefix in prefixes(name) if prefix in self._pads), None)
         if batch_dim == "reference" and moved_to is not None:
             raise CannotBind(
                 Reason.WRONG_DEVICE, f"{name} is declared as 'reference' and on the CPU: put it on {moved_to}"
@@ -388,10 +420,11 @@ class CallReader:
             moved_to or tensor.device,
             shape,
             batch_dim,
-            memory_order(tensor),
-            pad,
+            layout_of(tensor, batch_dim if isinstance(batch_dim, int) else None),
+            self._pad(name),
             address,
-            name in self._known.compared,
+            type(tensor),
+            alias,
         )
 
     def _constant(self, name: str, value: Any) -> ConstantArg:

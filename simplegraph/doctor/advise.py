@@ -35,6 +35,7 @@ from simplegraph.batch.planner import plan_sizes
 from simplegraph.doctor.attach import CaptureReading, graph_source
 from simplegraph.doctor.call_sites import Method, Site, find_site
 from simplegraph.doctor.trials import SOON, StepCall, Trial, try_call, try_step
+from simplegraph.guard.torch_state import hindrance
 from simplegraph.manager.stats import counted, on_eager
 
 logger = logging.getLogger("simplegraph")
@@ -205,8 +206,8 @@ class Advisor:
 
     def __enter__(self) -> Advisor:
         self._undo = contextlib.ExitStack()
-        patches.replace(nn.Module, "__call__", functools.partial(self._calling, None))
-        self._undo.callback(patches.restore, nn.Module, "__call__")
+        self._replace_calls()
+        self._undo.callback(self._restore_calls)
         harmless_step_hooks.add(self._stepped)  # it does nothing in a step's recording
         self._undo.callback(harmless_step_hooks.discard, self._stepped)
         self._undo.callback(on_eager(self._ran_eagerly))
@@ -218,7 +219,6 @@ class Advisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._restore_methods()
         self._undo.close()
 
     # Calls of modules and of their methods.
@@ -247,6 +247,10 @@ class Advisor:
         if ranks or _compiled_graphs() > self._compiled:
             self._notes[_RANKS if ranks else _COMPILED] += 1
             return False
+        if (why := hindrance()) is not None:
+            if why[0] is Reason.HOOKS:
+                self._notes[f"not watched, because of {why[1]}; calls: "] += 1
+            return False  # also while a call is traced or transformed, which tells nothing of the program's speed
         return not (_on_gpu() and torch.cuda.is_current_stream_capturing())
 
     def _copies(self, method: Method | None, passed: Any) -> bool:
@@ -264,12 +268,14 @@ class Advisor:
             self._methods[method] = False
             patches.restore(*method)
 
-    def _restore_methods(self) -> None:
+    def _restore_calls(self) -> None:
+        patches.restore(nn.Module, "__call__")
         for method, watched in self._methods.items():
             if watched:
                 patches.restore(*method)
 
-    def _replace_methods(self) -> None:
+    def _replace_calls(self) -> None:
+        patches.replace(nn.Module, "__call__", functools.partial(self._calling, None))
         for method, watched in self._methods.items():
             if watched:
                 patches.replace(*method, functools.partial(self._calling, method))
@@ -358,22 +364,22 @@ class Advisor:
             self._recording = None
             if recorded:
                 with self._tries(), torch.enable_grad():
-                    step.trial = try_step(self._sg, recorded, optimizer)
-                step.more = _step_change(step, recorded[0].site)
+                    step.trial = try_step(self._sg, recorded, optimizer, whole=step.site.direct)
+                step.more = _step_change(step, recorded[0].site) if step.trial.whole else ""
         elif self._recording is None and step.trial is None and step.calls >= _STEPS:
             self._recording = step
 
     @contextlib.contextmanager
     def _tries(self) -> Iterator[None]:
-        """Let one thread try at a time, unwatched, and take its time out of the program's."""
+        """Let one thread try at a time, with torch's own calls, and take its time out of the program's."""
         before, _THREAD.inside = _THREAD.inside, self
         started = time.perf_counter()
         try:
             with self._trying:
-                self._restore_methods()
+                self._restore_calls()
                 yield
         finally:
-            self._replace_methods()
+            self._replace_calls()
             self._spent += time.perf_counter() - started
             _THREAD.inside = before
 
@@ -421,7 +427,12 @@ class Advisor:
         tried = [(one, one.trial.eager_ms) for one in ranked if one.trial is not None and not one.gains_nothing]
         first = [one for one, timed in tried if timed is None or one.saved >= _WORTH * span]
         notes = [f"{note}{count:,}" for note, count in self._notes.most_common()]
-        found = [*map(str, first), *notes, *(str(one) for one in ranked if one not in first)]
+        rest = [str(one) for one in ranked if one not in first and one.trial is not None]
+        few: dict[tuple[str, str], Watched] = {}  # many modules may be called at one line, each a few times
+        for one in (one for one in ranked if one.trial is None):
+            alike = few.setdefault((one.name, str(one.site)), dataclasses.replace(one, calls=0))
+            alike.calls += one.calls
+        found = [*map(str, first), *notes, *rest, *map(str, few.values())]
         nothing = "no torch.nn.Module was called in this process: to functions of tensors, sg.wrap gives graphs, too"
         return found or [nothing]
 

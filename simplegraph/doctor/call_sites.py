@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import linecache
 import os
-import sysconfig
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from simplegraph.base.failures import is_own
+
 _OWN, _TORCH = (str(Path(file).parent.resolve()) + os.sep for file in (Path(__file__).parent, torch.__file__))
-_INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib"))
 _DOORS = (_OWN + "__main__.py", str(Path(__file__).parent) + os.sep)
 
 
@@ -70,7 +70,7 @@ def find_site(frame: types.FrameType | None) -> Site | None:
     ]
     if not others:
         return None
-    users = next((each for each in others if not each.f_code.co_filename.startswith(_INSTALLED)), others[0])
+    users = next((each for each in others if is_own(each.f_code.co_filename)), others[0])
     codes = {each.f_code: each.f_lineno for each in reversed(others)}
     scaled, direct = any("grad_scaler" in file for file in files), users is others[0]
     methods = [method for each in others if (method := _method(each)) is not None]

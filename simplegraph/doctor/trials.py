@@ -49,6 +49,7 @@ class Trial:
         problem: what is in the way of a graph; empty if one serves.
         way: the change to make, with "{0}" for what is called, "{1}" for settings of `wrap`, and "{2}" for the module
             whose method is called.
+        whole: False for a training step whose forward and backward are graphs, and the rest of it is not.
     """
 
     eager_ms: float | None = None
@@ -58,6 +59,7 @@ class Trial:
     launches: int = 0
     problem: str = ""
     way: str = ""
+    whole: bool = True
 
     @property
     def gain(self) -> float | None:
@@ -269,18 +271,19 @@ def _try_call(
     return trial
 
 
-def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
-    """Try one graph for a training step, on copies: forwards, the backward of the sum of their results, the optimizer.
+def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole: bool) -> Trial:
+    """Try graphs for a training step, on copies: forwards, the backward of the sum of their results, the optimizer.
 
     Args:
         sg: this package.
         calls: those of modules in a step.
         optimizer: whose step it is.
+        whole: try one graph; graphs of forward and backward are tried if it is False, or if there can be none.
     """
-    return _validated_or_not(functools.partial(_try_step, sg, calls, optimizer))
+    return _validated_or_not(functools.partial(_try_step, sg, calls, optimizer, whole=whole))
 
 
-def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial:
+def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole: bool) -> Trial:
     trial = Trial()
     with trying(trial):
         recorded = [call[:-1] for call in calls]
@@ -298,13 +301,18 @@ def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer) -> Trial
             own.step()
 
         observe(trial, step, (own_calls, own))
-        _measure_step(sg, trial, step, own)
+        found = trial
+        if whole:
+            _measure_step(sg, trial, step, own)
         if "pass fused=True" in trial.problem:
             groups = [{"params": group["params"]} for group in own.param_groups]
             own = type(own)(groups, **own.defaults | {"foreach": None, "fused": True})
-            again = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
-            _measure_step(sg, again, step, own)
-            trial = again
+            trial = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
+            _measure_step(sg, trial, step, own)
+        if (trial.problem or not whole) and not any(call.method for call in calls):
+            parts = dataclasses.replace(found, problem="", whole=False)
+            _measure_parts(sg, parts, step, own_calls)
+            trial = trial if parts.problem and whole else parts
     return trial
 
 
@@ -314,3 +322,16 @@ def _measure_step(sg: Any, trial: Trial, step: Callable[[], None], optimizer: Op
         measure(trial, graphed, lambda: [graphed.graph_stats])
     finally:
         graphed.reset_graphs()
+
+
+def _measure_parts(sg: Any, trial: Trial, step: Callable[[], None], calls: list[Any]) -> None:
+    """Measure a step whose modules have graphs of their forward and backward; they take the modules' place in it."""
+    wrapped = {id(module): sg.wrap(module, training=True, progress=False) for module, *_ in calls}
+    names = ", ".join(f"<{name}>" for name in dict.fromkeys(type(module).__name__ for module, *_ in calls))
+    trial.way = f"wrap what the step calls, {names}: model = sg.wrap(model, training=True)"
+    calls[:] = [(wrapped[id(module)], *rest) for module, *rest in calls]
+    try:
+        measure(trial, step, lambda: [each.graph_stats for each in wrapped.values()])
+    finally:
+        for each in wrapped.values():
+            each.reset_graphs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,14 @@ class LengthProofs:
         return before
 
 
+Lengths = tuple[int, ...]  # of a call, by the names of its lengths
+
+
+def said_of(lengths: Lengths, padded: int) -> str:
+    """Say from what to what a call is padded."""
+    return f"from {' and '.join(map(str, lengths))} to {padded}"
+
+
 class SizeRule:
     """Predicts a size of an output from the length, as pairs that were seen tell: ``(length - a) // stride + 1``.
 
@@ -73,11 +82,18 @@ class SizeRule:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
+        self._changed = False  # a length has had two sizes
 
     def learn(self, length: int, size: int) -> None:
         """Remember the size at a length."""
+        self._changed = self._changed or self._seen.get(length, size) != size
         if len(self._seen) < _MAX_LENGTHS or self.predict(length) not in (None, size):
             self._seen[length] = size
+
+    @property
+    def fits(self) -> bool:
+        """True if the sizes that were seen may follow this length."""
+        return not self._changed and any(_window(stride, self._seen, self._seen) for stride in range(1, _MAX_STRIDE))
 
     def predict(self, length: int) -> int | None:
         """Return the size at a length; None if it does not follow from what was seen."""
@@ -88,14 +104,18 @@ class SizeRule:
         return _fitting(length, self._seen, self._seen) if follows else None
 
 
+def _window(stride: int, known: Collection[int], sizes: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the least and the largest first window with which a stride fits sizes at known lengths, if it does."""
+    least = max((at - sizes[at] * stride + 1 for at in known), default=0)
+    most = min((at - (sizes[at] - 1) * stride for at in known), default=0)
+    return (least, most) if least <= most else ()
+
+
 def _fitting(length: int, known: Collection[int], sizes: Mapping[int, int]) -> int | None:
     """Return the one size at a length that fits the sizes at known ones; None if none does, or several."""
     found: set[int] = set()
     for stride in range(1, _MAX_STRIDE) if known else ():
-        least = max(at - sizes[at] * stride + 1 for at in known)
-        most = min(at - (sizes[at] - 1) * stride for at in known)
-        if least <= most:
-            found |= {(length - least) // stride + 1, (length - most) // stride + 1}
+        found |= {(length - first) // stride + 1 for first in _window(stride, known, sizes)}
         if len(found) > 1:
             return None
     return found.pop() if found else None
@@ -113,13 +133,14 @@ class OutputLengths:
 
     def __init__(self, verify: int) -> None:
         self.proofs = LengthProofs(verify)
-        self._sizes: dict[tuple[int, int], SizeRule] = collections.defaultdict(SizeRule)  # by output and dimension
+        # By output and dimension, for each of the lengths that it may follow.
+        self._sizes: dict[tuple[int, int], list[SizeRule]] = {}
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
         self._notes: set[str] = set()
-        self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
-        self._compared: set[int] = set()
-        self._least: dict[int, int] = {}  # by captured length, the least length that was compared with it
+        self._known: dict[Lengths, dict[tuple[int, int], int]] = {}
+        self._compared: set[Lengths] = set()
+        self._least: dict[int, Lengths] = {}  # by captured length, the least ones that were compared with it
         self._refusal: CannotBind | None = None
 
     def check(self) -> None:
@@ -131,38 +152,46 @@ class OutputLengths:
         """Let such calls run as they are from now on."""
         self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
 
-    def sizes(self, length: int, padded: int) -> dict[tuple[int, int], int] | None:
+    def sizes(self, lengths: Lengths, padded: int) -> dict[tuple[int, int], int] | None:
         """Return the sizes that padding changes, by output and dimension; None if they are not known.
 
         What did not grow between a shorter length and the captured one does not grow from this one on, either.
         """
-        known = len(self._compared) >= _COMPARED or length in self._compared
-        if not known or length < self._least.get(padded, length + 1):
+        known = len(self._compared) >= _COMPARED or lengths in self._compared
+        if not known or padded not in self._least or any(map(operator.lt, lengths, self._least[padded])):
             return None
-        if length not in self._known:
-            found = {at: self._sizes[at].predict(length) for at in self._grown}
+        if lengths not in self._known:
+            found = {at: self._predict(at, lengths) for at in self._grown}
             sizes = {at: size for at, size in found.items() if size is not None}
             if len(sizes) < len(found):
                 return None
             if len(self._known) >= _MAX_LENGTHS:
                 self._known.clear()
-            self._known[length] = sizes
-        return self._known[length]
+            self._known[lengths] = sizes
+        return self._known[lengths]
 
-    def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
+    def _predict(self, at: tuple[int, int], lengths: Lengths) -> int | None:
+        """Return a size; None if it is not known, or if the lengths that it may follow do not agree on it."""
+        rules = list(zip(self._sizes[at], lengths, strict=True))
+        found = {rule.predict(length) for rule, length in rules if len(rules) == 1 or rule.fits}
+        return found.pop() if len(found) == 1 else None
+
+    def learn(self, lengths: Lengths, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
         """Learn from what one call as it is, and padded, returned and left."""
-        leaves, others, said = run.leaves, padded_run.leaves, f"from {length} to {padded}"
+        leaves, others, said = run.leaves, padded_run.leaves, said_of(lengths, padded)
         refusal = unlike_outputs(run, padded_run, said)
         if refusal is not None:
             self._refusal = refusal
             return
         for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
             self._grown |= {(index, dim) for dim in grown_dims(leaf, other)}
-            for seen, output in ((length, leaf), (padded, other)):
+            for seen, output in ((lengths, leaf), ([padded] * len(lengths), other)):
                 for dim, size in enumerate(output.shape if isinstance(output, Tensor) else ()):
-                    self._sizes[index, dim].learn(seen, size)
+                    rules = self._sizes.setdefault((index, dim), [SizeRule() for _ in lengths])
+                    for rule, length in zip(rules, seen, strict=True):
+                        rule.learn(length, size)
         self._known.clear()
-        self._least[padded] = min(length, self._least.get(padded, length))
+        self._least[padded] = tuple(map(min, lengths, self._least.get(padded, lengths)))
         found = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
         served = self.proofs.compared(padded)
         if found is not None and served:
@@ -176,11 +205,11 @@ class OutputLengths:
         if found is not None:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
         if not otherwise and not padded_run.notes:  # once may be a cache that grew, or the first run of all
-            self._compared.add(length)
+            self._compared.add(lengths)
 
 
 class PaddedCall:
-    """A call, read: its leaves, its rows, its length and the captured length that it is padded to, 0 if none holds it.
+    """A call, read: its leaves, its rows, its lengths and the captured one that they are padded to, 0 if there is none.
 
     Args:
         leaves, names, spec: of the call.
@@ -188,7 +217,7 @@ class PaddedCall:
         reader: finds the batch size.
 
     Raises:
-        CannotBind: it has no length, several, or no rows.
+        CannotBind: it has no length, several of one name, or no rows.
     """
 
     def __init__(
@@ -196,18 +225,22 @@ class PaddedCall:
     ) -> None:
         self.leaves, self.spec = leaves, spec
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
-        self.dims = {index: dim for index, leaf, dim in named if dim is not None and issubclass(type(leaf), Tensor)}
+        tensors = [each for each in named if each[2] is not None and issubclass(type(each[1]), Tensor)]
+        places = {index: dim if isinstance(dim, tuple) else (dim, "") for index, _, dim in tensors}
+        self.dims = {index: dim for index, (dim, _) in places.items()}
         for index, dim in self.dims.items():
             if not -leaves[index].dim() <= dim < leaves[index].dim():
                 shape = tuple(leaves[index].shape)
                 raise InputError(f"length_dims[{names[index]!r}] is {dim}, but {names[index]} has shape {shape}.")
         self._pads = {index: _declared(config.pad_values, names[index]) for index in self.dims}
-        lengths = {leaves[index].shape[dim]: names[index] for index, dim in self.dims.items()}
-        if len(lengths) != 1:
-            said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
+        lengths = {(name, leaves[index].shape[dim]): names[index] for index, (dim, name) in places.items()}
+        by_name = dict(sorted(lengths))
+        if len(by_name) != max(len(lengths), 1):
+            said = ", ".join(f"{name} of {length}" for (_, length), name in lengths.items())
             given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
             raise CannotBind(Reason.BATCH_MISMATCH, said or given)
-        self.length = next(iter(lengths))
+        self.lengths = tuple(by_name.values())
+        self.length = max(self.lengths)
         self.padded = next((length for length in config.lengths or () if length >= self.length), 0)
         device = device_of(leaves)
         on_device = (at for at, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor) and leaf.device == device)
@@ -233,17 +266,23 @@ class PaddedCall:
 
     def _one_of(self, index: int, leaf: Tensor) -> tuple[bool, ...]:
         """Tell which dimensions have one item: what mixes rows and length is right for one row."""
-        length = self.dims[index] % leaf.dim() if index in self.dims else -1
+        length = self.dims[index] % leaf.dim() if index in self.dims and self.lengths[1:] == () else -1
         return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments as they are."""
+        args, kwargs = self.spec.unflatten(list(self.leaves))
+        return args, kwargs
+
     def at(self, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with another length: padded, or cut."""
+        """Return the arguments with all lengths of this: padded, or cut."""
         leaves = list(self.leaves)
         for index, dim in self.dims.items():
             leaf, pad = leaves[index], self._pads[index]
-            more = length - self.length
+            more = length - leaf.shape[dim]
             if more < 0:
-                leaves[index] = leaf.narrow(dim, 0, length)
+                leaves[index] = leaf.narrow(dim, 0, length).clone()  # without gaps, as calls of that length have it
             elif more:
                 pads = [0, 0] * (leaf.dim() - 1 - dim % leaf.dim()) + [0, more]
                 leaves[index] = F.pad(leaf, pads, value=pad if isinstance(pad, (int, float)) else 0)
@@ -275,7 +314,7 @@ class LengthBuckets:
             return server.call(module, args, kwargs)  # which says why it runs eagerly
         try:
             call = self._read(module, args, kwargs)
-            if call.length == call.padded:
+            if set(call.lengths) == {call.padded}:
                 _count(server.stats.lengths, call)
                 return server.call(module, args, kwargs)
             rule = self._rule(call.kind)
@@ -284,7 +323,7 @@ class LengthBuckets:
             server.stats.name = module._get_name()
             server.stats.ran_eagerly(error.reason, error.detail)
             return invoke(module, args, kwargs)
-        sizes = rule.sizes(call.length, call.padded)
+        sizes = rule.sizes(call.lengths, call.padded)
         if sizes is None or rule.proofs.due(call.padded):
             return self._learn(server, rule, call, module, Reason.FIRST_CALL if sizes is None else Reason.PROOF)
         _count(server.stats.lengths, call)
@@ -324,21 +363,22 @@ class LengthBuckets:
     def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         device, at = server.device_for(module, call.leaves), call.at(call.padded)
+        said = said_of(call.lengths, call.padded)
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(why, size=call.rows)
         try:
             padded = rehearse(module, functools.partial(invoke, module, *at), flatten(at)[0], device)
         except Exception as error:
-            rule.refuse(f"from {call.length} to {call.padded}, it fails with {type(error).__name__}: {error}")
-            return invoke(module, *call.at(call.length))
+            rule.refuse(f"{said}, it fails with {type(error).__name__}: {error}")
+            return invoke(module, *call.arguments)
         again = flatten(call.at(call.padded))[0]
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
-        run = observe_run(module, functools.partial(invoke, module, *call.at(call.length)), device)
-        rule.learn(call.length, call.padded, run, padded)
+        run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
+        rule.learn(call.lengths, call.padded, run, padded)
         found = "it writes to an argument that has the length" if written else None
         found = found or unlike_effects(run, padded, chooses=call.declares_values)
         if found is not None:
-            rule.refuse(f"from {call.length} to {call.padded}, {found}")
+            rule.refuse(f"{said}, {found}")
         return run.outputs
 
 

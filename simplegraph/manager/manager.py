@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base import extras
-from simplegraph.base.config import AttentionCGSupport, BatchDim, CudaGraphConfig, CudaGraphMode, PadRule
+from simplegraph.base.config import AttentionCGSupport, BatchDim, CudaGraphConfig, CudaGraphMode, LengthDim, PadRule
 from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError, refuse_inside_capture
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.reasons import Reason
@@ -54,7 +54,7 @@ class CudaGraphSettings(TypedDict, total=False):
     uniform_query_len: int
     batch_dims: Mapping[str, BatchDim]
     pad_values: Mapping[str, PadRule]
-    length_dims: Mapping[str, int]
+    length_dims: Mapping[str, LengthDim]
     lengths: Sequence[int] | None
     padding: bool
     exact_shapes: bool

@@ -25,7 +25,7 @@ from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, KnownCalls, Refusal, invoke
-from simplegraph.call.signature import device_of
+from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
@@ -425,7 +425,7 @@ class GraphRunner:
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
         if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
-            self._make_room(builder, module, size)
+            self._make_room(builder, module, size, layout.binding.signature)
         known.use(layout)
         return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, known.plain)
 
@@ -442,11 +442,12 @@ class GraphRunner:
             raise CannotBind(Reason.GRAD, argument if any_requires_grad(leaves) else "")
         return None
 
-    def _make_room(self, builder: GraphBuilder, module: Any, size: int) -> None:
+    def _make_room(self, builder: GraphBuilder, module: Any, size: int, signature: Signature) -> None:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
         if self.config.on_too_many_signatures == "eager" and not self._known.is_outdated(module):
-            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
+            unlike = "; ".join(differences(self._known.layouts[0].binding.signature, signature))
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known; {unlike}", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
         self.stats.flushes += 1

@@ -10,4 +10,5 @@ recording    the runs of both as they are captured
 notes        what eager calls and their backwards showed
 gradients    what leads to gradients, and where those of a step lie
 optimizers   optimizers in a captured step
+held_values  the plain values that optimizers and scalers hold
 """

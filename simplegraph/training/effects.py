@@ -24,21 +24,28 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
-from simplegraph.guard.functions import CodePlace, FunctionModule
+from simplegraph.guard.functions import CodePlace, FunctionModule, Reach
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.snapshot import restore
 from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
+from simplegraph.training.held_values import Entries, Lengths, users_functions
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
 _STEP_HOOKS = _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks
 
 
 class StepState(NamedTuple):
-    """The Python state in a step's key: values that it and its optimizers read, which gradients and hooks there are."""
+    """The Python state in a step's key.
+
+    Attributes:
+        values: plain values that it and its optimizers read; objects: what else optimizers hold.
+        gradients: which there are; hooks: likewise.
+    """
 
     values: Hashable
+    objects: Hashable
     gradients: Hashable
     hooks: Hashable
 
@@ -178,6 +185,7 @@ class StepModule(FunctionModule):
     ) -> None:
         super().__init__(function)
         self.step = StepEffects(optimizers, scaler, modules)
+        self._optimizer_reach = Reach()
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
@@ -208,8 +216,10 @@ class StepModule(FunctionModule):
         modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
         places = self._reach.find([self._function, *step.hooks()])
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
-        states = step.optimizers.look()
-        restore(step.held, {place.name: place.value for place in states if not issubclass(type(place.value), ATOMS)})
+        states = step.optimizers.look(step.scaler)
+        places += self._optimizer_reach.find(users_functions(states))
+        held = (place for place in states if type(place.holder) not in (Entries, Lengths))
+        restore(step.held, {place.name: place.value for place in held if not issubclass(type(place.value), ATOMS)})
         return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
 
     def _may_hold(self, place: CodePlace) -> bool:
@@ -218,9 +228,10 @@ class StepModule(FunctionModule):
     def resolve(self) -> None:
         super().resolve()
         step, values = self.step, [place.value for place in self.values.places]
-        step.scaler = step.scaler or next(
-            (each for each in values if issubclass(type(each), torch.amp.GradScaler)), None
-        )
+        found = (each for each in values if issubclass(type(each), torch.amp.GradScaler))
+        if step.scaler is None and (scaler := next(found, None)) is not None:
+            step.scaler = scaler
+            super().resolve()
         step.optimizers.check(values, step.scaler)
         own = [*step.optimizers.parameters, *self.parameters(), *step.found]
         step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
@@ -240,7 +251,7 @@ class StepModule(FunctionModule):
             raise CannotBind(Reason.UNTRAINABLE, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return StepState(super().state(), step.gradients.state(), step.hook_ids())
+        return StepState(super().state(), step.optimizers.objects, step.gradients.state(), step.hook_ids())
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -250,7 +261,7 @@ class StepModule(FunctionModule):
 
     def is_over(self, context: Any) -> bool:
         """True if it, or its optimizers, read other values by now, such as the next epoch's weight decay."""
-        return isinstance(context[1], StepState) and context[1].values != self.values.key
+        return isinstance(context[1], StepState) and context[1][:2] != (self.values.key, self.step.optimizers.objects)
 
     def with_effects(self, whole: Any) -> Any:
         left, self.step.left = self.step.left, None

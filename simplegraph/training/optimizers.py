@@ -9,8 +9,9 @@ with other ones is captured anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,11 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import outside_modes
+from simplegraph.base.objects import class_member
 from simplegraph.base.tensors import is_wrapper
 from simplegraph.guard.code_below import CodeNames
 from simplegraph.guard.functions import Attributes, CodePlace
-from simplegraph.program.snapshot import ABSENT, is_same
+from simplegraph.program.snapshot import ABSENT, is_same, restore
 from simplegraph.training.gradients import noted_calls
+from simplegraph.training.held_values import MAX_HELD, HeldValues, numbers_of_state
 
 logger = logging.getLogger("simplegraph")
 
@@ -42,6 +45,7 @@ _REFUSED = {
 }
 _UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
+_READ = frozenset({"param_groups", "grad_scale", "found_inf"})  # by optimizers of torch's own
 _WHOLE_GROUP = frozenset({"items", "values", "copy", "deepcopy", "dict"})  # code that names these reads all of a group
 
 
@@ -55,6 +59,7 @@ class StepOptimizers:
         refusal: why no graph can hold a step with them; empty if one can.
         stepped: True once one stepped in a step.
         rates_read: the step's own code may read learning rates, so that these are part of the key.
+        objects: which tensors optimizers and scaler hold, by name, and what has no plain value: a part of the key.
 
     Raises:
         ConfigError: something is no optimizer, or only wraps one.
@@ -75,6 +80,8 @@ class StepOptimizers:
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []
         self.refusal = self.scheduled = ""
+        self.objects: tuple[Hashable, ...] = ()
+        self._step_names = frozenset[str]()  # by the step's own code
         self.stepped = self.rates_read = self._rate_returned = False
         for each in self.all:
             _prepare(each)
@@ -124,13 +131,13 @@ class StepOptimizers:
         """
         groups = [group for each in self.all for group in each.param_groups]
         held = {*map(id, groups), *(id(each.param_groups) for each in self.all)}
+        self._step_names = frozenset[str]().union(*(names.all for names in codes))
         parts = (part for value in values for part in (value, *(value if type(value) in (list, tuple) else ())))
-        every = frozenset[str]().union(*(names.all for names in codes))
         leading = [names.all for names in codes if "param_groups" in names.all]
-        leading += [every] if any(id(part) in held for part in parts) else []
+        leading += [self._step_names] if any(id(part) in held for part in parts) else []
         others = frozenset(key for group in groups for key in group if key != "lr")
         # Code that names other keys alone, such as that of the parameters to clip, reads no rate.
-        named = bool(leading) and "lr" in every
+        named = bool(leading) and "lr" in self._step_names
         self.rates_read = named or any(not names & others or names & _WHOLE_GROUP for names in leading)
         self.rates_read = self.rates_read or self._rate_returned
 
@@ -141,27 +148,43 @@ class StepOptimizers:
 
     # The learning rates on the device.
 
-    def look(self) -> list[CodePlace]:
-        """Find the groups again, and which learning rates are on the device; list what else steps read by its place."""
-        places = []
+    def look(self, scaler: Any = None) -> list[CodePlace]:
+        """Find the groups again, and which learning rates are on the device; list what else steps read by its place.
+
+        Args:
+            scaler: the gradient scaler that the step calls, if any.
+        """
         self._mirrored = []
         self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
+        found = [] if scaler is None else [HeldValues("scaler", scaler, lambda key: key not in _OWN)]
+        places, unread = [], dict[int, set[str]]()
         for number, each in enumerate(self.all):
-            own: dict[str, Any] = {"state": vars(each), "param_groups": vars(each), "step": Attributes(each)}
-            places += [CodePlace(f"optimizers.{number}.{key}", held, key, held[key]) for key, held in own.items()]
+            name = f"optimizers.{number}"
             for index, group in enumerate(each.param_groups):
                 mirror = self._mirror(each, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
                 followed = mirror is not None or _named(each) in _FIRST_RATE
-                unread = {"lr"} if followed and not self.rates_read else set()
-                name = f"optimizers.{number}.param_groups.{index}"
-                for key in [key for key in group if key not in _UNREAD | unread]:
-                    places.append(CodePlace(f"{name}.{key}", group, key, group[key]))
-                    if isinstance(group[key], (tuple, list)) and key != "params":
-                        items = enumerate(group[key])
-                        places += [CodePlace(f"{name}.{key}.{at}", group[key], at, value) for at, value in items]
+                unread[id(group)] = {*_UNREAD, *(("lr",) if followed and not self.rates_read else ())}
+            apart = {id(group["params"]) for group in each.param_groups}
+            found.append(HeldValues(name, each, functools.partial(self._counts, each), apart))
+            own: dict[str, Any] = {"state": vars(each), "step": Attributes(each)}
+            places += [CodePlace(f"{name}.{key}", holder, key, holder[key]) for key, holder in own.items()]
+            places += numbers_of_state(f"{name}.state", each.state)
+        for held in found:
+            if not held.is_complete:
+                self.refusal = self.refusal or f"{held.name} leads to more than {MAX_HELD} containers and objects"
+            places += [place for place in held.places if place.key not in unread.get(id(place.holder), ())]
+        tensors = (place.name for place in places if isinstance(place.value, Tensor))
+        self.objects = (*tensors, *(each for held in found for each in held.objects))
         self._rates = [float("nan")] * len(self._mirrored)
         return places
+
+    def _counts(self, owner: optim.Optimizer, key: str) -> bool:
+        """True if steps may read an attribute of an optimizer: of a class of torch's own only those that code names."""
+        if key in _OWN or key == "state" or key.endswith("_hooks"):  # looked at by themselves
+            return False
+        named = key in _READ or key in self._step_names or class_member(type(owner), key) is not None
+        return named or not _named(owner)
 
     def _mirror(self, owner: optim.Optimizer, group: Group, place: tuple[int, int]) -> Tensor | None:
         """Return the tensor that stands for a group's learning rate; None if the number itself is used.
@@ -315,7 +338,8 @@ def _prepare(owner: optim.Optimizer) -> None:
 # What a step changes in Python.
 
 _SCALER_STATES = "_per_optimizer_states"
-_OWN = frozenset({_SCALER_STATES, "_opt_called"})  # changed by every step, and of no consequence
+# Changed by steps, and of no consequence.
+_OWN = frozenset({_SCALER_STATES, "_opt_called", "_warned_capturable_if_run_uncaptured"})
 
 
 @contextlib.contextmanager
@@ -344,8 +368,7 @@ def kept_python(optimizers: Sequence[optim.Optimizer], scaler: Any) -> Iterator[
         yield changed
     finally:
         for _, held, before in dicts:
-            held.clear()
-            held.update(before)
+            restore(held, before)
 
 
 def _dicts_in(name: str, held: Any) -> Iterator[tuple[str, dict[Any, Any]]]:

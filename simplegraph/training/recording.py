@@ -126,8 +126,11 @@ class StandIns:
     """
 
     def __init__(self, call: Call, passed: Sequence[Any], module_leaves: Leaves) -> None:
-        self.wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self.passed = [leaf.detach().requires_grad_() if at in self.wanting else leaf for at, leaf in enumerate(passed)]
+        wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in call.leaves]
+        first = {id(leaf): at for at, leaf in reversed([*enumerate(call.leaves)])}  # one tensor has one gradient
+        self.wanting = sorted(at for at in first.values() if wants[at])
+        stand_ins = {id(call.leaves[at]): _stand_in(passed[at]) for at in self.wanting}
+        self.passed = [stand_ins.get(id(own), leaf) for own, leaf in zip(call.leaves, passed, strict=True)]
         self._spec, self._module_leaves = call.spec, module_leaves
         wanting = module_leaves.wanting()
         for tensor in wanting:

@@ -55,7 +55,7 @@ class Told:
 
 @pytest.fixture
 def advise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Advise:
-    """Runs the command on a program, once without it too, and compares what the program prints."""
+    """Runs the command on a program, once without it too, and compares what the program prints, and that it prints."""
 
     def run(program: str) -> Told:
         script, report = tmp_path / "program.py", tmp_path / "advice.html"
@@ -65,6 +65,7 @@ def advise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Advise:
         printed = capfd.readouterr().out
         status = cli.main(["advise", "--report", str(report), "--", "python", str(script)])
         told = Told(status, *capfd.readouterr(), report.with_suffix(".json"))
+        assert printed
         assert (told.status, told.out) == (plain, printed)
         return told
 
@@ -202,6 +203,49 @@ print(total)
     )
     assert "put program.py:9 to 12 into a function; sg.train_step(function, optimizers=opt)" in told.change
     assert told.change.endswith("lines that read results back stay outside: 10 `total = loss.item()`")
+
+
+def test_a_step_whose_optimizer_no_graph_holds_is_told_of_graphs_without_it(advise: Advise) -> None:
+    told = advise(STEP.replace("AdamW(net.parameters(), fused=True)", "RAdam(net.parameters())"))
+    assert told.first.startswith("`opt.step` (program.py:12): 12 steps of ")
+    assert told.change == "wrap what the step calls, <Sequential>: model = sg.wrap(model, training=True)"
+    held: dict[str, Any] = {}
+    program = STEP.replace("AdamW(net.parameters(), fused=True)", "RAdam(net.parameters())")
+    exec(HEAD + program.replace("def step", "net = sg.wrap(net, training=True)\ndef step"), held)
+    assert held["net"].graph_stats.replays
+
+
+TRAINER = """
+class Trainer:
+    def fit(self, net, opt, batches):
+        for x, y in batches:
+            opt.zero_grad()
+            loss = (net(x) - y).pow(2).mean()
+            loss.backward()
+            opt.step()
+"""
+
+
+def test_a_step_that_a_library_makes_is_told_of_graphs_of_its_model(
+    advise: Advise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    model = "net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))\n"
+    fit = """
+import a_trainer
+batches = [(torch.randn(6, 4), torch.randn(6, 1)) for _ in range(12)]
+a_trainer.Trainer().fit(net, torch.optim.SGD(net.parameters(), 0.1), batches)
+print(sum(p.double().sum().item() for p in net.parameters()))
+"""
+    told = advise(model + fit)
+    assert told.first.startswith("`SGD.step` (program.py:9): 12 steps of ")
+    assert told.change == "wrap what the step calls, <Sequential>: model = sg.wrap(model, training=True)"
+    held: dict[str, Any] = {}
+    exec(HEAD + model + "net = sg.wrap(net, training=True)\n" + fit, held)
+    assert held["net"].graph_stats.replays
 
 
 GENERATE = """
@@ -497,6 +541,37 @@ def test_a_program_with_graphs_of_ours_keeps_them_while_it_is_watched(advise: Ad
         + "print(step.graph_stats.replays, dict(step.graph_stats.eager))\n"
     )
     assert [line for line in told.lines if line.startswith("graphs captured at ")]
+
+
+def test_a_module_that_is_traced_is_not_watched_meanwhile(advise: Advise) -> None:
+    told = advise(
+        POLICY
+        + LOOP
+        + "with torch.no_grad():\n    traced = torch.jit.trace(policy, (torch.ones(1, 8),))\n"
+        + "    print(traced(torch.ones(1, 8)), torch.func.vmap(policy)(torch.ones(3, 1, 8)).sum())\n"
+        + "    print(torch.fx.symbolic_trace(policy)(torch.ones(1, 8)))\n"
+        + "    print(torch.export.export(policy, (torch.ones(1, 8),)).module()(torch.ones(1, 8)))\n"
+    )
+    assert told.first.startswith("`policy` (program.py:15): 41 calls of 6 operators; one graph serves it")
+
+
+def test_modules_that_are_called_a_few_times_at_one_line_are_one_line(advise: Advise) -> None:
+    told = advise(
+        POLICY
+        + "policies = [Policy() for _ in range(9)]\nwith torch.no_grad():\n"
+        + "    print([one(torch.ones(1, 8)).item() for one in policies])\n"
+    )
+    assert told.lines == ["`one` (program.py:15): 9 calls, too few to try graphs for"]
+
+
+def test_hooks_on_all_modules_are_named_as_what_is_in_the_way(advise: Advise) -> None:
+    told = advise(
+        POLICY
+        + "handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None)\n"
+        + LOOP
+        + "handle.remove()\n"
+    )
+    assert told.lines[0].startswith("not watched, because of forward hooks on all modules; calls: ")
 
 
 def test_a_compiled_program_is_compiled_as_it_was(advise: Advise) -> None:

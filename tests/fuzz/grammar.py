@@ -258,8 +258,14 @@ TROUBLE = {
     ),
 }
 
-# What a forward does to its arguments.
+# What a forward does to its arguments, and asks of them.
 ARGUMENTS = {
+    "asks for one tensor": Piece("h = h * (2 if x is y else 3)"),
+    "asks for one address": Piece("h = h * (2 if y is not None and x.data_ptr() == y.data_ptr() else 3)"),
+    "asks for gaps": Piece("h = h * (2 if x.is_contiguous() else 3)"),
+    "asks for strides": Piece("h = h * (2 if x.stride(0) < x.stride(1) else 3)"),
+    "asks for a class": Piece("h = h * (2 if isinstance(x, nn.Parameter) else 3)"),
+    "like x": Piece("h = h + torch.empty_like(x).copy_(x).view(-1)[: x.shape[1]]"),
     "x written": Piece("x.mul_(0.5)"),
     "x's column written": Piece("x[:, 1] = h[:, 0]"),
     "y written": Piece("if y is not None:\n    y.add_(1)"),
@@ -321,10 +327,16 @@ CALLS = {
     "x, y": "x, y",
     "y by name": "x, y=y",
     "x twice": "x, x",
+    "y twice": "x=y, y=y",
     "x and a view": "x, x[:, :]",
+    "x and its first column": "x, x[:, :1].expand(-1, W)",
+    "a parameter": "nn.Parameter(x, requires_grad=False)",
+    "a parameter and x": "nn.Parameter(x, requires_grad=False), x",
     "rows of one base": "base[:n], base[1 : n + 1]",
     "columns of another": "torch.cat([x, y], 1)[:, :W]",
     "transposed": "x.t().contiguous().t()",
+    "every other column": "torch.cat([x, y], 1)[:, ::2]",
+    "transposed columns": "torch.cat([x, y], 1).t().contiguous().t()[:, W:]",
     "expanded": "x[:, :1].expand(-1, W)",
     "double": "x.double().float()",
     "dict": "x, box={'y': y}",

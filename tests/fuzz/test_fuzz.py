@@ -93,6 +93,14 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str,
         ),
         *("simplegraph.device.memory.SavedMemory.put", lambda memory, copies: None),
     ),
+    "a layout is another one's": (
+        *(("asks for strides",), {}, (*CALLED, ("call", 4, "no_grad", "transposed"))),
+        *("simplegraph.call.plan._learn_strides", lambda arg, tensor, known: True),
+    ),
+    "two tensors are one": (
+        *(("asks for one tensor",), {}, (*[("call", 4, "no_grad", "x twice")] * 5, ("call", 4, "no_grad", "x, y"))),
+        *("simplegraph.call.plan.aliases", lambda tensors: []),
+    ),
     "a raising call is replayed": (
         *(("linear",), {}, (*CALLED, ("call", 4, "no_grad", "raises at the end"), *CALLED[:1])),
         *("simplegraph.call.inputs.ConstantArg.holds", lambda arg, leaf: True),

@@ -234,8 +234,9 @@ def test_an_input_with_gaps_is_copied_where_eager_copies_it(device: torch.device
         assert first.is_contiguous()
         close(first, x)
         close(second, x * 2)
-    assert model.graph_stats.replays >= 2
-    assert reasons(model)["aliased"] >= 2
+    assert model.graph_stats.captures == 2
+    assert model.graph_stats.replays >= 6
+    assert "aliased" not in reasons(model)
 
 
 def test_a_view_of_an_input_padded_in_an_inner_dimension_is_eagers(device: torch.device) -> None:

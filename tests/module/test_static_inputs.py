@@ -135,8 +135,9 @@ def test_a_static_input_that_comes_back_transposed_is_read_before_it_is_overwrit
         model(torch.randn(6, 6, device=device))
     static = model.static_inputs(6)["x"]
     replays, expected = model.graph_stats.replays, static.t() * 2
-    assert torch.equal(model(static.t()), expected)
-    assert model.graph_stats.replays == replays + 1
+    for _ in range(3):  # another layout has graphs of its own
+        assert torch.equal(model(static.t()), expected)
+    assert model.graph_stats.replays == replays + 2
 
 
 class Shares(nn.Module):

@@ -6,6 +6,7 @@ import dataclasses
 
 STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py", "tests/module/test_stale_doors.py")
 INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
+ARGUMENTS = ("tests/module/test_aliases.py", "tests/module/test_layouts.py")
 FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py", "tests/module/test_effects.py")
 LAZY = ("tests/module/test_lazy_captures.py",)
 UNSEEN = ("tests/module/test_unseen_kernels.py",)
@@ -23,6 +24,7 @@ EAGER = ("tests/module/test_refusals.py",)
 FLASH = ("tests/attention/backends/test_flash_attention.py",)
 FLASHINFER = ("tests/attention/backends/test_flashinfer.py", "tests/attention/backends/test_builds.py")
 RATES = ("tests/training/test_loaded_rates.py", "tests/training/test_read_rates.py")
+OPTIMIZERS = ("tests/training/test_stale_optimizers.py",)
 PAIRS = ("tests/training/test_forward_backward.py",)
 FOLDED = ("tests/optimizing/test_optimize.py", "tests/optimizing/test_after_training.py")
 AGREED = ("tests/batch/test_dispatch.py",)
@@ -76,9 +78,37 @@ MUTANTS = [
     Mutant(
         "sources in static inputs are not copied before they are overwritten",
         "call/plan.py",
-        "(self.inputs.detached(sources) if self.inputs.handed_out else sources), targets",
-        "sources, targets",
+        "own = self.inputs.detached(sources)",
+        "own = sources",
         INPUTS,
+    ),
+    Mutant(
+        "layouts of arguments are not compared before a replay",
+        "call/plan.py",
+        "if leaf.stride() != stride and leaf.stride() not in strides and not _learn_strides(arg, leaf, strides):",
+        "if False:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "which arguments are one tensor is not compared before a replay",
+        "call/plan.py",
+        "return aliases([leaves[at] for at in self._tensors]) == self._aliases",
+        "return True",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "one tensor that is two arguments is taken for two",
+        "call/signature.py",
+        "if same != at and self._rules(name, tensor) == self._rules(other, tensor):",
+        "if False:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "gaps of arguments are closed",
+        "call/inputs.py",
+        "return self.arg.layout.strides(shape, _GAP_BYTES // self.arg.dtype.itemsize)",
+        "return self.arg.layout.strides(shape)",
+        ARGUMENTS,
     ),
     Mutant(
         "what a forward wrote into its inputs is not given to the caller",
@@ -1144,6 +1174,41 @@ MUTANTS = [
         "if rates == self._rates:",
         "if rates[:1] == self._rates[:1]:",
         RATES,
+    ),
+    Mutant(
+        "learning rates of the first group alone stay in a graph",
+        "training/optimizers.py",
+        "if rate != known:",
+        "if mirror is self._mirrored[0][1] and rate != known:",
+        RATES,
+    ),
+    Mutant(
+        "numbers of the first group alone are compared",
+        "training/optimizers.py",
+        "places += [place for place in held.places if",
+        'places += [place for place in held.places if ".param_groups.1." not in place.name and',
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "numbers of a gradient scaler are frozen",
+        "training/optimizers.py",
+        "found = [] if scaler is None else",
+        "found = [] if True else",
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "what has no plain value in an optimizer is not compared",
+        "training/optimizers.py",
+        "self.objects = (*tensors,",
+        "self.objects = () and (*tensors,",
+        OPTIMIZERS,
+    ),
+    Mutant(
+        "what is added to a container of an optimizer is not noticed",
+        "training/held_values.py",
+        "        if now != self._known:\n            self._known = now\n        return self._known\n",
+        "        self._known = self._known or now\n        return self._known\n",
+        OPTIMIZERS,
     ),
     Mutant(
         "learning rates that rose are not written",

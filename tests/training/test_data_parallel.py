@@ -21,7 +21,7 @@ def build(kind: str) -> tuple[nn.Module, Callable[[Tensor, Tensor], Any], list[A
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    graphed: list[Any] = [simplegraph.wrap(module, training=True)] if kind == "step around a wrapped module" else []
+    graphed: list[Any] = [simplegraph.wrap(module, training=True)] if kind.endswith("around a wrapped module") else []
     replica: Any = DistributedDataParallel(graphed[0] if graphed else module)
     if kind == "wrapped":
         replica = simplegraph.wrap(replica, training=True)
@@ -40,7 +40,7 @@ def build(kind: str) -> tuple[nn.Module, Callable[[Tensor, Tensor], Any], list[A
     if kind.startswith("step"):
         trained = simplegraph.train_step(step, optimizers=optimizer)
         return module, trained, [trained, *graphed]
-    return module, step, [replica] if kind.startswith("wrapped") else []
+    return module, step, [replica] if kind.startswith("wrapped") else graphed
 
 
 def train(rank: int, size: int, kind: str) -> tuple[list[list[float]], list[dict[Any, int]], list[int]]:
@@ -73,3 +73,11 @@ def test_replicas_train_as_in_eager_and_are_refused_by_name(kind: str, eager: st
         assert set(counts[0]) == {Reason.FIRST_CALL, Reason.UNTRAINABLE}
         assert replays[0] == 0
         assert all(count > 0 for count in replays[1:])  # the module in it has graphs all the same
+
+
+def test_a_replica_around_a_wrapped_module_trains_by_graphs() -> None:
+    for (expected, _, _), (weights, _, replays) in values(run_ranks(train_both, 2, "around a wrapped module", "eager")):
+        for found, eager in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, eager)
+        assert replays == [replays[0]]
+        assert replays[0] >= 3

@@ -57,7 +57,8 @@ class Trained:
         self.stats = (called if how == "outside" else run).graph_stats if how != "eager" else None
 
     def compare(self, other: Trained) -> None:
-        torch.testing.assert_close(self.weights, other.weights)
+        # Fused and capturable optimizers have formulas of their own.
+        torch.testing.assert_close(self.weights, other.weights, rtol=1e-4, atol=1e-5)
 
     @property
     def said(self) -> str:
