@@ -362,12 +362,13 @@ class Holders:
                 if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
                     behind.add(id(thing))
             elif not (of_torch or issubclass(type(thing), tuple)):
-                kept_or_found = (thing, None) if id(thing) in kept else (None, find)
+                container, finding = (thing, None) if id(thing) in kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
                 if names is not None or above in unseen or issubclass(type(thing), set):
                     unseen.add(id(thing))
                 is_unseen = id(thing) in unseen
-                self._add(ValueHolder(name, *kept_or_found, counts=counts, is_container=True, has_tensors=is_unseen))
+                holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
+                self._add(holder)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
