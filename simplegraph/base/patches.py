@@ -85,7 +85,11 @@ def installed() -> list[str]:
 
 def replaced(value: Any) -> Any:
     """Return what a function of ours stands for, as users know it; everything else as it is."""
-    while type(value) is FunctionType and str(value.__module__).startswith("simplegraph.") and "__wrapped__" in vars(value):
+    while (
+        type(value) is FunctionType
+        and str(value.__module__).startswith("simplegraph.")
+        and "__wrapped__" in vars(value)
+    ):
         value = value.__wrapped__  # type: ignore[attr-defined]
     return value
 

@@ -121,8 +121,8 @@ class ValueHolder:
                 return None
             is_dict = issubclass(type(held), dict)
             items: Any
-            if is_dict and not self._is_view and dict_version is not None:
-                items = dict_version(held)
+            if is_dict and held and not self._is_view and dict_version is not None:
+                items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
             elif self.is_wide:
                 items = _length(held)
             else:
@@ -222,24 +222,32 @@ class Comparison:
         root: the holder of the module's own attributes, which are not kept; None for a function.
         holders: all.
         key: of the values for as long as nothing moves; None if that is not known yet.
+        opened: ids of what was opened.
     """
 
-    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
+    def __init__(
+        self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any, opened: Collection[int]
+    ) -> None:
         self.root, self.holders, self.key = root, holders, key
         rest = [holder for holder in holders if holder is not root or dict_version is None or holder.arrays]
         by_version = [
             holder
             for holder in rest
-            if issubclass(type(holder.held), dict) and dict_version is not None and not holder.arrays
+            if issubclass(type(holder.held), dict) and type(holder.mark[1]) is int and not holder.arrays
         ]
         quick = [holder for holder in rest if not (holder.is_wide or holder.arrays)]
-        by_items = [holder for holder in quick if type(holder.held) in _ITERATED]
+        by_items = [
+            holder
+            for holder in quick
+            if type(holder.held) in _ITERATED or (type(holder.held) is dict and not holder.held)
+        ]
         cells = [holder for holder in quick if holder.cell is not None]
         known = {*map(id, by_version), *map(id, by_items), *map(id, cells)}
         self._others = [holder for holder in rest if id(holder) not in known]
         self._marks = [holder.mark for holder in self._others]
         self._version = root.mark[1] if root is not None and root not in rest else None
         self._owners = [(holder.owner, holder.held) for holder in by_version if holder.owner is not None]
+        self._by_version, self._opened = by_version, opened
         self._dicts = [holder.held for holder in by_version]
         self._versions = [holder.mark[1] for holder in by_version]
         self._lists = [holder.held for holder in by_items]
@@ -254,7 +262,8 @@ class Comparison:
         """True if nothing moved; `attributes` are the module's own."""
         if self._version is not None and dict_version(attributes) != self._version:  # type: ignore[misc]
             return False
-        if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
+        now = list(map(dict_version, self._dicts)) if self._dicts else []  # type: ignore[arg-type]
+        if now != self._versions and not self._look(now):
             return False
         for owner, held in self._owners:
             if own_dict(owner()) is not held:
@@ -270,6 +279,23 @@ class Comparison:
             if list(map(id, contents)) != self._content_ids or list(map(type, contents)) != self._content_kinds:
                 return False
         return not self._others or [holder.marked() for holder in self._others] == self._marks
+
+    def _look(self, now: list[int]) -> bool:
+        """Read the dicts whose version moved: true if what counts is as it was, as beside a file's other globals."""
+        for at, (version, before) in enumerate(zip(now, self._versions, strict=True)):
+            if version == before:
+                continue
+            holder = self._by_version[at]
+            entries, inside = holder.entries, holder.inside
+            try:
+                is_same = not holder.read(self._opened) and holder.inside == inside and holder.entries == entries
+            except Exception:  # another thread is at it
+                is_same = False
+            if not is_same:  # it is read again, as one that changed
+                holder.mark, holder.entries, holder.inside = None, entries, inside
+                return False
+        self._versions = now
+        return True
 
 
 class SearchRoot(NamedTuple):
@@ -407,7 +433,9 @@ class Holders:
         for key, value in held.items() if names is None else ():
             if type(value) in _LEADING and key not in _OF_TORCH:
                 self._functions[id(value)] = value
-        skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
+        skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
+        if str(type(thing).__module__).startswith("simplegraph."):
+            skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
         counts = functools.partial(_counts, names, (skipped, self._uncounted))
         return self._add(self._attributes_of(thing, name, counts, by_code=names is not None))
 

@@ -211,7 +211,7 @@ class PlainState:
         holders = Holders(roots, module, lambda _: held.clear(), breaks=self._breaks)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._entries = {holder.name: holder.entries for holder in holders.all}
-        held.append(Comparison(holders.root, holders.all, None))
+        held.append(Comparison(holders.root, holders.all, None, self._opened))
 
     def _settle(self) -> None:
         """Make the key of the values that there are now, or take the one that these had before."""
@@ -223,7 +223,7 @@ class PlainState:
             self._key = self._keys[parts] = found  # the latest comes last
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
-            self._held[:] = [Comparison(comparison.root, comparison.holders, found)]
+            self._held[:] = [Comparison(comparison.root, comparison.holders, found, self._opened)]
 
     # What changes.
 
