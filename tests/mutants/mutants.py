@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "how eager nests its outputs does not count",
         "manager/proof.py",
-        '"" if spec == program.spec else "eager returns a different structure"',
-        '""',
+        "        if spec == program.spec:\n",
+        "        if True:\n",
         PROOFS,
     ),
     Mutant(
