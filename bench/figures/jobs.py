@@ -179,7 +179,7 @@ def _several_gpus() -> list[Job]:
             *("--model", "70b", "--rounds", "1", "--arms", "simplegraph,plain-loop"),
         ),
         _ranks(
-            *("h200x8_tp8_70b_eager", 8, ("eight-gpus",)),
+            *("h200x8_tp8_70b_eager", 8, ()),
             *("--model", "70b", "--rounds", "1", "--arms", "eager,simplegraph-piecewise"),
         ),
         _ranks("h200x8_tp8_70b_compiled", 8, ("eight-gpus",), "--model", "70b", "--arms", "compiled-piecewise"),

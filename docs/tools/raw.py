@@ -53,7 +53,7 @@ def startup(file: str = "headline/startup") -> dict[str, Any]:
 
 def machine(name: str) -> dict[str, Any]:
     """Return the machine, versions and commit that a file was measured with."""
-    found = _parsed(name)
+    found = load(name)
     described: dict[str, Any] = found.get("machine_info") or found["environment"]
     return described
 
