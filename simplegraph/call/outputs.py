@@ -145,6 +145,7 @@ class SharedOutputs:
         outputs: the real rows of the outputs.
         slots: the inputs of the real rows.
         cloned: the outputs that are graph memory and must not be handed out.
+        lent: those that are, as aliases.
 
     Attributes:
         sources: the inputs that outputs are, or lie in.
@@ -161,6 +162,7 @@ class SharedOutputs:
         outputs: Sequence[Any],
         slots: Sequence[Slot],
         cloned: Collection[int],
+        lent: Collection[int],
     ) -> None:
         self._outputs = list(outputs)
         tensors = {index: leaf for index, leaf in enumerate(whole) if issubclass(type(leaf), Tensor)}
@@ -173,6 +175,11 @@ class SharedOutputs:
             storage_key(passed[at]): at for at, slot in enumerate(slots) if isinstance(slot.arg, TensorArg | HostArg)
         }
         inside = {index: memory[key] for index in sorted(left) if (key := storage_key(tensors[index])) in memory}
+        self._lent = sorted(left.intersection(lent))
+        for index in sorted(left.intersection((*cloned, *lent)) | inside.keys()):
+            if type(tensors[index]) is not Tensor:
+                kind = type(tensors[index]).__name__
+                raise CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward makes; return a tensor")
         self._views = [_view_of_input(outputs[index], index, source, slots[source]) for index, source in inside.items()]
         groups = _groups([index for index in sorted(left) if index in cloned], outputs)
         self._groups = [_group(members, outputs) for members in groups]
@@ -197,6 +204,8 @@ class SharedOutputs:
         outputs = self._outputs.copy()
         for index in self._cloned:
             outputs[index] = outputs[index].clone()
+        for index in self._lent:
+            outputs[index] = outputs[index].detach()
         for memory, views in self._groups:
             own = memory.clone()
             for index, _, shape, stride, offset in views:

@@ -129,8 +129,10 @@ class Plan:
             clone |= self._ours
         self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
+        # Handed out as aliases: another shape that a caller gives an output does not stay.
+        self._lent = sorted(self._ours) if self._static else []
         passed = self.inputs.leaves(call.layout.args, self.padded)
-        self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
+        self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
         self._shares = self._shared.any
         self.guarded = bool(self.written_back or self._shared.sources or self._guards)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
@@ -302,14 +304,19 @@ class Plan:
         if self.written_back:
             self.write_back(leaves)
         if self._single:
-            return self.outputs[0].clone() if self._clone else self.outputs[0]
+            output = self.outputs[0]
+            if self._clone:
+                return output.clone()
+            return output.detach() if self._lent else output
         if self._shares:
             return self._spec.unflatten(self._shared.hand_out(leaves))
         outputs = self.outputs
-        if self._clone:
+        if self._clone or self._lent:
             outputs = outputs.copy()
             for index in self._clone:
                 outputs[index] = outputs[index].clone()
+            for index in self._lent:
+                outputs[index] = outputs[index].detach()
         return self._spec.unflatten(outputs)
 
     def check_places(self) -> None:
@@ -328,7 +335,7 @@ class Plan:
         if not self._static:
             return result
         leaves, _ = flatten(result)
-        ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
+        ours = {id(leaves[index]): self.outputs[index].detach() for index in self._ours}
         for index in self._ours:
             output = self.outputs[index]
             once = tuple(slice(0, size if output.stride(dim) else 1) for dim, size in enumerate(output.shape))

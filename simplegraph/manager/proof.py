@@ -14,7 +14,7 @@ from torch import Tensor
 from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.nested import constant_key, flatten
 from simplegraph.base.reasons import Reason
-from simplegraph.base.tensors import lies_at, storage_key, wait_collectives
+from simplegraph.base.tensors import is_wrapper, lies_at, storage_key, wait_collectives
 from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.lifecycle import CapturedGraph
@@ -109,7 +109,9 @@ class ReplayProof(contextlib.ExitStack):
         if self.draws:
             self.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, spec = flatten(result)
-        self.structure_mismatch = "" if spec == program.spec else "eager returns a different structure"
+        self.structure_mismatch = "eager returns a different structure"
+        if spec == program.spec:
+            self.structure_mismatch = _other_class(program.outputs, leaves)
         memory = self._memory
         self.expected = Effects(
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
@@ -396,6 +398,15 @@ def first_difference(
         if found is not None:
             return f"{names[index] if names else f'output {index}'} {found}"
     return None
+
+
+def _other_class(outputs: Sequence[Any], expected: Sequence[Any]) -> str:
+    """Say which output of a replay is no tensor of the class that eager returns; empty if all are."""
+    for index, (output, leaf) in enumerate(zip(outputs, expected, strict=True)):
+        kind = type(leaf)
+        if type(output) is Tensor and kind is not Tensor and issubclass(kind, Tensor) and not is_wrapper(leaf):
+            return f"output {index} is a Tensor, eager gives a {kind.__name__}: return a tensor"
+    return ""
 
 
 def cloned(leaves: Sequence[Any]) -> list[Any]:

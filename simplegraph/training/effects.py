@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +31,14 @@ from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.snapshot import restore
-from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
+from simplegraph.training.gradients import (
+    KEPT,
+    Gradients,
+    leaves_reached,
+    replicas_refused,
+    set_up_backwards,
+    shows_the_same,
+)
 from simplegraph.training.held_values import Entries, Lengths, users_functions
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
@@ -64,6 +73,7 @@ class StepEffects:
         found: parameters that got gradients and that nothing else led to.
         held: the states, groups and functions of the optimizers, by name.
         proven: a graph was proven since the last replay.
+        refused_hooks: hooks that no capture can stand for, by their kind; else empty.
     """
 
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
@@ -74,6 +84,7 @@ class StepEffects:
         self.held: dict[str, Any] = {}
         self.used: set[int] = set()
         self.proven = False
+        self.refused_hooks = ""
         self._passed: dict[int, list[int]] = {}
         self._trained = False
         self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -85,10 +96,17 @@ class StepEffects:
         parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}.values()
         on_gradients = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
         on_steps = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers.all]
+        on_nodes = [held for each in parameters if each.requires_grad and each.is_leaf for held in _node_hooks(each)]
         self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
+        of_several = any(_is_of_several(hook) for held in self._hooks for hook in held.values())
+        self.refused_hooks = "hooks on AccumulateGrad nodes" if any(on_nodes) else ""
+        self.refused_hooks = (
+            "hooks on several gradients (register_multi_grad_hook)" if of_several else self.refused_hooks
+        )
+        self._hooks += on_nodes
         self._hook_ids = tuple(number for held in self._hooks for number in held)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
-        return [hook for held in self._hooks for hook in held.values()]
+        return [] if self.refused_hooks else [hook for held in self._hooks for hook in held.values()]
 
     def hook_ids(self) -> Hashable:
         """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
@@ -163,6 +181,23 @@ class StepEffects:
                 self.left = self.gradients.end_capture(before, used)
             finally:
                 self.gradients.put(before)
+
+
+def _node_hooks(parameter: Tensor) -> list[Any]:
+    """List the dicts of hooks on the node that adds to a parameter's gradient; they live as long as somebody holds it.
+
+    Only the garbage collector sees them.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    found = (held for held in gc.get_referents(node) if isinstance(held, dict) and held)
+    return [held for held in found if not any(held is each for each in own)]
+
+
+def _is_of_several(hook: Any) -> bool:
+    """True for what torch calls in place of the user's hook of several tensors: it counts them in Python."""
+    return isinstance(hook, types.FunctionType) and hook.__globals__ is vars(torch.autograd.graph)
 
 
 class StepModule(FunctionModule):
@@ -251,7 +286,13 @@ class StepModule(FunctionModule):
             raise CannotBind(Reason.UNTRAINABLE, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return StepState(super().state(), step.optimizers.objects, step.gradients.state(), step.hook_ids())
+        gradients = step.gradients.state()
+        if step.gradients.refusal:
+            raise CannotBind(Reason.UNTRAINABLE, step.gradients.refusal)
+        hooks = step.hook_ids()
+        if step.refused_hooks:
+            raise CannotBind(Reason.HOOKS, step.refused_hooks)
+        return StepState(super().state(), step.optimizers.objects, gradients, hooks)
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -298,10 +339,14 @@ class StepPlan(Plan):
         self._used = sorted(self.step.used)
         count = spec.children[0].num_leaves
         self._left = whole[count:]
+        self.step.gradients.note_made(left for left in self._left if self._is_made(left))
         self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
         self._known: Sequence[Any] = ()
         super()._prepare_outputs(call, whole[:count], spec.children[0])
         self.compared = [*self.outputs, *self._left]
+
+    def _is_made(self, gradient: Any) -> bool:
+        return isinstance(gradient, Tensor) and self.device.in_pool(self.pool, gradient)
 
     def whole(self, result: Any) -> Any:
         """Return eager's result, and the gradients that it left."""
@@ -354,7 +399,7 @@ class StepPlan(Plan):
             if left is KEPT:
                 found.append(gradient)
                 continue
-            if gradient is not left:
+            if gradient is not left and (gradient is None or left is None or not shows_the_same(gradient, left)):
                 parameter.grad = left
             found.append(parameter.grad)
         self._known = found

@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "how eager nests its outputs does not count",
         "manager/proof.py",
-        '"" if spec == program.spec else "eager returns a different structure"',
-        '""',
+        "        if spec == program.spec:\n",
+        "        if True:\n",
         PROOFS,
     ),
     Mutant(
@@ -1181,6 +1181,13 @@ MUTANTS = [
         "if rate != known:",
         "if mirror is self._mirrored[0][1] and rate != known:",
         RATES,
+    ),
+    Mutant(
+        "gradients that the user holds elsewhere are moved",
+        "training/gradients.py",
+        "if gradient is not None and known is None and self._is_users(index):",
+        "if False:",
+        ("tests/training/test_flat_gradients.py",),
     ),
     Mutant(
         "numbers of the first group alone are compared",

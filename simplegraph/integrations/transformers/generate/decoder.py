@@ -12,7 +12,9 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.failures import user_location
+from simplegraph.base.nested import map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import layout_of
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.fused.layers.table import operators_of
 from simplegraph.fused.torch_operators import KernelTrial, Operators
@@ -28,6 +30,14 @@ _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
 MOST_LAUNCHES = 8  # ways to choose tokens, such as temperatures, that get graphs
 ON_THE_WAY = frozenset((Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN))
+
+
+def _has_gaps(leaf: Any) -> bool:
+    return issubclass(type(leaf), Tensor) and bool(layout_of(leaf, 0 if leaf.dim() else None).gaps)
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the stride of one row
 
 
 class StepInputs(NamedTuple):
@@ -209,6 +219,8 @@ class FixedCacheDecoder:
         """
         step = self._step
         store: CacheStore = step.store
+        # Tokens are often the last of more, or one for all rows: without gaps they are of the captured layout.
+        tokens, carried, launch = map_leaves((inputs.tokens, inputs.carried, launch), _has_gaps, _without_gaps)
         grows = store.first is not None
         span = self._span(length, grows=grows)
         if grows:
@@ -217,11 +229,11 @@ class FixedCacheDecoder:
         # Warmups change states, which are compared before.
         if self.capturing is not None and self.trusts(length):
             self.capturing[f"{span} positions, step {len(self.capturing)}"] = step.capture_graphs(
-                span, source, order, inputs.carried, **launch, **inputs.tokens
+                span, source, order, carried, **launch, **tokens
             )
             if grows:
                 store.position.fill_(length)  # the warmups of a launch moved it
-        result = step(span, source, order, inputs.carried, **launch, **inputs.tokens)
+        result = step(span, source, order, carried, **launch, **tokens)
         if store.ran:
             store.ran = False
             # Graphs, and eager steps that lead to one, such as warmups.
