@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -31,6 +33,7 @@ class Upfront(Arm):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._summary: Any = None
+        self._variant = contextlib.ExitStack()
         self.graphed = wrap(
             self.model,
             mode=self.mode,
@@ -51,13 +54,13 @@ class Upfront(Arm):
         return self.setup.model
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Context of the captures, in which the model's variant is set."""
+    def variant(self) -> Iterator[None]:
+        """Context in which the model's variant is set."""
         yield
 
     def start(self, first: Batch, timeline: Timeline) -> None:
-        with self.starting():
-            self._start(first, timeline)
+        self._variant.enter_context(self.variant())  # for good: graphs serve the model as it was at their capture
+        self._start(first, timeline)
         self.replays = Replays(self.graphed, name=self.name)
 
     def _start(self, first: Batch, timeline: Timeline) -> None:
@@ -126,7 +129,7 @@ class Piecewise(Upfront):
     verify = 0  # the model is this variant while it is captured alone, so no later eager call could be compared
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def variant(self) -> Iterator[None]:
         # Eager arms call the operator's Python function, which is cheaper; the tag needs a call of the operator.
         with attention.routed(torch.ops.bench.paged_attention.default):
             yield
@@ -168,9 +171,15 @@ class _Fused(Upfront):
                 raise NotAvailable("Triton's kernels do not run on this machine; the log says why.")
             setup.model(*setup.batch(1))
 
+    def __init__(self, setup: Setup) -> None:
+        # The layers are fused in a copy on the same weights, so that eager's are not.
+        held = (*setup.model.parameters(), *setup.model.buffers())
+        copied = copy.deepcopy(setup.model, {id(tensor): tensor for tensor in held})
+        super().__init__(dataclasses.replace(setup, model=copied))
+
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        with fused(self.setup.model), super().starting():
+    def variant(self) -> Iterator[None]:
+        with fused(self.setup.model), super().variant():
             yield
 
 
