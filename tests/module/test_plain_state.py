@@ -117,6 +117,8 @@ VALUES = {
     "a small array": (np.ones(2), np.full(2, 3.0), lambda value: value.sum()),
     "a decimal": (decimal.Decimal("2"), decimal.Decimal("3"), float),
     "a day": (datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), lambda value: value.day),
+    "a range": (range(0, 3, 2), range(0, 4, 2), lambda value: value.stop),
+    "a very long number": (10**5000, 10**5000 + 1, lambda value: value % 7),
     "a tuple": ((1, 2), (1, 3), sum),
     "a list": ([1, 2], [1, 3], sum),
     "a set": ({1, 2}, {1, 3}, sum),
