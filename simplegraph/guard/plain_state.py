@@ -260,6 +260,8 @@ class PlainState:
             seen = self._seen.setdefault(place, {before})
             if now in seen:
                 continue
+            if len(seen) >= _MAX_KEYS:
+                seen.clear()
             seen.add(now)
             if place in self._restless:
                 self._restless[place] = self._calls
