@@ -98,7 +98,7 @@ class CodeBelow:
 
     Args:
         classes: of modules and other objects.
-        functions: that are called beside these.
+        functions: that are called beside these, tables of such, and classes that are read.
         breaks: reads the code of eager breaks as well.
         called: methods that are called.
 
@@ -152,6 +152,9 @@ class CodeBelow:
     def _add(self, member: Any, away: int) -> None:
         if self._breaks is not None and is_break(member):
             self._breaks += functions_in(member)[1:]
+        elif issubclass(type(member), type):
+            if not is_library(member.__module__) and away < DEPTH:
+                self._add_class(member, away + 1)
         elif away <= DEPTH:
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
             for item in _items_of_table(member):
@@ -189,8 +192,7 @@ class CodeBelow:
                     self._add_globals(inner, names_of(function.__code__).values & inner.keys(), function, away + 1)
                 continue
             if issubclass(kind, type):
-                if not is_library(value.__module__) and away < DEPTH:
-                    self._add_class(value, away + 1)
+                self._add(value, away)
             elif functions_in(value) or kind in _TABLES:
                 self._add(value, away + 1)
             elif file is function.__globals__ and name not in names_of(function.__code__).globals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -78,6 +79,7 @@ class ValueHolder:
         entries: by key, what tells a value from others.
         inside: ids of what is opened below it; mark: what moves when an entry does.
         arrays: small ones among the values.
+        gone: called once an item of a list or the like ends, whose id another one may get.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ValueHolder:
         cell: types.CellType | None = None,
     ) -> None:
         self.cell, self.has_tensors = cell, has_tensors
+        self.gone: Callable[[Any], object] | None = None
         if cell is not None:
             find, is_view = functools.partial(held_by, cell), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
@@ -103,7 +106,7 @@ class ValueHolder:
         self.inside: list[int] = []
         self.arrays: list[Any] = []
         self.mark: Any = None
-        self._kept: list[Any] = []  # plain values, so that their ids stay theirs
+        self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
 
     def find(self) -> Any:
         """Return what holds the values now. Raises whatever a way that is gone raises."""
@@ -138,6 +141,7 @@ class ValueHolder:
         held = self.find()
         self.is_wide = self.is_container and _length(held) > MAX_WIDTH
         mark = self.marked()
+        by_ids = not issubclass(type(held), dict) or dict_version is None or self._is_view
         self.inside, self.arrays, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty = []
@@ -170,6 +174,9 @@ class ValueHolder:
                 entry = _identity(value)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
+            if by_ids and type(entry) is SameObject:
+                with contextlib.suppress(TypeError):  # of a class without weak references
+                    self._kept.append(weakref.ref(value, self.gone))
         self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
         self.entries = entries
         self._part = None
@@ -328,6 +335,7 @@ class Holders:
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
+        holder.gone = self._gone
         self.all.append(holder)
         return holder
 
@@ -405,7 +413,7 @@ class Holders:
     def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
         self._classes[type(thing)] = None
         for key, value in held.items() if names is None else ():
-            if type(value) in _LEADING and key not in _OF_TORCH:
+            if (type(value) in _LEADING or issubclass(type(value), type)) and key not in _OF_TORCH:
                 self._functions[id(value)] = value
         skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else frozenset()
         counts = functools.partial(_counts, names, (skipped, self._uncounted))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.base.reasons import CannotBind
 from simplegraph.guard import holders
+from simplegraph.guard.plain_state import PlainState
 
 SCALE = 2.0
 TABLE = {"scale": 2.0}
@@ -292,3 +295,42 @@ class Reading:
     def __call__(self, model: Any) -> float:
         found = self.read(model)
         return 7.0 if isinstance(found, Tensor) else found
+
+
+def test_a_value_that_is_new_in_every_call_is_not_remembered_for_ever() -> None:
+    model = Reads(lambda self: self.value, value=0.0)
+    state = PlainState(breaks=True)
+    for step in range(600):
+        model.value = float(step)
+        with contextlib.suppress(CannotBind):
+            state.now(model)
+    assert max(map(len, state._seen.values())) <= 256
+
+
+class Settings:
+    class Inner:
+        scale = 2.0
+
+    scale = 2.0
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("holder", [Settings, Settings.Inner], ids=["a class", "a class inside of it"])
+def test_an_attribute_of_a_class_that_an_attribute_holds_is_noticed(holder: Any) -> None:
+    read = {Settings: lambda self: self.settings.scale, Settings.Inner: lambda self: self.settings.Inner.scale}
+    model = wrapped(Reads(read[holder], settings=Settings))
+    for scale in (2.0, 3.0, 2.0):
+        holder.scale = scale
+        serve(model)
+    assert model.graph_stats.captures == 2
+
+
+@pytest.mark.usefixtures("versions")
+def test_a_function_in_place_of_one_that_is_gone_is_another() -> None:
+    """Python gives the second the address of the first."""
+    model = wrapped(Reads(lambda self: self.steps[0](), steps=[lambda: 2.0]))
+    serve(model)
+    model.steps.clear()
+    model.steps.append(lambda: 3.0)
+    serve(model)
+    assert model.graph_stats.captures == 2
