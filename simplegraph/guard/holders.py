@@ -44,9 +44,16 @@ ALL = object()  # in place of a key: all that a container holds
 Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
 
 
+def _bound(method: types.MethodType) -> dict[str, Any]:
+    """Return what a method is bound to, by name."""
+    return {"__self__": method.__self__}
+
+
 @by_class
 def _opens(kind: type) -> Any:
     """Return the kind that walks open, as `kind_of` does; tensors lead to no plain values."""
+    if kind is types.MethodType:
+        return _bound
     base = kind_of(kind)
     return None if base is Tensor else base
 
@@ -159,7 +166,7 @@ class ValueHolder:
                 entry = _identity(value)
             elif id(value) in opened:
                 self.inside.append(id(value))
-                entry = class_key(type(value))
+                entry = _identity(value) if type(value) is types.MethodType else class_key(type(value))
             elif is_small_array(value):
                 array: Any = value
                 self.arrays.append(array)
@@ -355,15 +362,19 @@ class Holders:
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
             if above:
                 name = ways[above][0] if of_torch else _dotted(ways[above][0], key)
-                base = dict if kind_of(type(owner)) is object else kind_of(type(owner))
+                base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
                 find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
             if above in behind:
                 behind.add(id(thing))
+            elif type(thing) is types.MethodType:
+                ways[id(thing)] = name, functools.partial(_bound_by, find)
+                unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
                 holder = self._add_object(thing, held, name, names)
+                holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
                     unseen.add(id(thing))
@@ -457,6 +468,10 @@ def _is_named(names: Collection[str], key: Any) -> bool:
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
     return base.__getitem__(find(), key)
+
+
+def _bound_by(find: Callable[[], Any]) -> dict[str, Any]:
+    return _bound(find())
 
 
 def _nothing() -> Any:

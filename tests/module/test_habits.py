@@ -161,6 +161,14 @@ class Slotted:
     __slots__ = ("table",)
 
 
+class Adds:
+    def __init__(self) -> None:
+        self.table = torch.ones(WIDTH)
+
+    def add(self, y: Tensor) -> Tensor:
+        return y + self.table
+
+
 TABLE = torch.ones(WIDTH)
 TABLES = {"table": torch.ones(WIDTH)}
 
@@ -175,7 +183,7 @@ def tensors() -> tuple[Habit, dict[str, Callable[[Tensor], object]]]:
     def read(m: Any, y: Tensor) -> Tensor:
         for one in m.tables:
             y = y + one
-        y = m.scaled(y) * TABLE + TABLES["table"] + type(m).table
+        y = m.scaled(m.add(y)) * TABLE + TABLES["table"] + type(m).table
         return y * m.slotted.table + table
 
     def replace_variable(tensor: Tensor) -> None:
@@ -185,12 +193,13 @@ def tensors() -> tuple[Habit, dict[str, Callable[[Tensor], object]]]:
     class Tables(Habit):
         table = torch.ones(WIDTH)
 
-    module = Tables(read, tables={torch.ones(WIDTH)}, slotted=slotted, scaled=scaled)
+    module = Tables(read, tables={torch.ones(WIDTH)}, slotted=slotted, scaled=scaled, add=Adds().add)
     return module, {
         "a global": lambda tensor: globals().__setitem__("TABLE", tensor),
         "a global dict": lambda tensor: TABLES.update(table=tensor),
         "a variable of a closure": replace_variable,
         "a class attribute": lambda tensor: setattr(Tables, "table", tensor),
+        "what a method is bound to": lambda tensor: setattr(module.add.__self__, "table", tensor),
         "slots": lambda tensor: setattr(slotted, "table", tensor),
         "a set": lambda tensor: (module.tables.clear(), module.tables.add(tensor)),
         "keywords of a partial": lambda tensor: scaled.keywords.update(table=tensor),

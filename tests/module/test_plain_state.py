@@ -56,6 +56,12 @@ class Kind(enum.Enum):
 class Config:
     scale: float = 2.0
 
+    def read(self) -> float:
+        return self.scale
+
+    def double(self) -> float:
+        return self.scale * 2
+
 
 class Slotted:
     __slots__ = ("scale",)
@@ -178,6 +184,16 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         Config(),
         lambda held: setattr(held, "__dict__", {"scale": 3.0}),
         lambda held: held.scale,
+    ),
+    "what a method is bound to": (
+        Config().read,
+        lambda held: setattr(held.__self__, "scale", 3.0),
+        lambda held: held(),
+    ),
+    "what a method in a list is bound to": (
+        [Config().read],
+        lambda held: setattr(held[0].__self__, "scale", 3.0),
+        lambda held: held[0](),
     ),
     "a slot": (Slotted(2.0), lambda held: setattr(held, "scale", 3.0), lambda held: held.scale),
     "an element of an array": (np.ones(2), lambda held: held.__setitem__(0, 3.0), lambda held: held[0]),
@@ -332,5 +348,15 @@ def test_a_function_in_place_of_one_that_is_gone_is_another() -> None:
     serve(model)
     model.steps.clear()
     model.steps.append(lambda: 3.0)
+    serve(model)
+    assert model.graph_stats.captures == 2
+
+
+@pytest.mark.usefixtures("versions")
+def test_another_method_of_the_same_object_is_another_value() -> None:
+    config = Config()
+    model = wrapped(Reads(lambda self: self.step(), step=config.read))
+    serve(model)
+    model.step = config.double
     serve(model)
     assert model.graph_stats.captures == 2
