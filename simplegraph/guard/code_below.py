@@ -107,6 +107,7 @@ class CodeBelow:
         classes: these, and those that code names.
         files: by id, the dict of a file, and which of its globals count.
         cells: of closures, with the variable's name.
+        functions: whose code was read.
         eager_names: what only eager breaks name, which run eagerly whenever a graph is replayed.
     """
 
@@ -123,6 +124,7 @@ class CodeBelow:
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
+        self.functions: list[types.FunctionType] = []
         self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
         self._read: set[int] = set()
         # What to read, and how many functions, classes and files away.
@@ -165,6 +167,7 @@ class CodeBelow:
         if id(function) in self._read:
             return
         self._read.add(id(function))
+        self.functions.append(function)
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if not (is_library(function.__module__) or only_fills(code, name)):

@@ -388,6 +388,9 @@ class Holders:
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
                 self._add(holder)
+                attributes = own_dict(thing)  # of a subclass, beside its items
+                if type(thing) not in DICTS and attributes is not None and attributes is not thing:
+                    self._add_object(thing, {}, name, names)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -444,6 +447,11 @@ class Holders:
             for file, names in code.files.values()
         ]
         holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
+        holders += [
+            ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
+            for function in code.functions
+            if vars(function) and not is_library(function.__module__)
+        ]
         roots = []
         for holder in holders:
             self._add(holder)

@@ -47,6 +47,10 @@ def _no_grad():
         yield
 
 
+def scaling() -> Any:
+    return scaling.scale  # type: ignore[attr-defined]
+
+
 class Kind(enum.Enum):
     SMALL = 1
     LARGE = 3
@@ -68,6 +72,14 @@ class Slotted:
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
+
+
+class Items(list[float]):
+    scale = 2.0
+
+
+class Notes(dict[str, float]):
+    scale = 2.0
 
 
 class DotDict(dict[str, Any]):
@@ -195,6 +207,16 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda held: setattr(held[0].__self__, "scale", 3.0),
         lambda held: held[0](),
     ),
+    "an attribute of a list of a class": (
+        Items([1.0]),
+        lambda held: setattr(held, "scale", 3.0),
+        lambda held: held.scale,
+    ),
+    "an attribute of a dict of a class": (
+        Notes(a=1.0),
+        lambda held: setattr(held, "scale", 3.0),
+        lambda held: held.scale,
+    ),
     "a slot": (Slotted(2.0), lambda held: setattr(held, "scale", 3.0), lambda held: held.scale),
     "an element of an array": (np.ones(2), lambda held: held.__setitem__(0, 3.0), lambda held: held[0]),
     "beside a tensor": (
@@ -271,6 +293,11 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[An
         lambda model: setattr(model, "scale", torch.tensor(3.0)),
         lambda model: setattr(model, "scale", 2.0),
         lambda model: model.scale,
+    ),
+    "of a function": (
+        lambda model: setattr(scaling, "scale", 2.0),
+        lambda model: setattr(scaling, "scale", 3.0),
+        lambda model: scaling(),
     ),
     "global": (
         lambda model: globals().update(SCALE=2.0),
