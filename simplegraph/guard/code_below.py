@@ -98,7 +98,7 @@ class CodeBelow:
 
     Args:
         classes: of modules and other objects.
-        functions: that are called beside these.
+        functions: that are called beside these, tables of such, and classes that are read.
         breaks: reads the code of eager breaks as well.
         called: methods that are called.
 
@@ -107,6 +107,7 @@ class CodeBelow:
         classes: these, and those that code names.
         files: by id, the dict of a file, and which of its globals count.
         cells: of closures, with the variable's name.
+        functions: whose code was read.
         eager_names: what only eager breaks name, which run eagerly whenever a graph is replayed.
     """
 
@@ -123,6 +124,7 @@ class CodeBelow:
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
+        self.functions: list[types.FunctionType] = []
         self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
         self._read: set[int] = set()
         # What to read, and how many functions, classes and files away.
@@ -152,6 +154,9 @@ class CodeBelow:
     def _add(self, member: Any, away: int) -> None:
         if self._breaks is not None and is_break(member):
             self._breaks += functions_in(member)[1:]
+        elif issubclass(type(member), type):
+            if not is_library(member.__module__) and away < DEPTH:
+                self._add_class(member, away + 1)
         elif away <= DEPTH:
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
             for item in _items_of_table(member):
@@ -162,6 +167,7 @@ class CodeBelow:
         if id(function) in self._read:
             return
         self._read.add(id(function))
+        self.functions.append(function)
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if not (is_library(function.__module__) or only_fills(code, name)):
@@ -189,8 +195,7 @@ class CodeBelow:
                     self._add_globals(inner, names_of(function.__code__).values & inner.keys(), function, away + 1)
                 continue
             if issubclass(kind, type):
-                if not is_library(value.__module__) and away < DEPTH:
-                    self._add_class(value, away + 1)
+                self._add(value, away)
             elif functions_in(value) or kind in _TABLES:
                 self._add(value, away + 1)
             elif file is function.__globals__ and name not in names_of(function.__code__).globals:

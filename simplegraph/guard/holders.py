@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -43,9 +44,16 @@ ALL = object()  # in place of a key: all that a container holds
 Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
 
 
+def _bound(method: types.MethodType) -> dict[str, Any]:
+    """Return what a method is bound to, by name."""
+    return {"__self__": method.__self__}
+
+
 @by_class
 def _opens(kind: type) -> Any:
     """Return the kind that walks open, as `kind_of` does; tensors lead to no plain values."""
+    if kind is types.MethodType:
+        return _bound
     base = kind_of(kind)
     return None if base is Tensor else base
 
@@ -78,6 +86,7 @@ class ValueHolder:
         entries: by key, what tells a value from others.
         inside: ids of what is opened below it; mark: what moves when an entry does.
         arrays: small ones among the values.
+        gone: called once an item of a list or the like ends, whose id another one may get.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class ValueHolder:
         cell: types.CellType | None = None,
     ) -> None:
         self.cell, self.has_tensors = cell, has_tensors
+        self.gone: Callable[[Any], object] | None = None
         if cell is not None:
             find, is_view = functools.partial(held_by, cell), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
@@ -103,7 +113,7 @@ class ValueHolder:
         self.inside: list[int] = []
         self.arrays: list[Any] = []
         self.mark: Any = None
-        self._kept: list[Any] = []  # plain values, so that their ids stay theirs
+        self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
 
     def find(self) -> Any:
         """Return what holds the values now. Raises whatever a way that is gone raises."""
@@ -138,6 +148,7 @@ class ValueHolder:
         held = self.find()
         self.is_wide = self.is_container and _length(held) > MAX_WIDTH
         mark = self.marked()
+        by_ids = not issubclass(type(held), dict) or dict_version is None or self._is_view
         self.inside, self.arrays, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty = []
@@ -155,7 +166,7 @@ class ValueHolder:
                 entry = _identity(value)
             elif id(value) in opened:
                 self.inside.append(id(value))
-                entry = class_key(type(value))
+                entry = _identity(value) if type(value) is types.MethodType else class_key(type(value))
             elif is_small_array(value):
                 array: Any = value
                 self.arrays.append(array)
@@ -170,6 +181,9 @@ class ValueHolder:
                 entry = _identity(value)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
+            if by_ids and type(entry) is SameObject:
+                with contextlib.suppress(TypeError):  # of a class without weak references
+                    self._kept.append(weakref.ref(value, self.gone))
         self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
         self.entries = entries
         self._part = None
@@ -354,6 +368,7 @@ class Holders:
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
+        holder.gone = self._gone
         self.all.append(holder)
         return holder
 
@@ -373,15 +388,19 @@ class Holders:
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
             if above:
                 name = ways[above][0] if of_torch else _dotted(ways[above][0], key)
-                base = dict if kind_of(type(owner)) is object else kind_of(type(owner))
+                base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
                 find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
             if above in behind:
                 behind.add(id(thing))
+            elif type(thing) is types.MethodType:
+                ways[id(thing)] = name, functools.partial(_bound_by, find)
+                unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
                 holder = self._add_object(thing, held, name, names)
+                holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
                     unseen.add(id(thing))
@@ -395,6 +414,9 @@ class Holders:
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
                 self._add(holder)
+                attributes = own_dict(thing)  # of a subclass, beside its items
+                if type(thing) not in DICTS and attributes is not None and attributes is not thing:
+                    self._add_object(thing, {}, name, names)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -431,7 +453,7 @@ class Holders:
     def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
         self._classes[type(thing)] = None
         for key, value in held.items() if names is None else ():
-            if type(value) in _LEADING and key not in _OF_TORCH:
+            if (type(value) in _LEADING or issubclass(type(value), type)) and key not in _OF_TORCH:
                 self._functions[id(value)] = value
         skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
         if str(type(thing).__module__).startswith("simplegraph."):
@@ -453,6 +475,11 @@ class Holders:
             for file, names in code.files.values()
         ]
         holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
+        holders += [
+            ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
+            for function in code.functions
+            if vars(function) and not is_library(function.__module__)
+        ]
         roots = []
         for holder in holders:
             self._add(holder)
@@ -477,6 +504,10 @@ def _is_named(names: Collection[str], key: Any) -> bool:
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
     return base.__getitem__(find(), key)
+
+
+def _bound_by(find: Callable[[], Any]) -> dict[str, Any]:
+    return _bound(find())
 
 
 def _nothing() -> Any:

@@ -24,7 +24,7 @@ ORDER = object()  # the key under which the order of a container's keys counts
 MAX_WIDTH = 256  # entries of a container that count one by one
 _MAX_DEPTH = 8  # tuples in each other
 _MAX_BYTES = 64  # of an array whose values count
-_DIRECT = frozenset({type(None), bool, int, str, bytes, range})
+_DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Their values never change, and their texts tell these.
 _TEXTS = frozenset({decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta, uuid.UUID})
@@ -78,7 +78,7 @@ def _reader(kind: type) -> Callable[[Any, int], Hashable] | None:
         return _enum_key
     if issubclass(kind, type):
         return lambda value, depth: SameObject(value)
-    if kind is slice:
+    if kind in (slice, range):  # two ranges of the same numbers are equal, whatever their ends
         return lambda value, depth: _items_key((value.start, value.stop, value.step), depth)
     if issubclass(kind, ATOMS):
         return lambda value, depth: (class_key(type(value)), constant_key(value))
@@ -127,7 +127,10 @@ def shown_entry(entry: Hashable) -> str:
     """Return what `value_key` made of a value as messages show it."""
     if not isinstance(entry, tuple):
         return repr(entry)
-    text = entry[-1] if entry[0] in (float, complex) else repr(entry[-1])
+    try:
+        text = entry[-1] if entry[0] in (float, complex) else repr(entry[-1])
+    except ValueError:  # Python refuses to write very long numbers
+        return "a long number"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

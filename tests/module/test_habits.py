@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,6 +161,14 @@ class Slotted:
     __slots__ = ("table",)
 
 
+class Adds:
+    def __init__(self) -> None:
+        self.table = torch.ones(WIDTH)
+
+    def add(self, y: Tensor) -> Tensor:
+        return y + self.table
+
+
 TABLE = torch.ones(WIDTH)
 TABLES = {"table": torch.ones(WIDTH)}
 
@@ -174,7 +183,7 @@ def tensors() -> tuple[Habit, dict[str, Callable[[Tensor], object]]]:
     def read(m: Any, y: Tensor) -> Tensor:
         for one in m.tables:
             y = y + one
-        y = m.scaled(y) * TABLE + TABLES["table"] + type(m).table
+        y = m.scaled(m.add(y)) * TABLE + TABLES["table"] + type(m).table
         return y * m.slotted.table + table
 
     def replace_variable(tensor: Tensor) -> None:
@@ -184,12 +193,13 @@ def tensors() -> tuple[Habit, dict[str, Callable[[Tensor], object]]]:
     class Tables(Habit):
         table = torch.ones(WIDTH)
 
-    module = Tables(read, tables={torch.ones(WIDTH)}, slotted=slotted, scaled=scaled)
+    module = Tables(read, tables={torch.ones(WIDTH)}, slotted=slotted, scaled=scaled, add=Adds().add)
     return module, {
         "a global": lambda tensor: globals().__setitem__("TABLE", tensor),
         "a global dict": lambda tensor: TABLES.update(table=tensor),
         "a variable of a closure": replace_variable,
         "a class attribute": lambda tensor: setattr(Tables, "table", tensor),
+        "what a method is bound to": lambda tensor: setattr(module.add.__self__, "table", tensor),
         "slots": lambda tensor: setattr(slotted, "table", tensor),
         "a set": lambda tensor: (module.tables.clear(), module.tables.add(tensor)),
         "keywords of a partial": lambda tensor: scaled.keywords.update(table=tensor),
@@ -285,3 +295,28 @@ def test_two_values_in_turn_have_two_graphs(device: torch.device) -> None:
             module.scale = scale
             serve(model, module, device, 4)
     assert model.graph_stats.captures == 2
+
+
+class Modal(nn.Module):
+    """Keeps the mode that a call is given for the calls after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.mode = 1.0
+
+    def forward(self, x: Tensor, mode: float | None = None) -> Tensor:
+        if mode is not None:
+            self.mode = mode
+        found: Tensor = self.layer(x) * self.mode
+        return found
+
+
+def test_a_mode_that_one_call_passes_counts_in_the_calls_after_it(device: torch.device) -> None:
+    module = Modal().to(device).eval()
+    model: Any = sg.wrap(copy.deepcopy(module), capture_sizes=[3], progress=False)
+    for mode in (None, 2.0, 3.0, None, 2.0):
+        for given in (mode, *[None] * 5):
+            x = torch.randn(3, WIDTH, device=device)
+            torch.testing.assert_close(model(x, mode=given), module(x, mode=given))
+    assert model.graph_stats.replays >= 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.base.reasons import CannotBind
 from simplegraph.guard import holders
+from simplegraph.guard.plain_state import PlainState
 
 SCALE = 2.0
 TABLE = {"scale": 2.0}
@@ -44,6 +47,10 @@ def _no_grad():
         yield
 
 
+def scaling() -> Any:
+    return scaling.scale  # type: ignore[attr-defined]
+
+
 class Kind(enum.Enum):
     SMALL = 1
     LARGE = 3
@@ -53,12 +60,26 @@ class Kind(enum.Enum):
 class Config:
     scale: float = 2.0
 
+    def read(self) -> float:
+        return self.scale
+
+    def double(self) -> float:
+        return self.scale * 2
+
 
 class Slotted:
     __slots__ = ("scale",)
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
+
+
+class Items(list[float]):
+    scale = 2.0
+
+
+class Notes(dict[str, float]):
+    scale = 2.0
 
 
 class DotDict(dict[str, Any]):
@@ -117,6 +138,8 @@ VALUES = {
     "a small array": (np.ones(2), np.full(2, 3.0), lambda value: value.sum()),
     "a decimal": (decimal.Decimal("2"), decimal.Decimal("3"), float),
     "a day": (datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), lambda value: value.day),
+    "a range": (range(0, 3, 2), range(0, 4, 2), lambda value: value.stop),
+    "a very long number": (10**5000, 10**5000 + 1, lambda value: value % 7),
     "a tuple": ((1, 2), (1, 3), sum),
     "a list": ([1, 2], [1, 3], sum),
     "a set": ({1, 2}, {1, 3}, sum),
@@ -172,6 +195,26 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "the dict of an object": (
         Config(),
         lambda held: setattr(held, "__dict__", {"scale": 3.0}),
+        lambda held: held.scale,
+    ),
+    "what a method is bound to": (
+        Config().read,
+        lambda held: setattr(held.__self__, "scale", 3.0),
+        lambda held: held(),
+    ),
+    "what a method in a list is bound to": (
+        [Config().read],
+        lambda held: setattr(held[0].__self__, "scale", 3.0),
+        lambda held: held[0](),
+    ),
+    "an attribute of a list of a class": (
+        Items([1.0]),
+        lambda held: setattr(held, "scale", 3.0),
+        lambda held: held.scale,
+    ),
+    "an attribute of a dict of a class": (
+        Notes(a=1.0),
+        lambda held: setattr(held, "scale", 3.0),
         lambda held: held.scale,
     ),
     "a slot": (Slotted(2.0), lambda held: setattr(held, "scale", 3.0), lambda held: held.scale),
@@ -251,6 +294,11 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[An
         lambda model: setattr(model, "scale", 2.0),
         lambda model: model.scale,
     ),
+    "of a function": (
+        lambda model: setattr(scaling, "scale", 2.0),
+        lambda model: setattr(scaling, "scale", 3.0),
+        lambda model: scaling(),
+    ),
     "global": (
         lambda model: globals().update(SCALE=2.0),
         lambda model: globals().update(SCALE=3.0),
@@ -290,3 +338,52 @@ class Reading:
     def __call__(self, model: Any) -> float:
         found = self.read(model)
         return 7.0 if isinstance(found, Tensor) else found
+
+
+def test_a_value_that_is_new_in_every_call_is_not_remembered_for_ever() -> None:
+    model = Reads(lambda self: self.value, value=0.0)
+    state = PlainState(breaks=True)
+    for step in range(600):
+        model.value = float(step)
+        with contextlib.suppress(CannotBind):
+            state.now(model)
+    assert max(map(len, state._seen.values())) <= 256
+
+
+class Settings:
+    class Inner:
+        scale = 2.0
+
+    scale = 2.0
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("holder", [Settings, Settings.Inner], ids=["a class", "a class inside of it"])
+def test_an_attribute_of_a_class_that_an_attribute_holds_is_noticed(holder: Any) -> None:
+    read = {Settings: lambda self: self.settings.scale, Settings.Inner: lambda self: self.settings.Inner.scale}
+    model = wrapped(Reads(read[holder], settings=Settings))
+    for scale in (2.0, 3.0, 2.0):
+        holder.scale = scale
+        serve(model)
+    assert model.graph_stats.captures == 2
+
+
+@pytest.mark.usefixtures("versions")
+def test_a_function_in_place_of_one_that_is_gone_is_another() -> None:
+    """Python gives the second the address of the first."""
+    model = wrapped(Reads(lambda self: self.steps[0](), steps=[lambda: 2.0]))
+    serve(model)
+    model.steps.clear()
+    model.steps.append(lambda: 3.0)
+    serve(model)
+    assert model.graph_stats.captures == 2
+
+
+@pytest.mark.usefixtures("versions")
+def test_another_method_of_the_same_object_is_another_value() -> None:
+    config = Config()
+    model = wrapped(Reads(lambda self: self.step(), step=config.read))
+    serve(model)
+    model.step = config.double
+    serve(model)
+    assert model.graph_stats.captures == 2
