@@ -21,6 +21,7 @@ from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import lies_at
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
@@ -251,7 +252,10 @@ class StepModule(FunctionModule):
             raise CannotBind(Reason.UNTRAINABLE, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return StepState(super().state(), step.optimizers.objects, step.gradients.state(), step.hook_ids())
+        gradients = step.gradients.state()
+        if step.gradients.refusal:
+            raise CannotBind(Reason.UNTRAINABLE, step.gradients.refusal)
+        return StepState(super().state(), step.optimizers.objects, gradients, step.hook_ids())
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -298,10 +302,14 @@ class StepPlan(Plan):
         self._used = sorted(self.step.used)
         count = spec.children[0].num_leaves
         self._left = whole[count:]
+        self.step.gradients.note_made(left for left in self._left if self._is_made(left))
         self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
         self._known: Sequence[Any] = ()
         super()._prepare_outputs(call, whole[:count], spec.children[0])
         self.compared = [*self.outputs, *self._left]
+
+    def _is_made(self, gradient: Any) -> bool:
+        return isinstance(gradient, Tensor) and self.device.in_pool(self.pool, gradient)
 
     def whole(self, result: Any) -> Any:
         """Return eager's result, and the gradients that it left."""
@@ -354,7 +362,7 @@ class StepPlan(Plan):
             if left is KEPT:
                 found.append(gradient)
                 continue
-            if gradient is not left:
+            if gradient is not left and (gradient is None or left is None or lies_at(gradient) != lies_at(left)):
                 parameter.grad = left
             found.append(parameter.grad)
         self._known = found

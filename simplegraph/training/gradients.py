@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import operator
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,12 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import storage_key
+from simplegraph.base.tensors import lies_at, storage_key
 from simplegraph.device.protocol import GraphDevice
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
+# Private to torch; where it is absent, no gradient looks shared but one whose buffer the user holds.
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 KEPT = True  # stands for a gradient that a step does not touch
+_SHARED = (
+    "the gradient of a parameter of shape {} is held elsewhere, too, and is another one at every call, so a graph can "
+    "add to it only in a copy: make the gradients, or the buffer that they are views of, once, before the first step"
+)
+_MOST_BUFFERS = 3  # from which on gradients are taken for being elsewhere at every call
 _REPLICA = (
     "DistributedDataParallel reduces gradients between ranks by hooks that no replay runs; "
     "wrap the module in it: DistributedDataParallel(wrap(module, training=True))"
@@ -95,19 +104,26 @@ class Gradients:
 
     A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
     another graph overwrites it. One that a graph reads at its begin, to add to it, lies at a fixed address outside of
-    the pool, the same for all graphs; what `.grad` holds is copied there if it lies elsewhere.
+    the pool, the same for all graphs. That is where the user's own `.grad` lies, if anything else holds it or shows
+    its memory, and the step leaves it there; else memory of ours, where what `.grad` holds is copied.
 
     Attributes:
         parameters: those whose gradients these are.
         devices: where they are, as text.
         entry: what `.grad` of each held when `state` last looked.
+        refusal: why no graph can serve the next call, if one of them is seen elsewhere as well; else empty.
     """
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.entry: list[Tensor | None] = []
         self.devices: list[str] = []
+        self.refusal = ""
         self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
+        self._users: set[int] = set()  # of the parameters whose fixed address is their user's own gradient's
+        self._replaced: collections.Counter[int] = collections.Counter()  # how often that was replaced by others
+        self._counts: list[int] = []  # of references to what `entry` has
+        self._made: set[int] = set()  # storage keys of gradients that graphs make
         self._wanting: list[bool] = []
         self._key: Hashable = ()
 
@@ -124,12 +140,33 @@ class Gradients:
     def state(self) -> Hashable:
         """Return which parameters have a gradient, and which want one: the very same object while that stays."""
         entry, wanting = list(map(_grad, self.parameters)), list(map(_requires_grad, self.parameters))
-        known = self.entry
-        if wanting != self._wanting or len(entry) != len(known) or not all(map(operator.is_, entry, known)):
-            key = tuple(wanting), tuple(gradient is not None for gradient in entry)
-            self._key = self._key if key == self._key else key
+        is_same = len(entry) == len(self.entry) and all(map(operator.is_, entry, self.entry))
+        if wanting != self._wanting or not is_same:
             self.entry, self._wanting = entry, wanting
+            key = tuple(wanting), tuple(gradient is not None for gradient in entry), self._find_replaced()
+            self._key = self._key if key == self._key else key
         return self._key
+
+    def _find_replaced(self) -> tuple[int, ...]:
+        """Let go of the user's gradients that were replaced, refuse those that others hold; count the replaced."""
+        self.refusal = ""
+        self._counts = list(map(sys.getrefcount, self.entry))
+        for index, parameter in enumerate(self.parameters):
+            known, gradient = self._fixed.get(id(parameter)), self.entry[index]
+            if known is None or gradient is None or lies_at(gradient) == lies_at(known[1]):
+                continue
+            if id(parameter) in self._users:
+                self._users.remove(id(parameter))
+                del self._fixed[id(parameter)]
+                self._replaced[id(parameter)] += 1
+            adopts = id(parameter) not in self._fixed and self._replaced[id(parameter)] < _MOST_BUFFERS
+            if not adopts and self._is_held(index):
+                self.refusal = _SHARED.format(tuple(parameter.shape))
+        return tuple(self._replaced.values())
+
+    def note_made(self, gradients: Iterable[Any]) -> None:
+        """Note gradients that graphs make: another graph overwrites them."""
+        self._made.update(storage_key(gradient) for gradient in gradients if isinstance(gradient, Tensor))
 
     def passed(self) -> dict[int, list[int]]:
         """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
@@ -154,10 +191,35 @@ class Gradients:
                 cause = f"a parameter of shape {tuple(parameter.shape)} was converted or moved just before"
                 raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
             gradient = parameter.grad
+            if gradient is not None and known is None and self._is_users(index):
+                self._users.add(id(parameter))
+                self._fixed[id(parameter)] = parameter, gradient
+                return gradient
+            self._users.discard(id(parameter))
             with outside_modes():
                 made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
             known = self._fixed[id(parameter)] = parameter, made
         return known[1]
+
+    def _is_users(self, index: int) -> bool:
+        """True if graphs may add to the gradient that a call found where it lies, since the step left it there."""
+        parameter, gradient = self.parameters[index], self.entry[index] if index < len(self.entry) else None
+        if gradient is None or gradient is not parameter.grad or gradient.requires_grad:
+            return False
+        plain = gradient.layout is torch.strided and _kind(gradient) == _kind(parameter)
+        return plain and self._replaced[id(parameter)] < _MOST_BUFFERS and self._is_held(index)
+
+    def _is_held(self, index: int) -> bool:
+        """True if anything else held the gradient that a call found, or shows its memory, as a buffer of several."""
+        gradient: Any = self.entry[index]
+        key = storage_key(gradient)
+        if key in self._made:
+            return False
+        own = sum(each is not None and storage_key(each) == key for each in self.entry)
+        base = gradient._base
+        known = own + 1 + (base is not None)  # with the storage as we read it, and what the views are of
+        in_storage = _use_count(gradient.untyped_storage()._cdata) > known
+        return in_storage or self._counts[index] > _HELD_ONCE or (base is not None and sys.getrefcount(base) > 2)
 
     def enter(self, used: Iterable[int]) -> None:
         """Let the gradients that a graph reads lie where it reads them."""
@@ -165,9 +227,8 @@ class Gradients:
             for index in used:
                 parameter, fixed = self.parameters[index], self._fixed_of(index)
                 gradient = parameter.grad
-                if gradient is not None and gradient is not fixed:
-                    if gradient.data_ptr() != fixed.data_ptr():
-                        fixed.copy_(gradient)
+                if gradient is not None and gradient is not fixed and lies_at(gradient) != lies_at(fixed):
+                    fixed.copy_(gradient)
                     parameter.grad = fixed
 
     def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
@@ -201,6 +262,16 @@ class Gradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+def _references() -> int:
+    """Count the references to a gradient that only its parameter and a list hold, which depends on torch."""
+    parameter = torch.zeros(1)
+    parameter.grad = torch.zeros(1)
+    return next(map(sys.getrefcount, [parameter.grad]))
+
+
+_HELD_ONCE = _references()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

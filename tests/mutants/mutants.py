@@ -1183,6 +1183,13 @@ MUTANTS = [
         RATES,
     ),
     Mutant(
+        "gradients that the user holds elsewhere are moved",
+        "training/gradients.py",
+        "if gradient is not None and known is None and self._is_users(index):",
+        "if False:",
+        ("tests/training/test_flat_gradients.py",),
+    ),
+    Mutant(
         "numbers of the first group alone are compared",
         "training/optimizers.py",
         "places += [place for place in held.places if",
