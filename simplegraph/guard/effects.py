@@ -93,6 +93,12 @@ class PythonEffects:
         """Name what was changed."""
         return self._snapshot.changes(code=True).keys() | self._random.drawn() | self.advanced()
 
+    def put_back(self) -> set[str]:
+        """Name what was changed, and let containers and numbers be as they were."""
+        changed = self.changed()
+        self._snapshot.put_back(changed)
+        return changed
+
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
         changed = (thing for thing, read, before in self._positions if _position(thing, read) != before)

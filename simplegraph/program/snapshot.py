@@ -41,6 +41,7 @@ from simplegraph.base.walk import (
 )
 
 ABSENT = object()
+_ADDED = (*ATOMS, dict, list, tuple)  # what counts as an effect where code adds it
 _FLAGS = (bool, type(None))
 
 
@@ -206,7 +207,8 @@ class Snapshot:
         numbers, texts, and tuples and lists of them are the same; a list that was changed itself is a place that was.
 
         Args:
-            code: add numbers and texts, and lists of them, of places with code on the way; globals that it names.
+            code: add numbers and texts, and lists of them, of places with code on the way, and what containers gained
+                there; globals that it names.
         """
         found: dict[str, Any] = {}
         named = {
@@ -221,11 +223,11 @@ class Snapshot:
                 keys = [
                     key
                     for key in now | before
-                    if (own or (issubclass(type(now.get(key)), ATOMS) and (key in named or not is_globals(now))))
+                    if (own or (_counts_beyond(now, before, key) and (key in named or not is_globals(now))))
                     and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 found |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
-            elif not is_same(now, before) and (own or all(issubclass(type(item), ATOMS) for item in now)):
+            elif not is_same(now, before) and (own or _gained_plain(now, before)):
                 found[self.walk.path(holder)] = now
         return found | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
@@ -319,6 +321,16 @@ class Snapshot:
         """True if a value is unwanted, or holds what is; what is a place itself is asked by itself."""
         walk = Walk([value], Policy(referring_kind, objects=MAX_BEYOND_CODE), self._places)
         return unwanted(value) or any(unwanted(item) for _, held, _ in walk for item in held)
+
+
+def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
+    """True for plain values by a key of a dict beyond code, and for containers of Python's that a run adds."""
+    return issubclass(type(now.get(key)), ATOMS if key in before else _ADDED)
+
+
+def _gained_plain(now: Any, before: Any) -> bool:
+    """True if a list or set beyond code holds plain values alone, or grew by containers of Python's."""
+    return all(issubclass(type(item), _ADDED if len(now) > len(before) else ATOMS) for item in now)
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:

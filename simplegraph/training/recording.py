@@ -20,6 +20,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS, InputSet
+from simplegraph.guard.effects import PythonEffects
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.snapshot import put
@@ -325,6 +326,19 @@ class Recording:
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
         return outputs
 
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Refuse a backward that changes Python state, such as a custom function's that counts; put it back.
+
+        What the first backward alone changes, an eager one has changed before.
+        """
+        run = PythonEffects(self._call.module)
+        yield
+        changed = run.put_back()
+        if changed:
+            cause = f"the backward changes {', '.join(sorted(changed))}, and a replay runs no Python"
+            raise HostError(cause, "Change it outside of the backward, or leave training=True away.")
+
     def _backward(self, pattern: frozenset[int], *, last: bool) -> list[Tensor]:
         """Run the backward for some outputs; `last` if no other is captured after it."""
         tape, targets = self.tape, self.arguments.targets
@@ -332,7 +346,7 @@ class Recording:
         dtype = self.notes.needs.autocast
         around = torch.autocast(self.notes.device_type, dtype, enabled=dtype is not None)
         try:
-            with around, autocast_cache(enabled=self._caches), bypassed(Reason.NESTED):
+            with self._unchanged(), around, autocast_cache(enabled=self._caches), bypassed(Reason.NESTED):
                 grads = torch.autograd.grad(
                     [tape.outputs[number] for number in numbers],
                     targets,
