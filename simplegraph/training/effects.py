@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -65,6 +67,7 @@ class StepEffects:
         found: parameters that got gradients and that nothing else led to.
         held: the states, groups and functions of the optimizers, by name.
         proven: a graph was proven since the last replay.
+        refused_hooks: hooks that no capture can stand for, by their kind; else empty.
     """
 
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
@@ -75,6 +78,7 @@ class StepEffects:
         self.held: dict[str, Any] = {}
         self.used: set[int] = set()
         self.proven = False
+        self.refused_hooks = ""
         self._passed: dict[int, list[int]] = {}
         self._trained = False
         self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -86,10 +90,17 @@ class StepEffects:
         parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}.values()
         on_gradients = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
         on_steps = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers.all]
+        on_nodes = [held for each in parameters if each.requires_grad and each.is_leaf for held in _node_hooks(each)]
         self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
+        of_several = any(_is_of_several(hook) for held in self._hooks for hook in held.values())
+        self.refused_hooks = "hooks on AccumulateGrad nodes" if any(on_nodes) else ""
+        self.refused_hooks = (
+            "hooks on several gradients (register_multi_grad_hook)" if of_several else self.refused_hooks
+        )
+        self._hooks += on_nodes
         self._hook_ids = tuple(number for held in self._hooks for number in held)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
-        return [hook for held in self._hooks for hook in held.values()]
+        return [] if self.refused_hooks else [hook for held in self._hooks for hook in held.values()]
 
     def hook_ids(self) -> Hashable:
         """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
@@ -164,6 +175,23 @@ class StepEffects:
                 self.left = self.gradients.end_capture(before, used)
             finally:
                 self.gradients.put(before)
+
+
+def _node_hooks(parameter: Tensor) -> list[Any]:
+    """List the dicts of hooks on the node that adds to a parameter's gradient; they live as long as somebody holds it.
+
+    Only the garbage collector sees them.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    found = (held for held in gc.get_referents(node) if isinstance(held, dict) and held)
+    return [held for held in found if not any(held is each for each in own)]
+
+
+def _is_of_several(hook: Any) -> bool:
+    """True for what torch calls in place of the user's hook of several tensors: it counts them in Python."""
+    return isinstance(hook, types.FunctionType) and hook.__globals__ is vars(torch.autograd.graph)
 
 
 class StepModule(FunctionModule):
@@ -255,7 +283,10 @@ class StepModule(FunctionModule):
         gradients = step.gradients.state()
         if step.gradients.refusal:
             raise CannotBind(Reason.UNTRAINABLE, step.gradients.refusal)
-        return StepState(super().state(), step.optimizers.objects, gradients, step.hook_ids())
+        hooks = step.hook_ids()
+        if step.refused_hooks:
+            raise CannotBind(Reason.HOOKS, step.refused_hooks)
+        return StepState(super().state(), step.optimizers.objects, gradients, hooks)
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)

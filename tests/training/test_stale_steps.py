@@ -194,3 +194,60 @@ def test_hooks_on_everything_run(graphs: str, device: torch.device) -> None:
 
 def double_inputs(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if each is None else each * 2 for each in inputs)
+
+
+def node_of(model: nn.Module) -> Any:
+    return torch.autograd.graph.get_gradient_edge(model[0].weight).node
+
+
+SEEN: list[int] = []
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a node's": (lambda model: node_of(model).register_hook(lambda *_: SEEN.append(1)), "AccumulateGrad"),
+    "before a node": (lambda model: node_of(model).register_prehook(lambda grads: (grads[0] * 2,)), "AccumulateGrad"),
+    "all of several": (
+        lambda model: torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda _: SEEN.append(1)),
+        "register_multi_grad_hook",
+    ),
+    "any of several": (
+        lambda model: torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda _: SEEN.append(1), mode="any"
+        ),
+        "register_multi_grad_hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("graphs", ["steps", "pairs"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_on_nodes_and_on_several_gradients_run_every_time(
+    name: str, graphs: str, when: str, device: torch.device
+) -> None:
+    register, reason = REFUSED[name]
+    kept: list[Any] = []
+
+    def add(model: nn.Module, _: optim.Optimizer) -> None:
+        kept.extend((node_of(model), register(model)))  # a hook lives as long as its node
+
+    changes: dict[str, Any] = {"begin": add, "change": nothing} if when == "before" else {"change": add}
+    SEEN.clear()
+    expected, _ = trained(device=device, **changes)
+    seen = len(SEEN)
+    SEEN.clear()
+    found, graphed = trained(device=device, graphs=graphs, **changes)
+    assert [call for call, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)] == []
+    assert len(SEEN) == seen
+    if graphs == "steps":
+        assert reason in graphed.graph_stats.details[Reason.HOOKS]
+        assert graphed.graph_stats.eager[Reason.HOOKS] == (CALLS if when == "before" else CALLS - CHANGED)
+    else:
+        assert graphed.graph_stats.replays >= 6
+
+
+def test_steps_are_served_again_once_a_nodes_hook_is_removed(device: torch.device) -> None:
+    kept: list[Any] = []
+
+    def begin(model: nn.Module, _: optim.Optimizer) -> None:
+        kept.append((node_of(model), node_of(model).register_hook(nothing)))
+
+    assert_trains_as_eager(lambda *_: kept.pop()[1].remove(), device, "steps", replays=3, begin=begin)
