@@ -23,7 +23,6 @@ from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import lies_at
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
@@ -32,7 +31,14 @@ from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 from simplegraph.program.snapshot import restore
-from simplegraph.training.gradients import KEPT, Gradients, leaves_reached, replicas_refused, set_up_backwards
+from simplegraph.training.gradients import (
+    KEPT,
+    Gradients,
+    leaves_reached,
+    replicas_refused,
+    set_up_backwards,
+    shows_the_same,
+)
 from simplegraph.training.held_values import Entries, Lengths, users_functions
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
@@ -393,7 +399,7 @@ class StepPlan(Plan):
             if left is KEPT:
                 found.append(gradient)
                 continue
-            if gradient is not left and (gradient is None or left is None or lies_at(gradient) != lies_at(left)):
+            if gradient is not left and (gradient is None or left is None or not shows_the_same(gradient, left)):
                 parameter.grad = left
             found.append(parameter.grad)
         self._known = found

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import lies_at, storage_key
+from simplegraph.base.tensors import has_address, lies_at, storage_key
 from simplegraph.device.protocol import GraphDevice
 
 _grad = operator.attrgetter("grad")
@@ -153,7 +153,7 @@ class Gradients:
         self._counts = list(map(sys.getrefcount, self.entry))
         for index, parameter in enumerate(self.parameters):
             known, gradient = self._fixed.get(id(parameter)), self.entry[index]
-            if known is None or gradient is None or lies_at(gradient) == lies_at(known[1]):
+            if known is None or gradient is None or shows_the_same(gradient, known[1]):
                 continue
             if id(parameter) in self._users:
                 self._users.remove(id(parameter))
@@ -212,10 +212,12 @@ class Gradients:
     def _is_held(self, index: int) -> bool:
         """True if anything else held the gradient that a call found, or shows its memory, as a buffer of several."""
         gradient: Any = self.entry[index]
+        if not has_address(gradient):  # a sparse one
+            return False
         key = storage_key(gradient)
         if key in self._made:
             return False
-        own = sum(each is not None and storage_key(each) == key for each in self.entry)
+        own = sum(each is not None and has_address(each) and storage_key(each) == key for each in self.entry)
         base = gradient._base
         known = own + 1 + (base is not None)  # with the storage as we read it, and what the views are of
         in_storage = _use_count(gradient.untyped_storage()._cdata) > known
@@ -227,7 +229,7 @@ class Gradients:
             for index in used:
                 parameter, fixed = self.parameters[index], self._fixed_of(index)
                 gradient = parameter.grad
-                if gradient is not None and gradient is not fixed and lies_at(gradient) != lies_at(fixed):
+                if gradient is not None and not shows_the_same(gradient, fixed):
                     fixed.copy_(gradient)
                     parameter.grad = fixed
 
@@ -262,6 +264,11 @@ class Gradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+def shows_the_same(gradient: Tensor, other: Tensor) -> bool:
+    """True if two gradients are one, or show the same memory in the same way; a sparse one shows none."""
+    return gradient is other or (has_address(gradient) and lies_at(gradient) == lies_at(other))
 
 
 def _references() -> int:
