@@ -32,7 +32,16 @@ from simplegraph.base.walk import (
     slots_of,
 )
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.values import MAX_WIDTH, NOT_PLAIN, ORDER, SameObject, class_key, is_small_array, value_key
+from simplegraph.guard.values import (
+    MAX_WIDTH,
+    NOT_PLAIN,
+    ORDER,
+    SameObject,
+    can_be_referenced,
+    class_key,
+    is_small_array,
+    value_key,
+)
 from simplegraph.guard.versions import dict_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
@@ -436,10 +445,9 @@ class Holders:
         attributes = own_dict(thing)
         has_slots = bool(slots_of(type(thing))) or attributes is None
         make = functools.partial(ValueHolder, name, counts=counts, has_tensors=by_code or has_slots)
-        try:
-            weakly = weakref.ref(thing, self._gone)
-        except TypeError:
+        if not can_be_referenced(type(thing)):
             return make(find=functools.partial(held_by, thing), is_view=True)
+        weakly = weakref.ref(thing, self._gone)
         self.deaths.append(weakly)
         if has_slots:
             return make(find=functools.partial(_held_by, weakly), is_view=True)

@@ -23,6 +23,7 @@ NOT_PLAIN = object()
 ORDER = object()  # the key under which the order of a container's keys counts
 MAX_WIDTH = 256  # entries of a container that count one by one
 _MAX_DEPTH = 8  # tuples in each other
+_HEAP_TYPE = 1 << 9  # of a class's flags: made by Python at run time, not by C
 _MAX_BYTES = 64  # of an array whose values count
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -36,10 +37,9 @@ class SameObject:
 
     def __init__(self, thing: Any) -> None:
         self._id, self._kind = id(thing), type(thing)
-        try:
-            self._thing: Callable[[], Any] = weakref.ref(thing)
-        except TypeError:  # then another object of its class may have its id later
-            self._thing = _nobody
+        self._thing: Callable[[], Any] = _nobody  # then another object of its class may have its id later
+        if can_be_referenced(type(thing)):
+            self._thing = weakref.ref(thing)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SameObject) or (other._id, other._kind) != (self._id, self._kind):
@@ -55,6 +55,16 @@ class SameObject:
 
 def _nobody() -> None:
     return None
+
+
+@by_class
+def can_be_referenced(kind: type) -> bool:
+    """True for classes whose objects weak references may be made of.
+
+    Torch's own streams and events take some and forget them when they end: Python's collector then ends the process.
+    """
+    built_in = (base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return bool(kind.__weakrefoffset__) and not any(str(base.__module__).startswith("torch") for base in built_in)
 
 
 def value_key(value: Any, depth: int = 0) -> Hashable:

@@ -90,14 +90,14 @@ class _Array:
         array[...] = type(array)(array.shape, array.dtype, value)
 
 
-class SameObject:
-    """Puts an object that has no plain value into a key: it equals itself alone."""
+class KeptObject:
+    """Puts an object that has no plain value into a key, and keeps it: it equals itself alone."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObject) and other._thing is self._thing
+        return isinstance(other, KeptObject) and other._thing is self._thing
 
     def __hash__(self) -> int:
         return id(self._thing)
@@ -124,7 +124,7 @@ class HeldValues:
     def __init__(self, name: str, owner: Any, counts: Callable[[Any], bool], apart: Collection[int] = ()) -> None:
         self.name = name
         self.places: list[CodePlace] = []
-        self.objects: list[SameObject] = []
+        self.objects: list[KeptObject] = []
         self._owner, self._counts, self._lengths = owner, counts, Lengths()
         apart = {*apart, *(id(value) for key, value in vars(owner).items() if not counts(key))}
         classes: dict[type, None] = {}
@@ -172,7 +172,7 @@ class HeldValues:
         elif _is_small_array(value):
             self._add(name, "values", _Array(value))
         elif kind_of(kind) is not object:
-            self.objects.append(SameObject(value))
+            self.objects.append(KeptObject(value))
 
     def _add(self, name: str, key: str, holder: Any) -> None:
         self.places.append(CodePlace(f"the {key} of {name}", holder, key, holder[key]))
