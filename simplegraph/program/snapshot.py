@@ -41,7 +41,7 @@ from simplegraph.base.walk import (
 )
 
 ABSENT = object()
-_ADDED = (*ATOMS, dict, list, tuple)  # what counts as an effect where code adds it
+_ADDED = (*ATOMS, dict, list)  # what counts as an effect where code adds it
 _FLAGS = (bool, type(None))
 
 
