@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
@@ -55,11 +53,6 @@ def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Chang
                 if old.get(key, ABSENT) != new.get(key, ABSENT):
                     changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
     return changes
-
-
-def _are_plain(change: tuple[Hashable, Hashable]) -> bool:
-    """True if a place held a number, a text or the like, and holds another."""
-    return all(type(entry) is tuple and entry[0] is not Tensor for entry in change)
 
 
 class PlainState:
@@ -141,10 +134,7 @@ class PlainState:
         finally:
             with self._lock:
                 self._look(module)
-                changes = _changes(before, self._entries)
-                kept = {place: change for place, change in changes.items() if self._may_be_kept(place, change)}
-                self._claim({place: change for place, change in changes.items() if place not in kept})
-                self._note(kept, by_run=True)
+                self._claim(_changes(before, self._entries))
                 if not self._is_serving:
                     self._settle()
 
@@ -237,17 +227,8 @@ class PlainState:
 
     # What changes.
 
-    def _may_be_kept(self, place: Place, change: tuple[Hashable, Hashable]) -> bool:
-        """True for what a run set that a call with other arguments may find: a mode, say, that is passed once."""
-        by_name = place in self._by_effect({place: change})  # no item of a container
-        is_new = place not in self._effects and place not in self._shared
-        return by_name and is_new and _are_plain(change) and self._is_named(place)
-
-    def _note(self, changes: Changes, *, by_run: bool = False) -> None:
-        """Note what others changed: places that take many values are let go, or make calls run eagerly.
-
-        Of what runs of the module set such places are left out, as what they change at each run.
-        """
+    def _note(self, changes: Changes) -> None:
+        """Note what others changed: places that take many values are let go, or make calls run eagerly."""
         for place, values in self._by_effect(changes).items():
             if place in self._let_go:
                 self._let_go[place] = self._calls
@@ -268,9 +249,6 @@ class PlainState:
             news = self._news.setdefault(place, collections.deque(maxlen=_MOST_VALUES - 1))
             news.append((self._calls, shown_entry(next(iter(values.values()))[1])))
             if len(news) == _MOST_VALUES - 1 and news[0][0] > self._calls - _WINDOW:
-                if by_run:
-                    self._effects.add(place)
-                    continue
                 (self._restless if self._is_named(place) else self._let_go)[place] = self._calls
         self._leave_out()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -297,28 +296,3 @@ def test_two_values_in_turn_have_two_graphs(device: torch.device) -> None:
             module.scale = scale
             serve(model, module, device, 4)
     assert model.graph_stats.captures == 2
-
-
-class Modal(nn.Module):
-    """Keeps the mode that a call is given for the calls after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.mode = 1.0
-
-    def forward(self, x: Tensor, mode: float | None = None) -> Tensor:
-        if mode is not None:
-            self.mode = mode
-        found: Tensor = self.layer(x) * self.mode
-        return found
-
-
-def test_a_mode_that_one_call_passes_counts_in_the_calls_after_it(device: torch.device) -> None:
-    module = Modal().to(device).eval()
-    model: Any = sg.wrap(copy.deepcopy(module), capture_sizes=[3], progress=False)
-    for mode in (None, 2.0, 3.0, None, 2.0):
-        for given in (mode, *[None] * 5):
-            x = torch.randn(3, WIDTH, device=device)
-            torch.testing.assert_close(model(x, mode=given), module(x, mode=given))
-    assert model.graph_stats.replays >= 10
