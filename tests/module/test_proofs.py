@@ -7,6 +7,7 @@ import concurrent.futures
 import contextvars
 import copy
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -858,7 +859,8 @@ def test_rows_that_only_repeated_padding_shows_to_be_mixed_are_not_padded(device
 
 
 def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(device):
-    added = [torch.ones(8, device=device)]
+    added = threading.local()
+    added.tensor = torch.ones(8, device=device)
 
     @sg.eager_break
     def doubled(x):
@@ -866,12 +868,12 @@ def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(devic
 
     class Broken(nn.Module):
         def forward(self, x):
-            return doubled(x + added[0])
+            return doubled(x + added.tensor)
 
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
-        added[0] = torch.zeros(8, device=device)  # in a closure, which nothing watches
+        added.tensor = torch.zeros(8, device=device)  # of a thread, which nothing watches
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
@@ -1080,7 +1082,8 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
 
 
 def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empty_once(device):
-    added = [torch.ones(8, device=device)]
+    added = threading.local()
+    added.tensor = torch.ones(8, device=device)
 
     @sg.eager_break
     def double(x):
@@ -1089,14 +1092,14 @@ def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empt
     class Broken(nn.Module):
         def forward(self, x):
             out = torch.empty_like(x)
-            torch.add(x, added[0], out=out)
+            torch.add(x, added.tensor, out=out)
             double(out)
             return out
 
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
-        added[0] = torch.zeros(8, device=device)  # in a closure, which nothing watches
+        added.tensor = torch.zeros(8, device=device)  # of a thread, which nothing watches
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
