@@ -352,7 +352,8 @@ def test_what_an_optimizer_of_the_users_reads_is_read_at_every_step(kind: str, d
     read, change, back = READS[kind]
     make = functools.partial(Scaled, read=read)
     step = assert_trains_as_eager(make, change, device)
-    assert step.graph_stats.captures == 2
+    # A function in an attribute is code of the module, too: its graphs are dropped once beside the other key.
+    assert step.graph_stats.captures == 2 + (kind == "a method that the object overrides")
     expected, _ = trained(make, change, device, graphed=False, back=back)
     found, _ = trained(make, change, device, graphed=True, back=back)
     assert [call for call, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)] == []
