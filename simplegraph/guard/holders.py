@@ -140,7 +140,7 @@ class ValueHolder:
                 return None
             is_dict = issubclass(type(held), dict)
             items: Any
-            if is_dict and held and not self._is_view and dict_version is not None:
+            if is_dict and dict.__len__(held) and not self._is_view and dict_version is not None:
                 items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
             elif self.is_wide:
                 items = _length(held)
@@ -502,7 +502,10 @@ class Holders:
 
 
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
-    return type(key) is not str or ((names is None or key in names) and all(key not in each for each in skipped))
+    if type(key) is not str:
+        return True
+    is_ours = key.startswith("_simplegraph")  # what the library keeps at a module
+    return (names is None or key in names) and not is_ours and all(key not in each for each in skipped)
 
 
 def _is_named(names: Collection[str], key: Any) -> bool:

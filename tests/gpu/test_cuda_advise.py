@@ -30,6 +30,7 @@ def test_the_first_line_tells_what_a_graph_would_gain() -> None:
     assert "times as fast" in row["first"], row
 
 
+@pytest.mark.alone  # other tests would keep the host busy
 def test_a_gpu_that_is_busy_has_nothing_to_gain() -> None:
     report = bench.advise("busy")
     assert report["lines"][0].endswith(": nothing to gain, the GPU is busy"), report["lines"]
