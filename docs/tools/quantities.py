@@ -35,6 +35,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "models of other libraries": ("h200_model_table",),
     "models of other libraries on the emulator": ("emulator_model_table",),
     "eager breaks and mixed batches": ("h200_piecewise",),
+    "the piecewise decode step in turn with an older commit": ("h200_piecewise_in_turn",),
     "serving": ("h200_serve",),
     "serving with speculation": ("h200_serve_speculation",),
     "load over HTTP": ("emulator_http_load",),
