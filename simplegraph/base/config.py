@@ -129,10 +129,10 @@ class CudaGraphConfig:
             time.
         state_key: a function that gets the module before every call and returns the Python state that the forward
             reads (``lambda model: (model.enabled, model.scale)``). The state must be hashable and the function cheap. A
-            graph is replayed only in the state that it was captured in. None takes the switches of peft's adapters and
-            diffusers' attention processors; other state is fixed at capture. State that the forward itself changes
-            (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names it,
-            unless the key contains that state; a replay then leaves it unchanged.
+            graph is replayed only in the state that it was captured in. Plain values that the forward reads through
+            Python are part of a graph's key without it; it is for what objects do not show. State that the forward
+            changes (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names
+            it, unless the key contains that state; a replay then leaves it unchanged.
         decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
             ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
         training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.

@@ -74,7 +74,8 @@ class CheckReport:
         break_at: what makes it piecewise, found by trying: "model", or what a function's code calls a module that it
             reaches -> patterns for `break_at` of it. Empty if nothing is in the way, or if nothing less than the whole
             would have to break.
-        frozen: attributes with a number, a flag or a text that forwards name, by class: replays keep that value.
+        counts: numbers, flags and texts in attributes that forwards name, by class, with their values: another one is
+            another graph.
     """
 
     capturable: bool
@@ -87,7 +88,7 @@ class CheckReport:
     inputs_written: tuple[str, ...]
     output_aliases: tuple[str, ...]
     memory: MemoryEstimate | None = None
-    frozen: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
     break_at: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -100,9 +101,8 @@ class CheckReport:
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
-        lists = self.state_written, self.inputs_written, self.output_aliases, self.frozen
-        kept = "replays keep, unless state_key names it, the value of"
-        titles = "writes its own state", "writes its inputs", "outputs that alias", kept
+        lists = self.state_written, self.inputs_written, self.output_aliases, self.counts
+        titles = "writes its own state", "writes its inputs", "outputs that alias", "counts"
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
         if self.memory is not None:
             lines.append(str(self.memory))
@@ -193,7 +193,9 @@ def check(
         for number, batch in enumerate([args, *others]):
             if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
-        return dataclasses.replace(_report(module, trials, capture_sizes), frozen=tuple(dict.fromkeys(_frozen(module))))
+        return dataclasses.replace(
+            _report(module, trials, capture_sizes), counts=tuple(dict.fromkeys(_counting(module)))
+        )
 
 
 def _module_of(function: Any) -> FunctionModule:
@@ -245,15 +247,18 @@ def _break_call(model: str, patterns: Sequence[str]) -> str:
     return f"simplegraph.break_at({', '.join([model, *quoted])})"
 
 
-def _frozen(module: nn.Module) -> Iterator[str]:
-    """Yield the plain attributes that forwards name; torch's layers are left out, whose settings guards compare."""
+_SHOWN = 40  # characters of a value
+
+
+def _counting(module: nn.Module) -> Iterator[str]:
+    """Yield the plain attributes that forwards name, with their values; torch's layers are left out."""
     for child in module.modules():
         kind = type(child)
         if not kind.__module__.startswith("torch.") and isinstance(kind.forward, types.FunctionType):
             plain = {name for name, value in vars(child).items() if issubclass(type(value), (bool, int, float, str))}
-            yield from (
-                f"{kind.__name__}.{name}" for name in sorted(plain & names_in(kind.forward.__code__) - {"training"})
-            )
+            for name in sorted(plain & names_in(kind.forward.__code__) - {"training"}):
+                value = repr(vars(child)[name])
+                yield f"{kind.__name__}.{name}={value if len(value) <= _SHOWN else value[:_SHOWN] + '...'}"
 
 
 def _without_advice(problem: str) -> str:

@@ -551,7 +551,7 @@ def test_a_setting_is_not_passed_to_the_forward(device):
 
 
 class Scaled(nn.Module):
-    """Divides by an attribute, which a replay keeps."""
+    """Divides by an attribute."""
 
     def __init__(self, depth=0):
         super().__init__()
@@ -562,14 +562,13 @@ class Scaled(nn.Module):
         return self.inner(x) / self.temperature
 
 
-def test_attributes_whose_values_a_replay_keeps_are_named(device):
+def test_attributes_whose_values_count_are_named(device):
     module = Scaled(depth=8).to(device).eval()
     report = sg.check(module, rows(device))
-    assert report.frozen == ("Scaled.temperature",)  # not torch's own layers, nor what no forward names
-    said = "replays keep, unless state_key names it, the value of: Scaled.temperature"
-    assert said in str(report)
+    assert report.counts == ("Scaled.temperature=1.5",)  # not torch's own layers, nor what no forward names
+    assert "counts: Scaled.temperature=1.5" in str(report)
     plain = sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device))
-    assert "replays keep" not in str(plain)
+    assert "counts" not in str(plain)
 
 
 def test_a_scripted_submodule_is_checked(device):
