@@ -145,3 +145,56 @@ def test_a_state_key_of_ones_own_goes_beside_known_switches(device):
 def test_a_state_key_survives_pickling_with_its_config():
     config = pickle.loads(pickle.dumps(sg.CudaGraphConfig(state_key=len)))
     assert config.state_key is len
+
+
+def test_scales_of_an_ip_adapter_and_attributes_of_a_processor_are_followed(device):
+    diffusers = pytest.importorskip("diffusers")
+    from diffusers.models.attention_processor import Attention, IPAdapterAttnProcessor2_0
+
+    class Scaled:
+        """A processor of one's own, with a number that its user changes."""
+
+        def __init__(self) -> None:
+            self.strength = 1.0
+
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            return attn.to_out[0](attn.to_v(hidden_states)) * self.strength
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapted = Attention(8, cross_attention_dim=8, heads=2, dim_head=4)
+            self.adapted.set_processor(IPAdapterAttnProcessor2_0(8, 8, num_tokens=(2,), scale=1.0))
+            self.own = Attention(8, heads=2, dim_head=4)
+            self.own.set_processor(Scaled())
+
+        def forward(self, x, text, image):
+            return self.own(self.adapted(x, encoder_hidden_states=(text, [image])))
+
+    def set_ip_adapter_scale(module, scale):  # as the mixin of diffusers' pipelines does
+        module.adapted.processor.scale = [scale] * len(module.adapted.processor.scale)
+
+    assert hasattr(diffusers.loaders.IPAdapterMixin, "set_ip_adapter_scale")
+    module = Block().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[5], progress=False)
+    inputs = [
+        torch.randn(5, 3, 8, device=device),
+        torch.randn(5, 4, 8, device=device),
+        torch.randn(5, 1, 2, 8, device=device),
+    ]
+
+    def serve():
+        before = model.graph_stats.replays
+        for _ in range(5):
+            torch.testing.assert_close(model(*inputs), module(*inputs))
+        return model.graph_stats.replays - before
+
+    with torch.inference_mode():
+        assert serve(), model.graph_report()
+        for change in (
+            lambda: set_ip_adapter_scale(module, 0.25),
+            lambda: setattr(module.own.processor, "strength", 0.5),
+            lambda: set_ip_adapter_scale(module, 1.0),
+        ):
+            change()
+            assert serve(), model.graph_report()
