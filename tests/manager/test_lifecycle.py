@@ -239,6 +239,7 @@ def test_every_change_of_the_lifecycle_is_in_one_file() -> None:
         for name in set_attributes(node)
         if name in own
     }
-    # A replay counts itself, for a call would cost each one its time. Optimizers and gradients have refusals of their own.
+    # A replay counts itself, for a call would cost each one its time. Optimizers and gradients have refusals of their
+    # own.
     own_refusals = {("optimizers.py", "refusal"), ("gradients.py", "refusal")}
     assert changed == {("table.py", "replays_until_proof"), *own_refusals}

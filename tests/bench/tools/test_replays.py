@@ -58,7 +58,9 @@ def test_steps_and_replays_are_counted_while_they_are_timed() -> None:
 def test_what_runs_eagerly_has_no_time_and_the_reason_is_said() -> None:
     model = linear(capture="upfront")
     call = Served(lambda: model(torch.ones(2, 4)), Replays(model, name="linear"))
-    with pytest.raises(NotReplayed, match=r"linear: 0 of 3 timed steps .* 3 not_captured_upfront(.|\n)*cost speed:\s+4 x"):
+    with pytest.raises(
+        NotReplayed, match=r"linear: 0 of 3 timed steps .* 3 not_captured_upfront(.|\n)*cost speed:\s+4 x"
+    ):
         step_milliseconds(call, CPU, warmup=1, steps=3)
 
 
