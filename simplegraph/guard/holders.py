@@ -46,6 +46,7 @@ from simplegraph.guard.versions import dict_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
+_OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
 _ITERATED = frozenset({list, set, collections.deque})
 _chain = itertools.chain.from_iterable
@@ -390,7 +391,7 @@ class Holders:
         kept = self._kept(found)
         ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and what finds it or its attributes
         unseen: set[int] = set()  # by surveys of the module: below slots and sets, or where code leads to
-        behind: set[int] = set()  # below what leads back to the module, such as a trainer
+        behind: set[int] = set()  # below what leads back to the module, such as a trainer, and below our own
         for thing, held in found:
             _, above, key, _ = walk.ways[id(thing)]
             owner = walk.ways[above][0] if above else None
@@ -402,7 +403,7 @@ class Holders:
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
-            if above in behind:
+            if above in behind or (type(key) is str and key.startswith(_OURS)):
                 behind.add(id(thing))
             elif type(thing) is types.MethodType:
                 ways[id(thing)] = name, functools.partial(_bound_by, find)
@@ -504,7 +505,7 @@ class Holders:
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
-    is_ours = key.startswith("_simplegraph")  # what the library keeps at a module
+    is_ours = key.startswith(_OURS)
     return (names is None or key in names) and not is_ours and all(key not in each for each in skipped)
 
 
