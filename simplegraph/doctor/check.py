@@ -33,6 +33,7 @@ from simplegraph.doctor.parts_to_break import Obstacle, find_parts
 from simplegraph.doctor.trial_config import TrialConfig
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
+from simplegraph.guard.values import shown_entry, value_key
 from simplegraph.manager.manager import MemoryEstimate
 from simplegraph.manager.proof import Effects, cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
@@ -247,9 +248,6 @@ def _break_call(model: str, patterns: Sequence[str]) -> str:
     return f"simplegraph.break_at({', '.join([model, *quoted])})"
 
 
-_SHOWN = 40  # characters of a value
-
-
 def _counting(module: nn.Module) -> Iterator[str]:
     """Yield the plain attributes that forwards name, with their values; torch's layers are left out."""
     for child in module.modules():
@@ -257,8 +255,7 @@ def _counting(module: nn.Module) -> Iterator[str]:
         if not kind.__module__.startswith("torch.") and isinstance(kind.forward, types.FunctionType):
             plain = {name for name, value in vars(child).items() if issubclass(type(value), (bool, int, float, str))}
             for name in sorted(plain & names_in(kind.forward.__code__) - {"training"}):
-                value = repr(vars(child)[name])
-                yield f"{kind.__name__}.{name}={value if len(value) <= _SHOWN else value[:_SHOWN] + '...'}"
+                yield f"{kind.__name__}.{name}={shown_entry(value_key(vars(child)[name]))}"
 
 
 def _without_advice(problem: str) -> str:
