@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -16,22 +17,23 @@ from tests.module.stateful import MOVED, WIDTH, Model, assign_state, captured, n
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def test_a_tensor_from_a_closure_stays_alive_after_its_user_let_it_go(device):
+def test_a_tensor_of_a_thread_stays_alive_after_its_user_let_it_go(device):
     def build():
         table = torch.full((WIDTH,), 3.0, device=device)
 
         class Adds(nn.Module):
             def forward(self, x):
-                return x + holder["table"]
+                return x + holder.table
 
-        holder = {"table": table}
+        holder = threading.local()  # which nothing watches
+        holder.table = table
         return Adds().eval(), holder
 
     module, holder = build()
     model = sg.wrap(module, capture_sizes=[4])
     for _ in range(3):
         model(rows(4, device))
-    del holder["table"]
+    del holder.table
     gc.collect()
     junk = [torch.full((WIDTH,), -1.0, device=device) for _ in range(100)]
     x = rows(4, device)
@@ -39,24 +41,43 @@ def test_a_tensor_from_a_closure_stays_alive_after_its_user_let_it_go(device):
     del junk
 
 
-GLOBAL = {}
+GLOBAL = threading.local()  # which nothing watches
 
 
 def test_a_global_tensor_freed_after_the_capture_stays_alive(device):
     class Reads(nn.Module):
         def forward(self, x):
-            return x * GLOBAL["scale"] + GLOBAL["bias"].sum()
+            return x * GLOBAL.scale + GLOBAL.bias.sum()
 
-    GLOBAL.update(scale=torch.full((WIDTH,), 2.0, device=device), bias=torch.ones(3, device=device))
+    vars(GLOBAL).update(scale=torch.full((WIDTH,), 2.0, device=device), bias=torch.ones(3, device=device))
     model = sg.wrap(Reads().eval(), capture_sizes=[4])
     for _ in range(3):
         model(rows(4, device))
-    GLOBAL.clear()
+    vars(GLOBAL).clear()
     gc.collect()
     junk = [torch.full((WIDTH,), -1.0, device=device) for _ in range(100)]
     x = rows(4, device)
     close(model(x), x * 2 + 3)
     del junk
+
+
+def test_a_tensor_that_is_gone_from_a_closure_is_missed_as_in_eager(device):
+    holder = {"table": torch.full((WIDTH,), 3.0, device=device)}
+
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + holder["table"]
+
+    model = sg.wrap(Adds().eval(), capture_sizes=[4])
+    for _ in range(4):
+        model(rows(4, device))
+    assert model.graph_stats.replays
+    table = holder.pop("table")
+    with pytest.raises(KeyError, match="table"):
+        model(rows(4, device))
+    holder["table"] = table
+    x = rows(4, device)
+    close(model(x), x + 3)
 
 
 def test_a_tensor_from_a_closure_that_gets_other_memory_is_noticed(device):
