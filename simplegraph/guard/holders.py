@@ -171,9 +171,9 @@ class ValueHolder:
             if entry is not NOT_PLAIN:
                 self._kept.append(value)
             elif issubclass(type(value), _ELSEWHERE):
-                if not (self.has_tensors and issubclass(type(value), Tensor)):
-                    continue
-                entry = _identity(value)
+                # That it is there; which one is there, guards compare.
+                is_told = self.has_tensors and issubclass(type(value), Tensor)
+                entry = _identity(value) if is_told else class_key(type(value))
             elif id(value) in opened:
                 self.inside.append(id(value))
                 entry = _identity(value) if type(value) is types.MethodType else class_key(type(value))

@@ -325,3 +325,38 @@ def test_what_moves_too_often_is_warned_of_once(device, caplog):
             module.weight = parameter(module.weight)
     assert reasons(model)["stale_too_often"] > 5
     assert caplog.text.count("keeps moving") == 1
+
+
+def test_a_tensor_that_is_added_where_a_forward_asks_for_it_is_noticed(device):
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y, table = self.linear(x), getattr(self, "table", None)
+            return y if table is None else y + table
+
+    module = Asks().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for table in (None, torch.ones(WIDTH, device=device), torch.full((WIDTH,), 3.0, device=device)):
+            if table is not None:
+                module.table = table
+            for _ in range(4):
+                x = torch.randn(4, WIDTH, device=device)
+                torch.testing.assert_close(model(x), module(x))
+    assert model.graph_stats.replays
+
+
+def test_a_reading_tells_an_added_attribute(device):
+    module = nn.Linear(WIDTH, WIDTH, device=device).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, WIDTH, device=device))
+    reading = model._graph_runner.builder.state._reading
+    assert reading.same(vars(module))
+    module.note = 1
+    assert not reading.same(vars(module))
