@@ -646,7 +646,6 @@ GAPS = {
     # `Reading` compares how many keys a container has and what stands at those that it reads, and of registries what
     # stands there in order: another key in the place of one that it does not read, or two that are swapped, it misses.
     "children's names swapped": "names",
-    "one attribute of an object for another": "names",
     # `Reading` looks at what is in an object, not at its class.
     "an object's other class": "objects' classes",
 }
