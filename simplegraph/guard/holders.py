@@ -1,9 +1,8 @@
-"""What holds the plain values that a module's calls find, how it is found, and how it is compared."""
+"""Finds and compares the holders of plain values: objects, containers, classes, files and closures of a module."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -79,7 +78,7 @@ _WITHOUT_BREAKS = dataclasses.replace(_POLICY, opens=_opens_captured)
 
 
 class ValueHolder:
-    """What holds values: the attributes of an object, the items of a container, or the globals of a file.
+    """Holds values: an object's attributes, a container's items, a file's globals or a closure's variable.
 
     Args:
         name: dotted from the module, or as code has it.
@@ -191,9 +190,8 @@ class ValueHolder:
                 entry = _identity(value)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
-            if by_ids and type(entry) is SameObject:
-                with contextlib.suppress(TypeError):  # of a class without weak references
-                    self._kept.append(weakref.ref(value, self.gone))
+            if by_ids and type(entry) is SameObject and can_be_referenced(type(value)):
+                self._kept.append(weakref.ref(value, self.gone))
         self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
         self.entries = entries
         self._part = None
@@ -323,7 +321,7 @@ class Comparison:
 
 
 class SearchRoot(NamedTuple):
-    """Where a search begins: at a thing with a name, which `find` finds again if it is not to be kept alive."""
+    """Names a thing at which a search begins; `find` finds it again if it is not to be kept alive."""
 
     name: str
     thing: Any

@@ -19,11 +19,11 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
 from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot
 from simplegraph.guard.values import PlainValues, SameObject, place_name, shown_entry
+from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
 _MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
 _REMEDY = "pass it as a tensor, or keep it in a buffer"
-ABSENT = object()
 Entries = dict[Hashable, Any]  # by key, what tells a value from others, or what that was and is
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
@@ -102,11 +102,17 @@ class PlainState:
         return None if self._is_serving else self.now(module)
 
     def now(self, module: Any) -> PlainValues:
-        """Return the values that there are, outside of the way of replays. Raises CannotBind as well."""
+        """Return the values that there are, outside of the way of replays.
+
+        Raises:
+            CannotBind: the same, or they change while they are looked at.
+        """
         with self._lock:
             self._note(self._look(module))
             self._count_again()
             self._settle()
+            if not self._held:
+                raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
             if self._restless:
                 raise CannotBind(Reason.PYTHON_STATE, self._why(next(iter(self._restless))))
             return self._key
@@ -120,7 +126,7 @@ class PlainState:
     @contextlib.contextmanager
     def run(self, module: Any) -> Iterator[None]:
         """Surround a run of the module: what changes meanwhile, it changes."""
-        if not self._held:  # no call of it was read
+        if not (self._held or self._is_serving):  # no call of it was read
             yield
             return
         with self._lock:
@@ -170,7 +176,11 @@ class PlainState:
             return {}
         before, names = self._entries, self._read_moved(module)
         if names is None:
-            self._find(module)
+            try:
+                self._find(module)
+            except Exception:  # another thread is at it: the call runs eagerly
+                self._held.clear()
+                self._entries = {}
         return _changes(before, self._entries) if before and names != [] else {}
 
     def _read_moved(self, module: Any) -> list[str] | None:

@@ -11,6 +11,7 @@ import datetime
 import decimal
 import enum
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import CannotBind
-from simplegraph.guard import holders
+from simplegraph.guard import holders, values
 from simplegraph.guard.plain_state import PlainState
 
 SCALE = 2.0
@@ -387,3 +388,45 @@ def test_another_method_of_the_same_object_is_another_value() -> None:
     model.step = config.double
     serve(model)
     assert model.graph_stats.captures == 2
+
+
+class Stream:
+    """As torch's own streams, whose weak references outlive them: none may be made."""
+
+
+def test_no_weak_reference_is_made_of_what_does_not_bear_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = values.can_be_referenced
+    for place in (values, holders):
+        monkeypatch.setattr(place, "can_be_referenced", lambda kind: kind is not Stream and real(kind))
+    streams = [Stream() for _ in range(7)]
+    in_closure = streams[6]
+
+    def read(module: Any) -> float:
+        assert in_closure is not None
+        return 2.0
+
+    model = wrapped(Reads(read))
+    held = sg.unwrap(model)
+    held.stream, held.items, held.table = streams[0], [streams[1]], {"stream": streams[2], streams[3]: 1}
+    held.some, held.slotted = {streams[4]}, Slotted(2.0)
+    held.slotted.scale = streams[5]
+    serve(model)
+    assert [weakref.getweakrefcount(stream) for stream in streams] == [0] * 7
+
+
+def test_what_changes_while_it_is_looked_at_makes_a_call_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(Reads(lambda module: module.held, held=2.0))
+    serve(model)
+    real = holders.ValueHolder.read
+
+    def troubled(holder: Any, opened: Any) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(holders.ValueHolder, "read", troubled)
+    sg.unwrap(model).held = 3.0
+    x, replays = torch.randn(2, 4), model.graph_stats.replays
+    assert torch.equal(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays == replays
+    assert "what the call reads changes while it is looked at" in str(model.graph_report())
+    monkeypatch.setattr(holders.ValueHolder, "read", real)
+    serve(model)
