@@ -179,7 +179,7 @@ class CodeBelow:
         file = function.__globals__
         if not is_library(file.get("__name__")):
             self._add_globals(file, names & file.keys(), function, away)
-        for name in (names | _texts_in(code)) - self.names:
+        for name in names_of(code).all - self.names:
             self.names.add(name)
             for member, of_class in self._members.pop(name, ()):
                 self._add(member, of_class)
@@ -209,8 +209,3 @@ def _items_of_table(value: Any) -> Iterable[Any]:
     if type(value) not in _TABLES or len(value) > MAX_WIDTH:
         return ()
     return list(value.values()) if type(value) is dict else list(value)
-
-
-def _texts_in(code: types.CodeType) -> set[str]:
-    inner = (_texts_in(each) for each in code.co_consts if type(each) is types.CodeType)
-    return {each for each in code.co_consts if type(each) is str}.union(*inner)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,11 +16,10 @@ from simplegraph.base.objects import own_dict
 from simplegraph.base.walk import DICTS, Policy, Walk, held_by, holder_of, is_library, items_of, kind_of, shown
 from simplegraph.guard.code_below import functions_in
 from simplegraph.guard.functions import Attributes, CodePlace, Items
+from simplegraph.guard.values import MAX_WIDTH, SameObject, is_small_array
 from simplegraph.guard.versions import dict_version
 
 MAX_HELD = 2_000  # containers and objects that one optimizer may lead to
-_MAX_WIDTH = 256  # entries of a container that count one by one
-_MAX_BYTES = 64  # of an array whose values count
 _EXACT = (dict, list)
 _SIZED = (*DICTS, list, set, tuple, collections.deque)
 
@@ -90,22 +88,6 @@ class _Array:
         array[...] = type(array)(array.shape, array.dtype, value)
 
 
-class KeptObject:
-    """Puts an object that has no plain value into a key, and keeps it: it equals itself alone."""
-
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeptObject) and other._thing is self._thing
-
-    def __hash__(self) -> int:
-        return id(self._thing)
-
-    def __repr__(self) -> str:
-        return f"a {type(self._thing).__name__}"
-
-
 class HeldValues:
     """Finds what an optimizer or a scaler holds in attributes, containers, objects of users, and users' classes.
 
@@ -124,7 +106,7 @@ class HeldValues:
     def __init__(self, name: str, owner: Any, counts: Callable[[Any], bool], apart: Collection[int] = ()) -> None:
         self.name = name
         self.places: list[CodePlace] = []
-        self.objects: list[KeptObject] = []
+        self.objects: list[SameObject] = []
         self._owner, self._counts, self._lengths = owner, counts, Lengths()
         apart = {*apart, *(id(value) for key, value in vars(owner).items() if not counts(key))}
         classes: dict[type, None] = {}
@@ -165,14 +147,14 @@ class HeldValues:
         if issubclass(kind, (*ATOMS, Tensor, nn.Module)):
             return
         if issubclass(kind, _SIZED):
-            if kind_of(kind).__len__(value) > _MAX_WIDTH:
+            if kind_of(kind).__len__(value) > MAX_WIDTH:
                 self._add(name, "size", _Size(value))
             elif not value:
                 self._add_entries(name, value)
-        elif _is_small_array(value):
+        elif is_small_array(value):
             self._add(name, "values", _Array(value))
         elif kind_of(kind) is not object:
-            self.objects.append(KeptObject(value))
+            self.objects.append(SameObject(value))
 
     def _add(self, name: str, key: str, holder: Any) -> None:
         self.places.append(CodePlace(f"the {key} of {name}", holder, key, holder[key]))
@@ -220,7 +202,7 @@ def _class_attributes(kind: type) -> dict[str, Any] | None:
 
 
 def _contents(container: Any) -> Any:
-    return held_by(container) if kind_of(type(container)).__len__(container) <= _MAX_WIDTH else None
+    return held_by(container) if kind_of(type(container)).__len__(container) <= MAX_WIDTH else None
 
 
 def _holder(thing: Any, held: Any, key: Any) -> Any:
@@ -236,9 +218,3 @@ def _holder(thing: Any, held: Any, key: Any) -> Any:
         holder = holder_of(thing, key)
         return Attributes(thing) if holder is thing else holder
     return thing
-
-
-def _is_small_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and type(value) is numpy.ndarray
-    return is_array and value.nbytes <= _MAX_BYTES and not value.dtype.hasobject
