@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import sys
 from collections.abc import Callable
@@ -52,24 +53,24 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
-class Program:
+class Program(abc.ABC):
     """A program: its loop, one call as its author makes it, and the same after its first advice was followed."""
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device = device
 
+    @abc.abstractmethod
     def loop(self) -> None:
         """Run the program."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def plain(self, called: str) -> Call:
         """Return one call of what an advice names."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def followed(self, called: str) -> Call:
         """Return the same call after the advice was followed."""
-        raise NotImplementedError
 
 
 class Evaluation(Program):

@@ -160,7 +160,7 @@ class Watched:
 
 
 class _ThreadState(threading.local):
-    """What runs: an outermost call of a module or a method, or a trial."""
+    """Remembers what runs: an outermost call of a module or a method, or a trial."""
 
     inside: object = None
 

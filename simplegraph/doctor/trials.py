@@ -63,7 +63,7 @@ class Trial:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster the graph is; None without times."""
+        """Return how many times faster the graph is; None without times."""
         return self.eager_ms / self.graph_ms if self.eager_ms and self.graph_ms else None
 
 

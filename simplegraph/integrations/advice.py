@@ -1,4 +1,4 @@
-"""What `advise` tries for models of transformers, and for models of which only parts can have graphs."""
+"""Tries for `advise` models of transformers, and models of which only parts can have graphs."""
 
 from __future__ import annotations
 

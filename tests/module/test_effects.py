@@ -350,7 +350,7 @@ def test_state_that_state_key_returns_may_change(device: torch.device) -> None:
             torch.testing.assert_close(model(x), model.l(x) * (2.0 - k))
 
     serve(0, 1, 0, 1, 0, 1, 0, 1)
-    assert model.graph_stats.captures <= 4  # it counts by itself, too, once it is set outside of runs
+    assert model.graph_stats.captures == 3  # one more, since it counts by itself once others set it, too
     assert model.graph_stats.failures == {}
     assert model.graph_stats.replays >= 4
     serve(1, 0, 0, 1, 1, 0)  # other than the runs left it
