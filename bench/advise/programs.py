@@ -53,6 +53,17 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
+def _learn(agent: Agent, optimizer: Any, x: Tensor, action: Tensor, before: Tensor, value: Tensor) -> Tensor:
+    """Take one step of PPO, without clipping the ratio; return the loss."""
+    _, logprob, entropy, now = agent.get_action_and_value(x, action)
+    loss = -(logprob - before).exp().mean() + F.mse_loss(now.flatten(), value) - 0.01 * entropy.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+    optimizer.step()
+    return loss
+
+
 class Program(abc.ABC):
     """A program: its loop, one call as its author makes it, and the same after its first advice was followed."""
 
@@ -129,27 +140,15 @@ class Training(Program):
                 observation = torch.tanh(observation + 0.1 * action[:, None])
             batch = [torch.cat(part) for part in zip(*stored, strict=True)]
             for rows in torch.randperm(128, device=self.device).split(32):
-                x, action, before, value = (part[rows] for part in batch)
-                _, logprob, entropy, now = agent.get_action_and_value(x, action)
-                loss = -(logprob - before).exp().mean() + F.mse_loss(now.flatten(), value) - 0.01 * entropy.mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
+                _learn(agent, optimizer, *(part[rows] for part in batch))
 
     def _update(self, *, graphed: bool) -> Callable[..., Tensor]:
         agent = Agent().to(self.device)
         fused = True if graphed and self.device.type == "cpu" else None  # as it is told: a GPU needs no such setting
         optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5, fused=fused)
 
-        def update(x: Tensor, action: Tensor, before: Tensor, value: Tensor) -> Tensor:
-            _, logprob, entropy, now = agent.get_action_and_value(x, action)
-            loss = -(logprob - before).exp().mean() + F.mse_loss(now.flatten(), value) - 0.01 * entropy.mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-            optimizer.step()
-            return loss
+        def update(*batch: Tensor) -> Tensor:
+            return _learn(agent, optimizer, *batch)
 
         return sg.train_step(update, optimizers=optimizer, progress=False) if graphed else update
 

@@ -123,3 +123,24 @@ def assert_same(actual: nn.Module, expected: nn.Module) -> None:
     for (name, parameter), other in pairs:
         assert (parameter.grad is None) == (other.grad is None), name
         assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
+
+
+def square_step(model: nn.Module, optimizer: Any, graphs: str = "") -> tuple[Any, Any]:
+    """Return a step on the mean square of outputs, and what counts its replays.
+
+    Args:
+        model: is trained.
+        optimizer: of it.
+        graphs: "steps" for whole steps, "pairs" for forward and backward graphs, "" for none.
+    """
+    called: Any = sg.wrap(model, training=True, exact_shapes=True, progress=False) if graphs == "pairs" else model
+
+    def step_fn(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = called(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step: Any = sg.train_step(step_fn, optimizers=optimizer, modules=[model]) if graphs == "steps" else step_fn
+    return step, called if graphs == "pairs" else step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-import simplegraph as sg
+from tests.training.models import square_step
 
 CALLS = 10
 RECORDS: list[Any] = []
@@ -131,22 +131,13 @@ def run(kind: type[Net], device: torch.device, graphs: str) -> tuple[list[int], 
     torch.manual_seed(0)
     model = kind().to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.125, fused=True)
-    called: Any = sg.wrap(model, training=True, exact_shapes=True, progress=False) if graphs == "pairs" else model
-
-    def step_fn(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = called(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step: Any = sg.train_step(step_fn, optimizers=optimizer, modules=[model]) if graphs == "steps" else step_fn
+    step, counted = square_step(model, optimizer, graphs)
     done, losses = [], []
     for call in range(CALLS):
         torch.manual_seed(call)
         losses.append(float(step(torch.randn(4, 6, device=device))))
         done.append(KINDS[kind]())
-    return done, losses, called if graphs == "pairs" else step
+    return done, losses, counted
 
 
 @pytest.mark.parametrize("graphs", ["steps", "pairs"])

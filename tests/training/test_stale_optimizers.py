@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from tests.support.training_cells import capturable_on_cpu
+from tests.training.models import square_step
 
 CALLS, CHANGED = 12, 6
 Groups = list[dict[str, Any]]
@@ -33,15 +34,7 @@ def trained(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 2, bias=False)).to(device)
     optimizer = make([{"params": list(layer.parameters())} for layer in model])
-
-    def step_fn(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step: Any = sg.train_step(step_fn, optimizers=optimizer, modules=[model]) if graphed else step_fn
+    step, _ = square_step(model, optimizer, "steps" if graphed else "")
     torch.manual_seed(1)
     found = []
     for call in range(CALLS):

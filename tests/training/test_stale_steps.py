@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from tests.training.models import square_step
 
 CALLS, CHANGED = 12, 6
 Change = Callable[[nn.Module, optim.Optimizer], object]
@@ -33,16 +33,7 @@ def trained(
     model = net().to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.125, momentum=0.5, fused=True)
     begin(model, optimizer)
-    called: Any = sg.wrap(model, training=True, exact_shapes=True, progress=False) if graphs == "pairs" else model
-
-    def step_fn(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = called(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step: Any = sg.train_step(step_fn, optimizers=optimizer, modules=[model]) if graphs == "steps" else step_fn
+    step, counted = square_step(model, optimizer, graphs)
     torch.manual_seed(1)
     found = []
     for call in range(CALLS):
@@ -51,7 +42,7 @@ def trained(
         loss = step(torch.randn(4, 6, device=device))
         everything = [loss.reshape(1), *(tensor.flatten().float() for tensor in model.state_dict().values())]
         found.append(torch.cat(everything).clone())
-    return found, called if graphs == "pairs" else step
+    return found, counted
 
 
 def assert_trains_as_eager(
