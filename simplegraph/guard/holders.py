@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -244,12 +245,9 @@ class Comparison:
         root: the holder of the module's own attributes, which are not kept; None for a function.
         holders: all.
         key: of the values for as long as nothing moves; None if that is not known yet.
-        opened: ids of what was opened.
     """
 
-    def __init__(
-        self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any, opened: Collection[int]
-    ) -> None:
+    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
         self.root, self.holders, self.key = root, holders, key
         rest = [holder for holder in holders if holder is not root or dict_version is None or holder.arrays]
         by_version = [
@@ -269,7 +267,7 @@ class Comparison:
         self._marks = [holder.mark for holder in self._others]
         self._version = root.mark[1] if root is not None and root not in rest else None
         self._owners = [(holder.owner, holder.held) for holder in by_version if holder.owner is not None]
-        self._by_version, self._opened = by_version, opened
+        self._by_version = by_version
         self._dicts = [holder.held for holder in by_version]
         self._versions = [holder.mark[1] for holder in by_version]
         self._lists = [holder.held for holder in by_items]
@@ -281,11 +279,10 @@ class Comparison:
         self._content_kinds = list(_chain(holder.mark[1][1] for holder in cells))
 
     def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if nothing moved; `attributes` are the module's own."""
+        """True if nothing moved; `attributes` are the module's own. Changes nothing, so that no lock is needed."""
         if self._version is not None and dict_version(attributes) != self._version:  # type: ignore[misc]
             return False
-        now = list(map(dict_version, self._dicts)) if self._dicts else []  # type: ignore[arg-type]
-        if now != self._versions and not self._look(now):
+        if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
             return False
         for owner, held in self._owners:
             if own_dict(owner()) is not held:
@@ -302,22 +299,36 @@ class Comparison:
                 return False
         return not self._others or [holder.marked() for holder in self._others] == self._marks
 
-    def _look(self, now: list[int]) -> bool:
-        """Read the dicts whose version moved: true if what counts is as it was, as beside a file's other globals."""
-        for at, (version, before) in enumerate(zip(now, self._versions, strict=True)):
-            if version == before:
-                continue
-            holder = self._by_version[at]
-            entries, inside = holder.entries, holder.inside
-            try:
-                is_same = not holder.read(self._opened) and holder.inside == inside and holder.entries == entries
-            except Exception:  # another thread is at it
-                is_same = False
-            if not is_same:  # it is read again, as one that changed
-                holder.mark, holder.entries, holder.inside = None, entries, inside
-                return False
-        self._versions = now
-        return True
+    def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:
+        """List the holders that moved, those with versions alone where these alone did."""
+        if dict_version is None:
+            return self._moved_otherwise()
+        later = copy.copy(self)
+        later._versions = list(map(dict_version, self._dicts))
+        moved = [
+            holder
+            for holder, now, before in zip(self._by_version, later._versions, self._versions, strict=True)
+            if now != before
+        ]
+        if self.root is not None and self._version is not None:
+            later._version = dict_version(attributes)
+            moved += [self.root] * (later._version != self._version)
+        return moved if later.holds(attributes) else self._moved_otherwise()
+
+    def _moved_otherwise(self) -> list[ValueHolder]:
+        return [holder for holder in self.holders if holder.marked() != holder.mark]
+
+    def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
+        """Return the comparison with these holders as they were read again."""
+        known = {*map(id, self._by_version), id(self.root)}
+        if any(id(holder) not in known or holder.arrays or type(holder.mark[1]) is not int for holder in moved):
+            return Comparison(self.root, self.holders, key)
+        later = copy.copy(self)  # another thread may be comparing with this one
+        later.key = key
+        later._versions = [holder.mark[1] for holder in self._by_version]
+        if self._version is not None and self.root is not None:
+            later._version = self.root.mark[1]
+        return later
 
 
 class SearchRoot(NamedTuple):

@@ -69,10 +69,12 @@ class PlainState:
         self._breaks = breaks
         self._lock = threading.RLock()
         self._held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
+        self._alive: list[bool] = []  # cleared then, too: a comparison that is being made must not come after that
         self._deaths: list[weakref.ref[Any]] = []
         self._roots: list[int] = []
         self._code: CodeBelow | None = None
         self._opened: set[int] = set()
+        self._containers: set[str] = set()  # the names of the holders that are some
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
@@ -144,6 +146,13 @@ class PlainState:
                 if not self._is_serving:
                     self._settle()
 
+    def claim(self, module: Any) -> None:
+        """Take what changed since the key was asked for as done by eager breaks of a replay, and so by the module."""
+        with self._lock:
+            self._claim(self._look(module))
+            if not self._is_serving:
+                self._settle()
+
     @contextlib.contextmanager
     def serving(self, module: Any, *, claims: bool) -> Iterator[None]:
         """Surround captures and proofs, which put back what their runs change: that is no change by others.
@@ -170,45 +179,44 @@ class PlainState:
 
     def _look(self, module: Any) -> Changes:
         """Read what moved since the last look; return the places that hold something else, what they held, and hold."""
-        attributes = own_dict(module) or {}
-        # A comparison without a key is one of values before these.
-        if any(comparison.key is not None and comparison.holds(attributes) for comparison in self._held):
-            return {}
-        before, names = self._entries, self._read_moved(module)
-        if names is None:
+        before, attributes = self._entries, own_dict(module) or {}
+        if not self._read_moved(module, attributes):
             try:
                 self._find(module)
             except Exception:  # another thread is at it: the call runs eagerly
                 self._held.clear()
                 self._entries = {}
-        return _changes(before, self._entries) if before and names != [] else {}
+        return _changes(before, self._entries) if before and self._entries is not before else {}
 
-    def _read_moved(self, module: Any) -> list[str] | None:
-        """Read the holders that moved, and name them; None if there is something new to open."""
+    def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
+        """Read the holders that moved; False if there is something new to open, or a way to something is gone."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
-            return None
-        for comparison in self._held:
-            marks = [holder.marked() for holder in comparison.holders]
-            if None in marks:  # its way is gone
-                return None
-            pairs = zip(comparison.holders, marks, strict=True)
-            moved = [holder for holder, mark in pairs if holder.mark != mark]
+            return False
+        for comparison in self._held[:1]:
+            if comparison.key is not None and comparison.holds(attributes):
+                return True
             entries = dict(self._entries)
+            moved = comparison.moved(attributes)
             for holder in moved:
                 inside = holder.inside
                 try:
                     empty = holder.read(self._opened)
-                except Exception:  # another thread is at it
-                    return None
+                except Exception:  # gone, or another thread is at it
+                    return False
                 known = entries[holder.name]
                 opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
                 if empty or holder.inside != inside or any(type(entry) is SameObject for entry in opened):
-                    return None
+                    return False
                 entries[holder.name] = holder.entries
-            self._entries = entries
-            comparison.key = None
-            return [holder.name for holder in moved]
-        return None
+            if any(holder.mark is None for holder in moved):
+                return False
+            is_same = all(entries[holder.name] == self._entries[holder.name] for holder in moved)
+            # As where a file's other globals are set: its version moved, and nothing that counts did.
+            self._hold(comparison.after(moved, comparison.key if is_same else None))
+            if not is_same:
+                self._entries = entries
+            return True
+        return False
 
     def _find(self, module: Any) -> None:
         """Find all that holds values, and read it."""
@@ -216,12 +224,24 @@ class PlainState:
         if getattr(type(module), "is_function", False):
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
             self._roots = list(map(id, module._modules.values()))
-        held = self._held
+        held, alive = self._held, [True]
         held.clear()
-        holders = Holders(roots, module, lambda _: held.clear(), breaks=self._breaks)
+
+        def gone(_: Any) -> None:
+            alive.clear()
+            held.clear()
+
+        holders = Holders(roots, module, gone, breaks=self._breaks)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._entries = {holder.name: holder.entries for holder in holders.all}
-        held.append(Comparison(holders.root, holders.all, None, self._opened))
+        self._containers = {holder.name for holder in holders.all if holder.is_container}
+        self._alive = alive
+        self._hold(Comparison(holders.root, holders.all, None))
+
+    def _hold(self, comparison: Comparison) -> None:
+        self._held[:] = [comparison]
+        if not self._alive:
+            self._held.clear()
 
     def _settle(self) -> None:
         """Make the key of the values that there are now, or take the one that these had before."""
@@ -233,7 +253,7 @@ class PlainState:
             self._key = self._keys[parts] = found  # the latest comes last
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
-            self._held[:] = [Comparison(comparison.root, comparison.holders, found, self._opened)]
+            self._hold(comparison.after((), found))
 
     # What changes.
 
@@ -264,10 +284,9 @@ class PlainState:
 
     def _by_effect(self, changes: Changes) -> dict[Place, Entries]:
         """Group changes by place; all of a container is one."""
-        containers = {holder.name for held in self._held for holder in held.holders if holder.is_container}
         grouped: dict[Place, Entries] = {}
         for (name, key), change in changes.items():
-            grouped.setdefault((name, ALL if name in containers else key), {})[key] = change
+            grouped.setdefault((name, ALL if name in self._containers else key), {})[key] = change
         return grouped
 
     def _count_again(self) -> None:
@@ -289,8 +308,8 @@ class PlainState:
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
-        for comparison in self._held:
-            comparison.key = None
+        for comparison in self._held[:1]:
+            self._hold(comparison.after((), None))
 
     def _claim(self, changes: Changes) -> None:
         """Leave out what runs of the module alone change; the key stays the one of the values before."""

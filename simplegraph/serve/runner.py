@@ -337,10 +337,11 @@ class GraphRunner:
                         continue
                     if layout is not layouts[0]:
                         known.put_first(layout)
-                    if plan.program.breaks:
-                        with known.plain.run(module):
-                            return plan.replay(leaves, copies)
-                    return plan.replay(leaves, copies)
+                    try:
+                        return plan.replay(leaves, copies)
+                    finally:
+                        if plan.program.breaks:
+                            known.plain.claim(module)
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
