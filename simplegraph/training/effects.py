@@ -100,9 +100,8 @@ class StepEffects:
         self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
         of_several = any(_is_of_several(hook) for held in self._hooks for hook in held.values())
         self.refused_hooks = "hooks on AccumulateGrad nodes" if any(on_nodes) else ""
-        self.refused_hooks = (
-            "hooks on several gradients (register_multi_grad_hook)" if of_several else self.refused_hooks
-        )
+        if of_several:
+            self.refused_hooks = "hooks on several gradients (register_multi_grad_hook)"
         self._hooks += on_nodes
         self._hook_ids = tuple(number for held in self._hooks for number in held)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
