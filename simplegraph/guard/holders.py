@@ -171,8 +171,10 @@ class ValueHolder:
             if entry is not NOT_PLAIN:
                 self._kept.append(value)
             elif issubclass(type(value), _ELSEWHERE):
-                # That it is there; which one is there, guards compare.
                 is_told = self.has_tensors and issubclass(type(value), Tensor)
+                if not (is_told or issubclass(type(held), dict)):
+                    continue  # a log of tensors, say; guards compare those that graphs read
+                # By a name that code may ask for it counts that one is there. Which one, guards compare.
                 entry = _identity(value) if is_told else class_key(type(value))
             elif id(value) in opened:
                 self.inside.append(id(value))
