@@ -16,6 +16,7 @@ EXAMPLES = DOCS / "examples"
 NEEDS = {
     "encoder_service": ("transformers", "fastapi", "httpx", "prometheus_client"),
     "generate": ("transformers",),
+    "own_decode_loop": ("transformers",),
     "training_loop": (),
     "own_lengths": (),
     "engine_loop": (),
