@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
     ROOT / "docs" / "audit.md",
-    ROOT / "docs" / "how_it_works.md",
+    ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
