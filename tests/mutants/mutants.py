@@ -1388,8 +1388,8 @@ MUTANTS = [
     Mutant(
         "ranks that agree run a graph for too few adapters",
         "batch/dispatch.py",
-        "        lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)\n        found",
-        "        lora_case = self.lora_cases[0]\n        found",
+        "lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)\n        chosen",
+        "lora_case = self.lora_cases[0]\n        chosen",
         AGREED,
     ),
     Mutant(
