@@ -279,7 +279,7 @@ class _ShapedReader(NodeReader):
         self._shapes[index] = function, tuple(kernel.sizes)
         if function.layout:
             self._passed.append((index, function, kernel.params or 0, kernel.extra or 0))
-        elif not function.known:
+        elif not function.has_layout:
             self._miss(index, function)
 
     def _miss(self, index: int, function: KernelFunction) -> None:
