@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.torch_operators import KernelTrial
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.layers.recognition import Calls, Candidate, Candidates, Opaque, holds, same
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.operators import OperatorMode, without_modes
-from simplegraph.fused.layers.functions import plain_class, provable_code, settings_read
+from simplegraph.fused.layers.provable import plain_class, provable_code, settings_read
 
 # Operators without cases, so that examples cannot miss one: no comparison, clamp, maximum, choice or random number.
 SMOOTH = frozenset(

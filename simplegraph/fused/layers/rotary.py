@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import GlobalNames, provable_code, undecorated, with_names
 from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.provable import GlobalNames, provable_code, undecorated, with_names
 from simplegraph.fused.layers.recognition import answered, same
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 

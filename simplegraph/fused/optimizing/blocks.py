@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.images import DEPTH, FINISHING
 from simplegraph.fused.layers.layer import (
     AsWritten,
@@ -26,8 +25,9 @@ from simplegraph.fused.layers.layer import (
     is_sequential,
     runs_own_forward,
 )
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.optimizing.folded import uses_of
-from simplegraph.fused.optimizing.table import EPILOGUE
+from simplegraph.fused.optimizing.pairs import EPILOGUE
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
 
 

@@ -19,8 +19,8 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import OperatorMode
 from simplegraph.base.tensors import storage_key
-from simplegraph.fused.layers.functions import plain_class
-from simplegraph.fused.optimizing.table import FOLDABLE, NORMS, Pair
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import FOLDABLE, NORMS, Pair
 
 _MOST = 1.5  # times the error of the module as it was
 _NOWHERE = -1  # the storage key of a tensor without other holders

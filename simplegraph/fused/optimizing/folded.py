@@ -16,9 +16,9 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import hooked, is_depthwise, methods
-from simplegraph.fused.optimizing.table import FOLDABLE, Pair, hindrance, is_changed, sources, watched
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import FOLDABLE, Pair, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 

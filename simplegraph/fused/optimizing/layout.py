@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, runs_own_forward
 from simplegraph.fused.layers.linears import Together
-from simplegraph.fused.optimizing.table import PROJECTIONS, shared_modules
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import PROJECTIONS, shared_modules
 from simplegraph.fused.torch_operators import Operators
 
 _MARK = "_simplegraph_was_contiguous"

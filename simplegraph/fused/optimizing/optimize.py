@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import ConfigError, VerificationError, did_you_mean
 from simplegraph.fused.choice import starting_triton
-from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.table import (
+from simplegraph.fused.layers.kinds import (
     IMAGE_KINDS,
     find_layers,
     fused_forwards,
@@ -21,12 +20,13 @@ from simplegraph.fused.layers.table import (
     operators_of,
     shortened,
 )
+from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
 from simplegraph.fused.optimizing.examples import Examples, ObservedRun, compare, numbers
 from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
+from simplegraph.fused.optimizing.forwards import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.layout import find_joined, join, restore_layout, store_channels_last
-from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
-from simplegraph.fused.optimizing.table import (
+from simplegraph.fused.optimizing.pairs import (
     BATCH_NORM,
     CHANNELS_LAST,
     EPILOGUE,

@@ -16,7 +16,7 @@ from simplegraph.base.nested import map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import layout_of
 from simplegraph.batch.sizes import mixed_sizes
-from simplegraph.fused.layers.table import operators_of
+from simplegraph.fused.layers.kinds import operators_of
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.integrations.transformers.generate.cache.layers import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore

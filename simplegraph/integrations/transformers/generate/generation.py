@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.protocol import GraphPool
-from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
+from simplegraph.fused.layers.kinds import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
 from simplegraph.integrations.transformers.generate.prompt import MOST_ROWS, Prompts, PromptStep

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from simplegraph.base.config import BatchDim
+from simplegraph.fused.layers.kinds import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.grouped_heads import grouped_heads

@@ -1,4 +1,4 @@
-"""List what `optimize` may do, the classes that it knows, and the norms that it folds into layers."""
+"""Pairs of a layer and a norm that `optimize` folds, the classes that it knows, and its rewrites by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
+from simplegraph.fused.layers.kinds import IMAGE_KINDS, KINDS
 from simplegraph.fused.layers.layer import class_name, hooked, is_sequential, runs_own_forward
-from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
+from simplegraph.fused.layers.provable import plain_class
 
 BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS = "batch_norm", "channels_last", "epilogue", "projections"
 REWRITES: Mapping[str, str] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""The one table of what is recognized in a model, by the name that reports and options have for it."""
+"""The kinds of layers that are recognized, by their names in reports and options; finds and fuses layers."""
 
 from __future__ import annotations
 
