@@ -97,9 +97,9 @@ class AttentionBackend(LayerBackend, abc.ABC):
         for layer in self.cache.layers:
             sinks = self.sinks.get(layer)
             if sinks is None or sinks.shape != (self.num_heads,) or sinks.device != self.cache.device:
-                found = "missing" if sinks is None else f"{tuple(sinks.shape)} on {sinks.device}"
+                given = "missing" if sinks is None else f"{tuple(sinks.shape)} on {sinks.device}"
                 raise ConfigError(
-                    f"sinks of layer {layer} are {found}; expected ({self.num_heads},) on {self.cache.device}."
+                    f"sinks of layer {layer} are {given}; expected ({self.num_heads},) on {self.cache.device}."
                 )
 
     @abc.abstractmethod
@@ -188,12 +188,12 @@ def missing_argument(module: Any, needed: Mapping[str, Iterable[str]]) -> str | 
         if function is None:
             return f"has no {name}"
         try:
-            known = inspect.signature(function).parameters
+            parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):  # a compiled function may not tell its arguments
             continue
-        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             continue
-        missing = next((argument for argument in arguments if argument not in known), None)
+        missing = next((argument for argument in arguments if argument not in parameters), None)
         if missing is not None:
             return f"has a {name} without the argument {missing}"
     return None

@@ -213,10 +213,10 @@ def minimum_support(backends: Iterable[LayerBackend]) -> AttentionCGSupport:
     Raises:
         ConfigError: `backends` is empty.
     """
-    found = [backend.support for backend in backends]
-    if not found:
+    supports = [backend.support for backend in backends]
+    if not supports:
         raise ConfigError("no attention backend was given.")
-    return min(found)
+    return min(supports)
 
 
 class _AttendingThread(threading.local):

@@ -77,14 +77,16 @@ class TwoBatchOverlap(GraphHooks):
         _check_backends(whole, micro)
         self.manager, self.whole, self.micro = manager, whole, tuple(micro)
         self.support, self.max_num_reqs = whole.support, whole.max_num_reqs
-        found = ((d, micro_batches(d)) for kind, d in manager.descriptors() if kind is CudaGraphMode.FULL)
-        able = {descriptor: parts for descriptor, parts in found if parts is not None}
-        self._splits = {each: parts for each, parts in able.items() if sizes is None or each.num_tokens in sizes}
+        pairs = ((d, micro_batches(d)) for kind, d in manager.descriptors() if kind is CudaGraphMode.FULL)
+        able = {descriptor: parts for descriptor, parts in pairs if parts is not None}
+        self._splits = {
+            descriptor: parts for descriptor, parts in able.items() if sizes is None or descriptor.num_tokens in sizes
+        }
         self.chosen = frozenset(self._splits)
-        missing = {*(sizes or ())} - {each.num_tokens for each in able}
+        missing = {*(sizes or ())} - {descriptor.num_tokens for descriptor in able}
         if missing:
-            known = ", ".join(map(str, sorted({each.num_tokens for each in able})))
-            raise ConfigError(f"no full graph of {min(missing)} tokens can be split; sizes may have {known}.")
+            choices = ", ".join(map(str, sorted({descriptor.num_tokens for descriptor in able})))
+            raise ConfigError(f"no full graph of {min(missing)} tokens can be split; sizes may have {choices}.")
         self._step: BatchDescriptor | None = None  # whose halves were set last
         manager.add_hooks(self)
 
@@ -143,15 +145,16 @@ class TwoBatchOverlap(GraphHooks):
             reqs = descriptor.num_reqs if full else len(lengths)
             _write(self.whole, query_lens, lengths, tables, descriptor.num_tokens, reqs)
             return
-        for each, table in zip(self.whole.each, tables, strict=True):
-            if isinstance(each.metadata, StateMetadata):  # a slot in both halves shows in neither
-                each.metadata.check_slots(int64s("slots", table), len(lengths))  # type: ignore[arg-type]
+        for backend, table in zip(self.whole.each, tables, strict=True):
+            if isinstance(backend.metadata, StateMetadata):  # a slot in both halves shows in neither
+                backend.metadata.check_slots(int64s("slots", table), len(lengths))  # type: ignore[arg-type]
         halves = _halves(query_lens, lengths, parts[0].descriptor.num_tokens)
-        for backend, (_, part), (queries, found, which) in zip(self.micro, parts, halves, strict=True):
-            if len(found) or which.start == 0:
-                _write(backend, queries, found, [table[which] for table in tables], part.num_tokens, part.num_reqs)
+        for attention, (_, part), (queries, half_lengths, which) in zip(self.micro, parts, halves, strict=True):
+            if len(half_lengths) or which.start == 0:
+                half_tables = [table[which] for table in tables]
+                _write(attention, queries, half_lengths, half_tables, part.num_tokens, part.num_reqs)
             else:  # all of it is padding
-                _write_dummy(backend, part)
+                _write_dummy(attention, part)
         self._step = descriptor
 
     def set_dummy(self, batch: Dispatch) -> None:
@@ -250,8 +253,8 @@ def _check_backends(whole: Attention, micro: Sequence[Attention]) -> None:
     """Refuse backends that share a step's buffers, or do not serve the same caches."""
     if len(micro) != 2:
         raise ConfigError(f"micro has {len(micro)} entries; expected the backends of two micro-batches.")
-    found = [backend for attention in (whole, *micro) for backend in attention.each]
-    if len({id(backend.metadata) for backend in found}) < len(found):
+    backends = [backend for attention in (whole, *micro) for backend in attention.each]
+    if len({id(backend.metadata) for backend in backends}) < len(backends):
         raise ConfigError("two backends share a metadata; expected one for each, since their steps are set together.")
     caches = [[id(getattr(backend, "cache", None)) for backend in attention.each] for attention in (whole, *micro)]
     if caches[0] != caches[1] or caches[0] != caches[2]:

@@ -93,7 +93,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     rows, heads, tokens, elements = q.shape
-    # The heads of a token are contiguous, as in the original's results for the outputs of a projection.
+    # The heads of a token are contiguous, as in the results of the original for outputs of a projection.
     q_out, k_out = (x.new_empty(rows, tokens, x.shape[1], elements) for x in (q, k))
     with launching(q) as early:
         _rotate[(rows * tokens, heads + k.shape[1])](

@@ -75,7 +75,7 @@ def triton_runs(device: torch.device) -> bool:
 @functools.cache
 def _has_launcher() -> bool:
     problem: Exception | None = None
-    # Alone the second time: what other threads of the program import of Triton meanwhile may have been in the way.
+    # Alone the second time: other threads that imported parts of Triton meanwhile may have been in the way.
     for start in (triton_starts, contextlib.nullcontext):
         try:
             with start():
@@ -99,28 +99,28 @@ def _triton() -> Operators:
 def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTrial]) -> None:
     """Run the kernels of trials that are new, in threads, so that they are compiled side by side.
 
-    Nothing is compiled by two of them: a kernel's first trial compiles what the others share. The trials themselves,
-    which come after this, say what went wrong.
+    Nothing is compiled twice: a kernel's first trial compiles what its others share. Errors are reported by the trials
+    themselves, which come after this.
     """
     new: dict[str, list[KernelTrial]] = {}
     for trial in trials:
-        kernel, known = _TRIALS[trial.operator].kernel, (device, dtype, trial)
-        if kernel and known not in _compiled:
-            _compiled.add(known)
+        kernel, case = _TRIALS[trial.operator].kernel, (device, dtype, trial)
+        if kernel and case not in _compiled:
+            _compiled.add(case)
             new.setdefault(kernel, []).append(trial)
-    chains = [[[each] for each in some] if _TRIALS[some[0].operator].variants else [some] for some in new.values()]
+    chains = [[[trial] for trial in some] if _TRIALS[some[0].operator].variants else [some] for some in new.values()]
     if not chains:
         return
-    read_compiler()  # else each of the threads does
+    read_compiler()  # else each of the threads would
     operators, this = _triton(), torch.cuda.current_stream(device) if torch.cuda.is_available() else None
 
     def run(some: Sequence[KernelTrial]) -> None:
-        with torch.cuda.stream(this), torch.no_grad():  # it runs what this thread reads
+        with torch.cuda.stream(this), torch.no_grad():  # the stream whose results this thread reads
             for trial in some:
                 _run(operators, device, dtype, trial)
 
     threads = ThreadPoolExecutor(sum(map(len, chains)), "simplegraph-compile")
-    with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
+    with threads, contextlib.suppress(RuntimeError):  # no thread can be started
         begun = [(threads.submit(run, first), others) for first, *others in chains]
         for first, others in begun:
             for some in others if first.exception() is None else ():
@@ -131,17 +131,17 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
 def _problem(device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
     """Say what is wrong with a kernel, and log it once; None if it is correct."""
     try:
-        found = find_error(_triton(), device, dtype, trial)
+        problem = find_error(_triton(), device, dtype, trial)
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    if found is not None:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
         _log.warning(
             "Triton's kernels do not run on %s, so torch's operators run instead: %s (%s)",
             device,
-            found,
+            problem,
             trial.operator,
         )
-    return found
+    return problem
 
 
 def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
@@ -151,12 +151,12 @@ def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, t
         return None  # torch's own, rounded to TF32 where the user allows that
     plain = torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False)
     with torch.inference_mode(False), torch.no_grad(), plain[0], plain[1]:
-        found = _run(operators, device, dtype, trial)
+        results = _run(operators, device, dtype, trial)
         expected = _run(Operators(), _CPU, dtype, trial)
         # Torch rounds up to three times, and adds up in another order.
         tolerance = 0.0 if tried.exact else max(4 * torch.finfo(dtype).eps, 1e-5)
-        for one, other in zip(found, expected, strict=True):
-            if not torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance):
+        for result, other in zip(results, expected, strict=True):
+            if not torch.allclose(result.float(), other.float(), rtol=tolerance, atol=tolerance):
                 return "its results differ from torch's"
     return None
 
@@ -171,8 +171,8 @@ def _run(operators: Operators, device: torch.device, dtype: torch.dtype, trial: 
     Only the operator itself runs on the device: what torch runs there for the first time, it loads or compiles.
     """
     on_device: Any = operators if device.type == "cpu" else _OnDevice(operators, device)
-    found = _TRIALS[trial.operator].run(on_device, functools.partial(sample_numbers, dtype), *trial.sizes)
-    return [found] if isinstance(found, Tensor) else found
+    results = _TRIALS[trial.operator].run(on_device, functools.partial(sample_numbers, dtype), *trial.sizes)
+    return [results] if isinstance(results, Tensor) else results
 
 
 class _OnDevice:
@@ -189,10 +189,10 @@ class _OnDevice:
                 pairs.append((tensor, tensor.to(self._device)))
                 return pairs[-1][1]
 
-            found = getattr(self._operators, name)(*tree_map_only(Tensor, move, args))
+            result = getattr(self._operators, name)(*tree_map_only(Tensor, move, args))
             for tensor, moved in pairs:  # some are written in place
                 tensor.copy_(moved)
-            return tree_map_only(Tensor, Tensor.cpu, found)
+            return tree_map_only(Tensor, Tensor.cpu, result)
 
         return run
 

@@ -55,7 +55,7 @@ def _finish(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-    # Masked, not in branches: all are read at once. Multiplying by 1 and adding -0.0 change no number.
+    # Masked instead of branches, so that all are read at once. Multiplying by 1 and adding -0.0 change no number.
     channel = place % channels
     factor = tl.load(factor_ptr + channel, inside & (scaled != 0), 1.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, inside & (biased != 0), -0.0).to(tl.float32)
@@ -78,11 +78,11 @@ def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, f
     with launching(x) as early:
         _finish[(triton.cdiv(x.numel(), _BLOCK),)](
             x,
-            *(x if each is None else each for each in (factor, bias, residual)),
+            *(x if tensor is None else tensor for tensor in (factor, bias, residual)),
             x.shape[1],
             x.numel(),
             _KINDS.index(kind),
-            *(int(each is not None) for each in (factor, bias, residual)),
+            *(int(tensor is not None) for tensor in (factor, bias, residual)),
             BLOCK=_BLOCK,
             num_warps=4,
             **early,
@@ -114,9 +114,9 @@ def _depthwise(  # type: ignore[no-untyped-def]
     """Sum the products of some pixels and channels, add a bias and activate, rounded once."""
     await_others(EARLY)
     place = (tl.program_id(0) * PIXELS + tl.arange(0, PIXELS))[:, None]
-    # Of all pixels: so the weights of a channel are read by the threads that use them.
+    # For all pixels, so that the threads that use a channel's weights read them.
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :] + tl.zeros((PIXELS, 1), tl.int32)
-    known = channel < channels
+    is_channel = channel < channels
     image, pixel = place // (out_height * out_width), place % (out_height * out_width)
     top, left = pixel // out_width * stride - padding, pixel % out_width * stride - padding
     first = x_ptr + ((image * height + top) * width + left) * channels + channel
@@ -124,15 +124,15 @@ def _depthwise(  # type: ignore[no-untyped-def]
     total = tl.zeros((PIXELS, CHANNELS), tl.float32)
     for down in range(SIZE):
         row = top + down
-        there = known & (place < count) & (row >= 0) & (row < height)
+        there = is_channel & (place < count) & (row >= 0) & (row < height)
         for right in tl.static_range(SIZE):
             column = left + right
             x = tl.load(first + right * channels, there & (column >= 0) & (column < width), 0.0).to(tl.float32)
-            total += x * tl.load(weight + right * channels, known, 0.0).to(tl.float32)
+            total += x * tl.load(weight + right * channels, is_channel, 0.0).to(tl.float32)
         first += width * channels
         weight += SIZE * channels
-    total += tl.load(bias_ptr + channel, known, 0.0).to(tl.float32)
-    written = known & (place < count)
+    total += tl.load(bias_ptr + channel, is_channel, 0.0).to(tl.float32)
+    written = is_channel & (place < count)
     tl.store(out_ptr + place * channels + channel, _activate(total, kind).to(out_ptr.dtype.element_ty), written)
 
 
@@ -184,24 +184,24 @@ def _excite(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Run two small layers on an image's means, and the sigmoid of what they give for a part of its channels."""
+    """Run two small layers on an image's means, and the sigmoid of the result for a part of its channels."""
     await_others(EARLY)
     image = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, SQUEEZED)
-    known = inner < squeezed
+    is_inner = inner < squeezed
     total = tl.zeros((SQUEEZED,), tl.float32)
     for begin in range(0, channels, BLOCK):
         channel = begin + tl.arange(0, BLOCK)
         inside = channel < channels
         mean = tl.load(means_ptr + image * channels + channel, inside, 0.0).to(tl.float32)
-        mask = known[:, None] & inside[None, :]
+        mask = is_inner[:, None] & inside[None, :]
         weight = tl.load(narrow_ptr + inner[:, None] * channels + channel[None, :], mask, 0.0).to(tl.float32)
         total += tl.sum(weight * mean[None, :], 1)
-    total += tl.load(narrow_bias_ptr + inner, known, 0.0).to(tl.float32)
+    total += tl.load(narrow_bias_ptr + inner, is_inner, 0.0).to(tl.float32)
     total = tl.where(total < 0.0, 0.0, total) if KIND == "relu" else total / (1.0 + tl.exp(-total))
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    mask = inside[:, None] & known[None, :]
+    mask = inside[:, None] & is_inner[None, :]
     weight = tl.load(wide_ptr + channel[:, None] * squeezed + inner[None, :], mask, 0.0).to(tl.float32)
     out = tl.sum(weight * total[None, :], 1) + tl.load(wide_bias_ptr + channel, inside, 0.0).to(tl.float32)
     out = 1.0 / (1.0 + tl.exp(-out))
@@ -299,7 +299,7 @@ def _scale_channels(  # type: ignore[no-untyped-def]
         squares += tl.sum(tl.load(place + channels, mask, 0.0), 0)
     shift = total / pixels
     means = shift + tl.load(x_ptr + image * pixels * channels + channel, inside, 0.0).to(tl.float32)
-    # A summand of all pixels of a channel changes its mean only.
+    # A number added to all pixels of a channel changes only its mean.
     summand = tl.zeros((BLOCK,), tl.float32)
     if ROW:
         summand += tl.load(row_ptr + channel, inside, 0.0).to(tl.float32)

@@ -120,7 +120,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     """
     inputs, missing = weights[0].shape[1], MOST_TOGETHER - len(weights)
     results = [*weights, *weights[: bool(kind)]]
-    outs = [torch.empty((*x.shape[:-1], len(each)), dtype=x.dtype, device=x.device) for each in results]
+    outs = [torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device) for weight in results]
     added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     sizes = [len(weight) for weight in weights]
     with launching(x) as early:
@@ -208,7 +208,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weight = tl.where(seen[None, :], tl.exp2(score - higher[:, None]), 0.0)
         faded = tl.exp2(top - higher)
         total = total * faded + tl.sum(weight, 1)
-        v = tl.where(seen[:, None], v, 0.0).to(v.dtype)  # what nobody wrote may be no number
+        v = tl.where(seen[:, None], v, 0.0).to(v.dtype)  # unwritten memory may hold NaN
         result = result * faded[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         top = higher
     place = row * (tl.num_programs(0) * GROUP) + q_index

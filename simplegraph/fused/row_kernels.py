@@ -205,10 +205,10 @@ def _adapt(  # type: ignore[no-untyped-def]
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (column < COLUMNS) & (index < rows)
-    image, place, known = index // tokens, index * COLUMNS + column, column < COLUMNS
+    image, place, is_column = index // tokens, index * COLUMNS + column, column < COLUMNS
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
     if ROW:
-        x += tl.load(row_ptr + column, known, 0.0).to(tl.float32)
+        x += tl.load(row_ptr + column, is_column, 0.0).to(tl.float32)
     if GATED:
         x *= tl.load(gate_ptr + image * gate_row + column, inside, 0.0).to(tl.float32)
     if ADDED:
@@ -220,9 +220,9 @@ def _adapt(  # type: ignore[no-untyped-def]
     variance = tl.sum(x * x, 1)[:, None] * (1.0 / COLUMNS)
     x = x * tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     if WEIGHTED:
-        x *= tl.load(weight_ptr + column, known, 0.0).to(tl.float32)
+        x *= tl.load(weight_ptr + column, is_column, 0.0).to(tl.float32)
     if BIASED:
-        x += tl.load(bias_ptr + column, known, 0.0).to(tl.float32)
+        x += tl.load(bias_ptr + column, is_column, 0.0).to(tl.float32)
     if SCALED:
         x *= 1.0 + tl.load(scale_ptr + image * scale_row + column, inside, 0.0).to(tl.float32)
         x += tl.load(shift_ptr + image * shift_row + column, inside, 0.0).to(tl.float32)
@@ -241,20 +241,20 @@ def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
     total = x if norm.residual is None else torch.empty_like(x)
     gate, scale, shift = (
-        each if each is None or each.stride(1) == 1 else each.contiguous()
-        for each in (norm.gate, norm.scale, norm.shift)
+        tensor if tensor is None or tensor.stride(1) == 1 else tensor.contiguous()
+        for tensor in (norm.gate, norm.scale, norm.shift)
     )
     block, rows = triton.next_power_of_2(columns), images * tokens
     together = max(1, _TILE // block)
     with launching(x) as early:
         _adapt[(triton.cdiv(rows, together),)](
             x,
-            *(x if each is None else each.contiguous() for each in (norm.weight, norm.bias, norm.row)),
+            *(x if tensor is None else tensor.contiguous() for tensor in (norm.weight, norm.bias, norm.row)),
             x if gate is None else gate,
             x if norm.residual is None else norm.residual.contiguous(),
-            *(x if each is None else each for each in (scale, shift)),
+            *(x if tensor is None else tensor for tensor in (scale, shift)),
             *(out, total, tokens, rows),
-            *(0 if each is None else each.stride(0) for each in (gate, scale, shift)),
+            *(0 if tensor is None else tensor.stride(0) for tensor in (gate, scale, shift)),
             norm.eps,
             WEIGHTED=norm.weight is not None,
             BIASED=norm.bias is not None,

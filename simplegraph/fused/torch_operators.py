@@ -1,4 +1,4 @@
-"""The fused operators by torch: what the kernels must answer, and what runs where they cannot."""
+"""The fused operators by torch: the reference for the kernels, and what runs where they cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCT_FINISHES = ("", "relu")  # of these, what cuBLAS computes at the end of 
 def sample_numbers(dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
     """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
     count = torch.Size(shape).numel()
-    places = torch.arange(count, dtype=torch.float32, device="cpu")  # the default dtype may be one of too few digits
+    places = torch.arange(count, dtype=torch.float32, device="cpu")  # the default dtype may have too few digits
     return torch.cos(1.7 * places + 0.3 + phase).to(dtype).view(shape)
 
 
@@ -210,8 +210,8 @@ class Operators:
             biases: (outputs,) of each; None for nothing.
             kind: of the gate's activation, if there are two layers, and the first is a gate; "" for none.
         """
-        found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        return [*found, self.gated(found[0], found[1], kind)] if kind else found
+        results = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [*results, self.gated(results[0], results[1], kind)] if kind else results
 
     def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         """True if `attend` has a kernel for these, which copies no keys and values."""
@@ -232,7 +232,7 @@ class Operators:
             (rows, 1, heads, elements).
         """
         group = q.shape[1] // k.shape[1]
-        keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
+        keys, values = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
         if bias is not None and mask is not None:
             mask = bias.masked_fill(mask.logical_not(), float("-inf"))
         seen = bias if mask is None else mask

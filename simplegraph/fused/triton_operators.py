@@ -16,7 +16,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run
 
 
 class TritonOperators(Operators):
-    """The kernels. Their results are rounded once, torch's text often twice: they are as exact, not equal to the bit.
+    """The kernels. Their results are rounded once, torch's often twice: they are as exact, but not equal to the bit.
 
     `rotate` is equal to the bit. Tensors that require gradients, other dtypes and other devices are for torch.
     """
@@ -35,14 +35,17 @@ class TritonOperators(Operators):
     def _takes(self, *tensors: Tensor | None) -> bool:
         """True for tensors on one GPU, of one dtype that the kernels know, without gradients and with elements.
 
-        Whoever negates numbers by a flag, as torch does in the imaginary part of a conjugate, has others in memory.
+        A tensor that is negated by a flag, such as the imaginary part of a conjugate, has other numbers in memory.
         """
         given = [tensor for tensor in tensors if tensor is not None]
         first = given[0]
         return (
             (first.is_cuda or _INTERPRETED)
             and first.dtype in DTYPES
-            and all(each.dtype is first.dtype and each.device == first.device and not each.is_neg() for each in given)
+            and all(
+                tensor.dtype is first.dtype and tensor.device == first.device and not tensor.is_neg()
+                for tensor in given
+            )
             and first.numel() > 0
             and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
         )
@@ -100,7 +103,7 @@ class TritonOperators(Operators):
             and x.shape[-1] <= self._rows.MAX_COLUMNS
             and (norm.scale is None) == (norm.shift is None)
             and (norm.residual is None or norm.residual.shape == x.shape)
-            and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
+            and all(tensor is None or tensor.shape == (x.shape[0], x.shape[-1]) for tensor in by_image)
             and self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual)
         )
         return self._rows.adapt(x, norm) if fits else super().adapt(x, norm)
@@ -112,10 +115,10 @@ class TritonOperators(Operators):
         fits = (
             x.is_contiguous(memory_format=torch.channels_last)
             and x.numel() < 2**31 - 2**16
-            and all(each is None or each.is_contiguous() for each in (bias, factor))
+            and all(tensor is None or tensor.is_contiguous() for tensor in (bias, factor))
             and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
             and (factor is None or factor.device == x.device)
-            and all(self._takes(*each) for each in alike)
+            and all(self._takes(*group) for group in alike)
         )
         if not fits:
             return super().finish(x, bias, residual, kind, factor)
@@ -136,10 +139,10 @@ class TritonOperators(Operators):
         fits = (
             x.numel() == inputs
             and len(weights) <= self._one_row.MOST_TOGETHER
-            and all(each.stride() == (rows, 1) and each.shape[1] == inputs for each in weights)
+            and all(weight.stride() == (rows, 1) and weight.shape[1] == inputs for weight in weights)
             and (not kind or weights[0].shape == weights[1].shape)
             and len({bias is None for bias in biases}) == 1
-            and all(each is None or each.is_contiguous() for each in biases)
+            and all(bias is None or bias.is_contiguous() for bias in biases)
             and self._takes(x, *weights, *biases)
         )
         if not fits:
@@ -150,7 +153,7 @@ class TritonOperators(Operators):
         return (
             q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS
             and k.numel() > 0
-            and all(each.stride(-1) == 1 for each in (q, k, v))
+            and all(tensor.stride(-1) == 1 for tensor in (q, k, v))
             and self._takes(q, k, v, bias)
         )
 
@@ -194,7 +197,7 @@ class TritonOperators(Operators):
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
         given = (means, *narrow, *wide)
         fits = (
-            all(each.is_contiguous() for each in given)
+            all(tensor.is_contiguous() for tensor in given)
             and len(narrow[1]) <= self._images.MAX_SQUEEZED
             and kind in ("relu", "silu")
             and self._takes(*given)

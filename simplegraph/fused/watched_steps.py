@@ -1,4 +1,4 @@
-"""Tells whoever keeps values computed from weights that a step wrote these: not every step raises their versions."""
+"""Tells those who keep values computed from weights that a step wrote the weights: not every step raises versions."""
 
 from __future__ import annotations
 

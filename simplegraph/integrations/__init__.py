@@ -1,6 +1,6 @@
 """CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged.
 
-What the core asks of extras is answered here; each is imported when it is first asked.
+Answers what the core asks of extras, each of which is imported when it is first asked.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class LateExtras(Extras):
     """Imports an extra when it is first asked."""
 
     def probes(self, notes: Notes) -> list[Probe]:
-        """Make those that inspect what graphs touch, and that decide on masks as eager does."""
+        """Make the probes that inspect what graphs touch, and that decide on masks as eager does."""
         from simplegraph.integrations.mask_decisions import MaskDecisions
         from simplegraph.manager.touched import Inspection
 
         return [Inspection(), MaskDecisions(notes)]
 
     def engine_probes(self, table: Any, kept_alive: list[Any], forward: Any, jobs: Sequence[Any]) -> list[Probe]:
-        """Make those that observe operators, and put Python's state back."""
+        """Make the probes that observe operators, and put Python's state back."""
         from simplegraph.manager.observation import engine_probes
 
         return engine_probes(table, kept_alive, forward, jobs)

@@ -19,7 +19,7 @@ _LENGTHS = 64  # a generation's longest sequence is rounded up to a multiple
 
 
 class _Name(str):
-    """A name in code, which a change shows as it is."""
+    """A name in code, which advice shows without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -47,10 +47,10 @@ def _is_transformers(model: Any) -> bool:
 
 
 def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, kwargs: Mapping[str, Any]) -> Trial:
-    """Try what gives a model graphs in place, on a copy.
+    """Try a function that gives a model graphs in place, on a copy.
 
     Args:
-        way: the function that does, as code names it.
+        way: the function, as code names it.
         make: is passed the copy and its call, and returns the handle and the settings that it chose.
         model: what is called.
         method: the method that is called; empty for the model itself.
@@ -68,7 +68,7 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
         with graphs:
             # A method may have been replaced.
             served = functools.partial(getattr(own, method) if method else own, *args, **kwargs)
-            measure(trial, served, lambda: [each.graph_stats for each in graphs.graphed])
+            measure(trial, served, lambda: [part.graph_stats for part in graphs.graphed])
     return trial
 
 

@@ -1,4 +1,4 @@
-"""`graph_pipeline`: runs the models of a diffusers pipeline through graphs. Goes by attributes, imports nothing."""
+"""`graph_pipeline`: runs the models of a diffusers pipeline through graphs. Imports nothing of diffusers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simplegraph.serve.wrap import graph_pool, wrap
 
 __all__ = ["graph_pipeline"]
 
-# Not worth a graph, or nothing that one could hold: checkers hand images to numpy.
+# Not worth a graph, or impossible in one: checkers pass images to NumPy.
 _LEFT_OUT = ("safety_checker", "watermarker")
-# Inputs whose rows are the batch, at any size: their other dimensions may be as large by chance.
+# Inputs whose rows are the batch; other dimensions may have the same size by chance.
 _ROWS = ("sample", "hidden_states", "encoder_hidden_states", "pooled_projections", "added_cond_kwargs", "input_ids")
 _CODER_PARTS = ("encoder", "decoder")  # of a model that is called by `encode` and `decode`
 
@@ -59,12 +59,12 @@ def graph_pipeline(
     components = getattr(pipe, "components", None)
     if not isinstance(components, Mapping):
         raise ConfigError(f"graph_pipeline got a {type(pipe).__name__}; expected a pipeline with `components`.")
-    found = {name: place for name, place in _models(pipe, components) if parts is None or _is_meant(name, parts)}
-    unknown = sorted(part for part in parts or () if not any(_is_meant(name, [part]) for name in found))
-    if unknown or not found:
+    places = {name: place for name, place in _models(pipe, components) if parts is None or _is_meant(name, parts)}
+    unknown = sorted(part for part in parts or () if not any(_is_meant(name, [part]) for name in places))
+    if unknown or not places:
         names = ", ".join(name for name, _ in _models(pipe, components)) or "none"
         raise ConfigError(f"graph_pipeline found no model {', '.join(unknown) or 'at all'}; the pipeline has {names}.")
-    graphs, pool = GraphedParts(pipe), graph_pool(_device(found))
+    graphs, pool = GraphedParts(pipe), graph_pool(_device(places))
     graphs.skipped.update(
         {name: "nothing for a graph" for name in components if name in _LEFT_OUT and components[name] is not None}
     )
@@ -75,18 +75,18 @@ def graph_pipeline(
         "progress": False,
     }
     wrapped = {}
-    for name, place in found.items():
+    for name, place in places.items():
         model = getattr(*place)
         takes = inspect.signature(type(model).forward).parameters
-        rows = {"batch_dims": {each: 0 for each in _ROWS if each in takes}}
+        rows = {"batch_dims": {argument: 0 for argument in _ROWS if argument in takes}}
         wrapped[name] = wrap(model, pool=pool, **(common | rows | settings))
-    for name, place in found.items():
+    for name, place in places.items():
         graphs.put(name, wrapped[name], [place])
     return graphs
 
 
 def _models(pipe: Any, components: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield the name of each model that can be captured, what holds it, and as which attribute."""
+    """Yield the name of each model that can be captured, its holder, and the attribute of the holder."""
     for name, model in components.items():
         if not isinstance(model, nn.Module) or name in _LEFT_OUT or getattr(pipe, name, None) is not model:
             continue
@@ -103,10 +103,12 @@ def _is_meant(name: str, parts: Collection[str]) -> bool:
     return name in parts or name.partition(".")[0] in parts
 
 
-def _device(found: Mapping[str, tuple[Any, str]]) -> torch.device:
+def _device(places: Mapping[str, tuple[Any, str]]) -> torch.device:
     """Return the device of all models. Raises ConfigError."""
-    models = {name: getattr(*place) for name, place in found.items()}
-    offloaded = [name for name, model in models.items() if any(hasattr(each, "_hf_hook") for each in model.modules())]
+    models = {name: getattr(*place) for name, place in places.items()}
+    offloaded = [
+        name for name, model in models.items() if any(hasattr(module, "_hf_hook") for module in model.modules())
+    ]
     if offloaded:
         raise ConfigError(
             f"{', '.join(offloaded)} of the pipeline: offloaded to the CPU between calls, where no graph finds its "

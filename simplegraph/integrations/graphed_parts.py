@@ -12,7 +12,7 @@ from simplegraph.manager.stats import GraphReport
 
 _SHOWN = 4  # names in a line
 
-Places = Sequence[tuple[Any, str]]  # objects, and the attribute under which each holds a part
+Places = Sequence[tuple[Any, str]]  # objects, and the attribute of each that holds a part
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -27,19 +27,19 @@ from simplegraph.manager.proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.serve.proof import first_distance
 
-_COST = 100.0  # calls that are taken to last as long as a comparison
-_COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
-_TRIED = 8  # sizes that are predicted from the others
+_COST = 100.0  # calls that take about as long as a comparison
+_COMPARED = 2  # padded calls of a kind, of different lengths, that are compared before one is served
+_TRIED = 8  # sizes predicted from the others before a prediction counts
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
 
 
 def wrong_since(served: int) -> str:
-    """Say that padding changed nothing so many calls before it was found to."""
+    """Say how many calls ago padding changed nothing, in the refusal that says that it does."""
     return f"; it did not {served:,} calls ago, and answers since then may be wrong"
 
 
 class LengthProofs:
-    """Tells when a padded call is compared with eager: the first one of each captured length, then one now and then.
+    """Tells when to compare a padded call with eager: the first one of each captured length, then one now and then.
 
     Args:
         verify: that of the settings; 0 never compares again.
@@ -51,14 +51,14 @@ class LengthProofs:
         self._distance: dict[Hashable, int] = {}  # between the last comparison and the next; it doubles
 
     def due(self, calls: Hashable) -> bool:
-        """Count a call of these; True if it is to be compared."""
+        """Count a call; True if it must be compared."""
         if not self._first or calls not in self._left:
             return self._first > 0
         self._left[calls] -= 1
         return self._left[calls] < 0
 
     def compared(self, calls: Hashable) -> int:
-        """Note that a call was compared; return how many of its kind were served since the one before."""
+        """Note that a call was compared; return how many of its kind were served since the last comparison."""
         before = self._distance.get(calls, 0)
         self._left[calls] = self._distance[calls] = 2 * before or self._first
         return before
@@ -68,16 +68,16 @@ Lengths = tuple[int, ...]  # of a call, by the names of its lengths
 
 
 def said_of(lengths: Lengths, padded: int) -> str:
-    """Say from what to what a call is padded."""
+    """Say from which lengths to which one a call is padded."""
     return f"from {' and '.join(map(str, lengths))} to {padded}"
 
 
 class SizeRule:
-    """Predicts a size of an output from the length, as pairs that were seen tell: ``(length - a) // stride + 1``.
+    """Predicts a size of an output from the length by pairs that were seen: ``(length - a) // stride + 1``.
 
-    Whatever windows and strides follow each other, sizes are of this form; a size is known once all strides that fit
-    the pairs agree on it. Other sizes may fit a few pairs, too: so a pair must follow from the others, and one
-    that was told wrong fits no stride with them.
+    Sizes have this form whatever windows and strides follow each other; a size is known once all strides that fit the
+    pairs agree on it. Sizes of another form may fit a few pairs by chance, so each pair must follow from the others; a
+    wrong prediction fits no stride with them.
     """
 
     def __init__(self) -> None:
@@ -104,25 +104,25 @@ class SizeRule:
         return _fitting(length, self._seen, self._seen) if follows else None
 
 
-def _window(stride: int, known: Collection[int], sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the least and the largest first window with which a stride fits sizes at known lengths, if it does."""
-    least = max((at - sizes[at] * stride + 1 for at in known), default=0)
-    most = min((at - (sizes[at] - 1) * stride for at in known), default=0)
+def _window(stride: int, seen: Collection[int], sizes: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the least and the largest first window with which a stride fits the sizes seen; () if none does."""
+    least = max((at - sizes[at] * stride + 1 for at in seen), default=0)
+    most = min((at - (sizes[at] - 1) * stride for at in seen), default=0)
     return (least, most) if least <= most else ()
 
 
-def _fitting(length: int, known: Collection[int], sizes: Mapping[int, int]) -> int | None:
-    """Return the one size at a length that fits the sizes at known ones; None if none does, or several."""
-    found: set[int] = set()
-    for stride in range(1, _MAX_STRIDE) if known else ():
-        found |= {(length - first) // stride + 1 for first in _window(stride, known, sizes)}
-        if len(found) > 1:
+def _fitting(length: int, seen: Collection[int], sizes: Mapping[int, int]) -> int | None:
+    """Return the one size at a length that fits the sizes at the lengths seen; None if none does, or several."""
+    fitting: set[int] = set()
+    for stride in range(1, _MAX_STRIDE) if seen else ():
+        fitting |= {(length - first) // stride + 1 for first in _window(stride, seen, sizes)}
+        if len(fitting) > 1:
             return None
-    return found.pop() if found else None
+    return fitting.pop() if fitting else None
 
 
 class OutputLengths:
-    """Cuts the outputs of padded calls of one kind to what the caller's own length gives.
+    """Cuts the outputs of padded calls of one kind to the sizes that the caller's length gives.
 
     Args:
         verify: that of the settings.
@@ -136,9 +136,9 @@ class OutputLengths:
         # By output and dimension, for each of the lengths that it may follow.
         self._sizes: dict[tuple[int, int], list[SizeRule]] = {}
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
-        self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
+        self._otherwise: set[str] = set()  # places below the module where padding changed what the forward left
         self._notes: set[str] = set()
-        self._known: dict[Lengths, dict[tuple[int, int], int]] = {}
+        self._sizes_at: dict[Lengths, dict[tuple[int, int], int]] = {}
         self._compared: set[Lengths] = set()
         self._least: dict[int, Lengths] = {}  # by captured length, the least ones that were compared with it
         self._refusal: CannotBind | None = None
@@ -149,35 +149,35 @@ class OutputLengths:
             raise self._refusal.again()
 
     def refuse(self, why: str) -> None:
-        """Let such calls run as they are from now on."""
+        """Run such calls unpadded from now on."""
         self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
 
     def sizes(self, lengths: Lengths, padded: int) -> dict[tuple[int, int], int] | None:
         """Return the sizes that padding changes, by output and dimension; None if they are not known.
 
-        What did not grow between a shorter length and the captured one does not grow from this one on, either.
+        A dimension that did not grow from a shorter length to the captured one does not grow from this length, either.
         """
-        known = len(self._compared) >= _COMPARED or lengths in self._compared
-        if not known or padded not in self._least or any(map(operator.lt, lengths, self._least[padded])):
+        compared = len(self._compared) >= _COMPARED or lengths in self._compared
+        if not compared or padded not in self._least or any(map(operator.lt, lengths, self._least[padded])):
             return None
-        if lengths not in self._known:
-            found = {at: self._predict(at, lengths) for at in self._grown}
-            sizes = {at: size for at, size in found.items() if size is not None}
-            if len(sizes) < len(found):
+        if lengths not in self._sizes_at:
+            predicted = {at: self._predict(at, lengths) for at in self._grown}
+            sizes = {at: size for at, size in predicted.items() if size is not None}
+            if len(sizes) < len(predicted):
                 return None
-            if len(self._known) >= _MAX_LENGTHS:
-                self._known.clear()
-            self._known[lengths] = sizes
-        return self._known[lengths]
+            if len(self._sizes_at) >= _MAX_LENGTHS:
+                self._sizes_at.clear()
+            self._sizes_at[lengths] = sizes
+        return self._sizes_at[lengths]
 
     def _predict(self, at: tuple[int, int], lengths: Lengths) -> int | None:
-        """Return a size; None if it is not known, or if the lengths that it may follow do not agree on it."""
+        """Return a size; None if it is not known, or if the lengths that it may depend on do not agree."""
         rules = list(zip(self._sizes[at], lengths, strict=True))
-        found = {rule.predict(length) for rule, length in rules if len(rules) == 1 or rule.fits}
-        return found.pop() if len(found) == 1 else None
+        predictions = {rule.predict(length) for rule, length in rules if len(rules) == 1 or rule.fits}
+        return predictions.pop() if len(predictions) == 1 else None
 
     def learn(self, lengths: Lengths, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
-        """Learn from what one call as it is, and padded, returned and left."""
+        """Learn from what a call returned and left, unpadded and padded."""
         leaves, others, said = run.leaves, padded_run.leaves, said_of(lengths, padded)
         refusal = unlike_outputs(run, padded_run, said)
         if refusal is not None:
@@ -190,21 +190,21 @@ class OutputLengths:
                     rules = self._sizes.setdefault((index, dim), [SizeRule() for _ in lengths])
                     for rule, length in zip(rules, seen, strict=True):
                         rule.learn(length, size)
-        self._known.clear()
+        self._sizes_at.clear()
         self._least[padded] = tuple(map(min, lengths, self._least.get(padded, lengths)))
-        found = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
+        problem = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
         served = self.proofs.compared(padded)
-        if found is not None and served:
-            found += wrong_since(served)
+        if problem is not None and served:
+            problem += wrong_since(served)
         otherwise = padded_run.left_otherwise(run)
-        found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
+        problem = problem or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
         if padded_run.notes and self._notes:
-            found = found or f"it notes something in {', '.join(sorted(padded_run.notes)[:5])}, as it did before"
+            problem = problem or f"it notes something in {', '.join(sorted(padded_run.notes)[:5])}, as it did before"
         self._notes |= padded_run.notes
-        if found is not None:
-            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
-        if not otherwise and not padded_run.notes:  # once may be a cache that grew, or the first run of all
+        if problem is not None:
+            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {problem}")
+        if not otherwise and not padded_run.notes:  # a single time may be a cache that grew, or the very first run
             self._compared.add(lengths)
 
 
@@ -225,7 +225,7 @@ class PaddedCall:
     ) -> None:
         self.leaves, self.spec = leaves, spec
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
-        tensors = [each for each in named if each[2] is not None and issubclass(type(each[1]), Tensor)]
+        tensors = [entry for entry in named if entry[2] is not None and issubclass(type(entry[1]), Tensor)]
         places = {index: dim if isinstance(dim, tuple) else (dim, "") for index, _, dim in tensors}
         self.dims = {index: dim for index, (dim, _) in places.items()}
         for index, dim in self.dims.items():
@@ -249,7 +249,7 @@ class PaddedCall:
 
     @property
     def kind(self) -> Hashable:
-        """Return what tells such calls from others, but for their sizes."""
+        """Return a key of such calls that leaves out their sizes."""
         kinds = ((leaf, type(leaf)) for leaf in self.leaves)
         plain = (leaf if issubclass(kind, ATOMS) and kind not in (int, float) else kind for leaf, kind in kinds)
         tensors = (
@@ -260,12 +260,12 @@ class PaddedCall:
 
     @property
     def declares_values(self) -> bool:
-        """True if `pad_values` names what pads the length of a floating argument, as infinity that no maximum picks."""
+        """True if `pad_values` pads the length of a floating argument, as with infinity, which no maximum picks."""
         pads = ((self.leaves[index], pad) for index, pad in self._pads.items())
         return any(pad is not None and leaf.is_floating_point() for leaf, pad in pads)
 
     def _one_of(self, index: int, leaf: Tensor) -> tuple[bool, ...]:
-        """Tell which dimensions have one item: what mixes rows and length is right for one row."""
+        """Return which dimensions have one item: mixing rows with the length is right for a single row."""
         length = self.dims[index] % leaf.dim() if index in self.dims and self.lengths[1:] == () else -1
         return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
@@ -276,7 +276,7 @@ class PaddedCall:
         return args, kwargs
 
     def at(self, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with all lengths of this: padded, or cut."""
+        """Return the arguments with this length: padded, or cut."""
         leaves = list(self.leaves)
         for index, dim in self.dims.items():
             leaf, pad = leaves[index], self._pads[index]
@@ -294,8 +294,8 @@ class PaddedCall:
 class LengthBuckets:
     """Pads calls of one module to captured lengths.
 
-    The first calls of each kind and captured length, and one now and then, run as they are; before, the padded call is
-    rehearsed, and nothing of that stays. If their answers differ, or could, such calls run eagerly.
+    The first calls of each kind and captured length, and one now and then, run unpadded, after a rehearsal of the
+    padded call of which nothing stays. If their answers differ, or could, such calls run eagerly.
 
     Args:
         config: the lengths, and which dimensions they are.
@@ -361,7 +361,7 @@ class LengthBuckets:
         return self._rules.setdefault(kind, OutputLengths(self.config.verify))
 
     def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
-        """Run a call eagerly as it is, and compare it with what its padded form gave."""
+        """Run a call eagerly and unpadded, and compare it with its padded form."""
         device, at = server.device_for(module, call.leaves), call.at(call.padded)
         said = said_of(call.lengths, call.padded)
         server.stats.name = module._get_name()
@@ -375,10 +375,10 @@ class LengthBuckets:
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
         run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
         rule.learn(call.lengths, call.padded, run, padded)
-        found = "it writes to an argument that has the length" if written else None
-        found = found or unlike_effects(run, padded, chooses=call.declares_values)
-        if found is not None:
-            rule.refuse(f"{said}, {found}")
+        problem = "it writes to an argument that has the length" if written else None
+        problem = problem or unlike_effects(run, padded, chooses=call.declares_values)
+        if problem is not None:
+            rule.refuse(f"{said}, {problem}")
         return run.outputs
 
 
@@ -401,7 +401,7 @@ def unlike_outputs(run: RunEffects, padded_run: RunEffects, changed: str) -> Can
 
 
 def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = False) -> str | None:
-    """Say what padding a call changes, or may change another time, beside its outputs; None if nothing.
+    """Say what padding a call changes beside its outputs, or may change another time; None if nothing.
 
     Args:
         run: the call as it is.
@@ -415,14 +415,14 @@ def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = F
 
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
-    """List the dimensions in which another output is larger; none if one of the two is no tensor."""
+    """List the dimensions in which another output is larger; none if one of the two is not a tensor."""
     if not issubclass(type(leaf), Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
         return ()
     return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
 
 
 def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
-    """Cut outputs; `dense` copies those that have gaps then, which eager's have not."""
+    """Cut outputs; `dense` copies those that have gaps then, since eager outputs have none."""
     cut = list(leaves)
     for (index, dim), size in sizes.items():
         cut[index] = cut[index].narrow(dim, 0, size)
@@ -433,7 +433,7 @@ def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, 
 
 
 def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
-    """Add up captures of several kinds of calls, by what their failures are called."""
+    """Add up captures of several kinds of calls, by the names of their failures."""
     every = summaries.values()
     failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
     captured, seconds, size = (sum(getattr(one, name) for one in every) for name in ("captured", "seconds", "bytes"))

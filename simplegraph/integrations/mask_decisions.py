@@ -1,4 +1,4 @@
-"""Has captures decide on masks as eager does, once transformers is loaded."""
+"""Makes captures decide on masks as eager does, once transformers is loaded."""
 
 from __future__ import annotations
 

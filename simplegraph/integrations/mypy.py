@@ -18,17 +18,17 @@ _BASE = "simplegraph.serve.runner.CudaGraphWrapper"
 
 def _add_base(context: ClassDefContext) -> bool:
     """Put the mixin before the bases of a decorated class; False asks mypy to come back when it knows the mixin."""
-    found = context.api.lookup_fully_qualified_or_none(_BASE)
-    if found is None or not isinstance(found.node, TypeInfo) or not found.node.mro:
+    symbol = context.api.lookup_fully_qualified_or_none(_BASE)
+    if symbol is None or not isinstance(symbol.node, TypeInfo) or not symbol.node.mro:
         return False
     info = context.cls.info
     if not info.has_base(_BASE):
-        info.bases.insert(0, Instance(found.node, []))
+        info.bases.insert(0, Instance(symbol.node, []))
         names = context.api.modules[context.api.cur_mod_id].names
         classes = [symbol.node for symbol in names.values() if isinstance(symbol.node, TypeInfo)]
         below = [node for node in classes if info in node.mro]  # subclasses in the same file have their order already
         for node in {info, *below}:
-            node.mro = []  # else it is taken as calculated
+            node.mro = []  # else mypy takes it as calculated
         for node in {info, *below}:
             calculate_mro(node)
     return True

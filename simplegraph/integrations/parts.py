@@ -20,7 +20,7 @@ from simplegraph.manager.proof import cloned, first_difference
 from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 
-# Eager calls after which graphs may serve.
+# Reasons of eager calls after which graphs may serve.
 _SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 _RUNS = 8  # of the model, until parts that can have graphs have replayed
 
@@ -89,10 +89,10 @@ def _check(model: Any, settings: dict[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap_parts got a {type(model).__name__}; expected a torch.nn.Module.")
     check_settings(settings, "wrap_parts: ")
-    wrapped = next((name for name, each in model.named_modules() if isinstance(each, CudaGraphWrapper)), None)
+    wrapped = next((name for name, part in model.named_modules() if isinstance(part, CudaGraphWrapper)), None)
     if model.training or wrapped is not None:
-        found = "in training mode: call .eval() first" if model.training else f"with graphs already, in {wrapped!r}"
-        raise InputError(f"wrap_parts got a {type(model).__name__} {found}.")
+        state = "in training mode: call .eval() first" if model.training else f"with graphs already, in {wrapped!r}"
+        raise InputError(f"wrap_parts got a {type(model).__name__} {state}.")
 
 
 class _Runs:
@@ -104,7 +104,7 @@ class _Runs:
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self._name, self._call = type(model).__name__, call
-        self._inputs = [flatten(_arguments(each)) for each in inputs]
+        self._inputs = [flatten(_arguments(example)) for example in inputs]
         leaves = [leaf for leaves, _ in self._inputs for leaf in leaves]
         self.device = device_of([*model.parameters(), *model.buffers(), *leaves])
         self._expected = self._run()
@@ -112,28 +112,30 @@ class _Runs:
 
     def _run(self) -> list[Any]:
         """Run on copies, which a forward may write to; returns what can be compared."""
-        found: list[Any] = []
+        results: list[Any] = []
         for leaves, spec in self._inputs:
             args, kwargs = spec.unflatten(cloned(leaves))
             with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                found += flatten(self._call(*args, **kwargs))[0]
-        return cloned([leaf for leaf in found if isinstance(leaf, (Tensor, bool, int, float, str))])
+                results += flatten(self._call(*args, **kwargs))[0]
+        return cloned([leaf for leaf in results if isinstance(leaf, (Tensor, bool, int, float, str))])
 
     def until_replayed(self, graphs: GraphedParts, level: Mapping[str, nn.Module]) -> dict[str, tuple[int, int]]:
         """Run until no part of a level is about to be replayed; returns the last run's replays and eager calls."""
         stats = {name: graphs.parts[name].graph_stats for name in level}
         for _ in range(_RUNS):
-            before = {name: (each.replays, each.eager.copy()) for name, each in stats.items()}
+            before = {name: (graph_stats.replays, graph_stats.eager.copy()) for name, graph_stats in stats.items()}
             self.compare(graphs)
-            eager = {name: each.eager - before[name][1] for name, each in stats.items()}
+            eager = {name: graph_stats.eager - before[name][1] for name, graph_stats in stats.items()}
             if not any(_SOON & set(reasons) for reasons in eager.values()):
                 break
-        return {name: (each.replays - before[name][0], eager[name].total()) for name, each in stats.items()}
+        return {
+            name: (graph_stats.replays - before[name][0], eager[name].total()) for name, graph_stats in stats.items()
+        }
 
     def compare(self, graphs: GraphedParts) -> None:
-        """Run once. Raises VerificationError if the result is another than before there were graphs."""
-        found = self._run()
-        different = first_difference(found, self._expected) if self._repeats else None
+        """Run once. Raises VerificationError if the result differs from the one without graphs."""
+        results = self._run()
+        different = first_difference(results, self._expected) if self._repeats else None
         if different is not None:
             raise VerificationError(
                 f"wrap_parts: {self._name} with graphs in {', '.join(graphs.parts)} returned something else: "
@@ -166,7 +168,7 @@ def _wrap_level(
 def _sift(
     graphs: GraphedParts, level: Mapping[str, nn.Module], ran: Mapping[str, tuple[int, int]], least: int
 ) -> dict[str, nn.Module]:
-    """Put back the parts that are not replayed, and those that are too small; returns the children to try next."""
+    """Put back parts that are not replayed or are too small; returns the children to try next."""
     below: dict[str, nn.Module] = {}
     for name, part in level.items():
         (replays, eager), stats = ran[name], graphs.parts[name].graph_stats
@@ -184,14 +186,14 @@ def _sift(
 
 
 def _why(stats: Any) -> str:
-    reason = max(stats.eager, key=lambda each: (each not in _SOON, stats.eager[each]))
+    reason = max(stats.eager, key=lambda candidate: (candidate not in _SOON, stats.eager[candidate]))
     if reason is Reason.CAPTURE_FAILED and stats.failures:
         return str(next(iter(stats.failures.values())))
     return str(stats.explained(reason))
 
 
 def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children that may be worth a graph: single layers of torch are not, but for recurrent ones."""
+    """Return the children that may be worth a graph: all but torch's single layers, recurrent ones excepted."""
     return {
         f"{prefix}{name}": child
         for name, child in module.named_children()
@@ -206,9 +208,9 @@ def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
 
 def _places(model: nn.Module) -> dict[nn.Module, list[tuple[Any, str]]]:
     """Return where each submodule is held."""
-    found: dict[nn.Module, list[tuple[Any, str]]] = collections.defaultdict(list)
+    places: dict[nn.Module, list[tuple[Any, str]]] = collections.defaultdict(list)
     for holder in model.modules():
         for name, child in holder._modules.items():
             if child is not None:
-                found[child].append((holder, name))
-    return found
+                places[child].append((holder, name))
+    return places

@@ -106,7 +106,7 @@ class GraphCollector(Collector):
     """Collects `METRICS` of `simplegraph.wrappers()` when it is scraped."""
 
     def __init__(self) -> None:
-        # Totals are moved from a graph to its wrapper when it is dropped: a scrape in between must not see them fall.
+        # When a graph is dropped, its totals move to its wrapper: a scrape in between must not see them fall.
         self._seen: weakref.WeakKeyDictionary[GraphStats, dict[Any, float]] = weakref.WeakKeyDictionary()
 
     def describe(self) -> Iterable[Metric]:

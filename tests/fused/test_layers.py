@@ -21,7 +21,7 @@ from transformers.models.bert.modeling_bert import BertSelfOutput  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP  # noqa: E402
 
 from simplegraph.base.errors import ConfigError  # noqa: E402
-from simplegraph.fused.layers.table import KINDS, find_layers, fused_forwards, names_by_kind  # noqa: E402
+from simplegraph.fused.layers.kinds import KINDS, find_layers, fused_forwards, names_by_kind  # noqa: E402
 from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402

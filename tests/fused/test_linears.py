@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers import linears
+from simplegraph.fused.layers.kinds import fused_forwards
 from simplegraph.fused.layers.linears import gate_layers, linear_layers
-from simplegraph.fused.layers.table import fused_forwards
 from simplegraph.fused.torch_operators import Operators
 
 

@@ -26,8 +26,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
 from simplegraph.fused.choice import chosen_operators  # noqa: E402
+from simplegraph.fused.layers.kinds import KINDS, RMS_NORM, find_layers, fused_forwards  # noqa: E402
 from simplegraph.fused.layers.norms import rms_norms  # noqa: E402
-from simplegraph.fused.layers.table import KINDS, RMS_NORM, find_layers, fused_forwards  # noqa: E402
 from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402

@@ -21,12 +21,12 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
 
-from simplegraph.fused.layers import functions, recognition  # noqa: E402
-from simplegraph.fused.layers.functions import provable_code, with_names  # noqa: E402
+from simplegraph.fused.layers import provable, recognition  # noqa: E402
+from simplegraph.fused.layers.kinds import find_layers, fused_forwards  # noqa: E402
 from simplegraph.fused.layers.linears import activation_layers, gate_layers  # noqa: E402
 from simplegraph.fused.layers.norms import gated_norms, residual_layers, rms_norms, sum_norms  # noqa: E402
+from simplegraph.fused.layers.provable import provable_code, with_names  # noqa: E402
 from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
-from simplegraph.fused.layers.table import find_layers, fused_forwards  # noqa: E402
 from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 
@@ -732,9 +732,9 @@ def test_an_object_that_may_change_and_stay_equal_is_no_setting(value: Any) -> N
             return super().forward(x) * self.holder.scale
 
     norm = Holding()
-    assert functions.settings_read(norm, [Holding.forward]) == {}
+    assert provable.settings_read(norm, [Holding.forward]) == {}
     vars(norm)["holder"] = value
-    assert functions.settings_read(norm, [Holding.forward]) is None
+    assert provable.settings_read(norm, [Holding.forward]) is None
 
 
 def test_functions_of_a_library_are_those_of_its_files() -> None:

@@ -28,9 +28,9 @@ from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.fused.choice import chosen_operators  # noqa: E402
-from simplegraph.fused.layers.functions import with_names  # noqa: E402
+from simplegraph.fused.layers.kinds import fused_forwards  # noqa: E402
+from simplegraph.fused.layers.provable import with_names  # noqa: E402
 from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
-from simplegraph.fused.layers.table import fused_forwards  # noqa: E402
 from simplegraph.fused.torch_operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from bench.fused_operators.libraries import TINY, Shapes, inputs, ours  # noqa: E402
 from simplegraph.fused.choice import operators_for  # noqa: E402
-from simplegraph.fused.layers.table import find_layers, fused_forwards, operators_of  # noqa: E402
+from simplegraph.fused.layers.kinds import find_layers, fused_forwards, operators_of  # noqa: E402
 from simplegraph.fused.torch_operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 from tests.fused.test_layers import MODELS, call, tiny  # noqa: E402

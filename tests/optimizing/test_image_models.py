@@ -13,7 +13,7 @@ import torch
 
 import simplegraph as sg
 from bench.optimized.shapes import MODELS
-from simplegraph.fused.optimizing.table import REWRITES
+from simplegraph.fused.optimizing.pairs import REWRITES
 from simplegraph.fused.torch_operators import Operators
 
 COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "depthwise", "finish", "excite", "gated")

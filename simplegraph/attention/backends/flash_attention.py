@@ -146,8 +146,8 @@ class FlashAttentionBackend(AttentionBackend):
         self._call(layer, q, out, metadata)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        found: Tensor = self._call(layer, q, out, metadata, **{self._kernels.lse: True})[1]
-        lse = found.transpose(0, 1)  # the kernels return (num_heads, rows)
+        kernel_lse: Tensor = self._call(layer, q, out, metadata, **{self._kernels.lse: True})[1]
+        lse = kernel_lse.transpose(0, 1)  # the kernels return (num_heads, rows)
         return lse if len(lse) == len(q) else torch.nn.functional.pad(lse, (0, 0, 0, len(q) - len(lse)))
 
     def _call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> Any:
@@ -188,11 +188,11 @@ class FlashAttentionBackend(AttentionBackend):
             self._real_rows = (row < metadata.query_start_loc[-1])[:, None, None]
             ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
             return {"cu_seqlens_k": torch.nn.functional.pad(ends, (1, 0))}
-        found = {"seqused_k": metadata.seq_lens}
+        arguments = {"seqused_k": metadata.seq_lens}
         if not self._kernels.has_schedule:
-            return found
+            return arguments
         splits = self.num_splits(metadata)
-        return {**found, "num_splits": splits, "scheduler_metadata": self._compute_schedule(metadata, splits)}
+        return {**arguments, "num_splits": splits, "scheduler_metadata": self._compute_schedule(metadata, splits)}
 
     def _compute_schedule(self, metadata: CommonMetadata, num_splits: int) -> Tensor:
         schedule: Tensor = self._flash.get_scheduler_metadata(
@@ -231,8 +231,8 @@ def find_kernels(device: torch.device, version: int | None = None) -> tuple[Modu
     runs = [number for number, gpus in wanted.items() if capability[0] in gpus.majors]
     if not runs:
         needed = " or ".join(f"FlashAttention-{number} needs {gpus.words}" for number, gpus in wanted.items())
-        found = ".".join(map(str, capability))
-        raise ConfigError(f"{needed}; {device} has {found}. Use another version, or another backend.")
+        own = ".".join(map(str, capability))
+        raise ConfigError(f"{needed}; {device} has {own}. Use another version, or another backend.")
     problems = []
     for number in runs:
         tried = []

@@ -38,8 +38,8 @@ class FlashKernels:
         lse: the argument that asks for the log-sum-exp.
         has_schedule: True if the work is scheduled ahead, by `get_scheduler_metadata`.
         has_sinks: True if they add sinks to the scores.
-        is_plain: True for the project's own build, which returns a new tensor in place of writing to `out`, and reads
-            where each request's keys would begin in a row in place of their numbers.
+        is_plain: True for the project's own build, which returns a new tensor instead of writing to `out`, and reads
+            the offsets of each request's keys instead of their numbers.
         page_multiple: tokens of which a page holds a multiple.
     """
 
@@ -74,8 +74,8 @@ VERSION_3 = FlashKernels(
     has_schedule=True,
     has_sinks=True,
 )
-# With one query token for each request the kernels of version 2 take query heads for tokens, split the keys, and do not
-# read query lengths. Any other call has none of this, so decodes would be slow in a graph for mixed batches.
+# With one query token for each request, the kernels of version 2 treat query heads as tokens, split the keys, and do
+# not read query lengths. Other calls do none of this, so decodes would be slow in a graph for mixed batches.
 VERSION_2 = FlashKernels(
     version=2,
     support=AttentionCGSupport.UNIFORM_BATCH,
@@ -85,7 +85,7 @@ VERSION_2 = FlashKernels(
     lse="return_softmax_lse",
     page_multiple=16,
 )
-# As the project itself publishes them.
+# As FlashAttention's own project publishes them.
 VERSION_2_PLAIN = dataclasses.replace(
     VERSION_2,
     flag=None,

@@ -30,11 +30,11 @@ from simplegraph.manager.manager import Unpack
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
-_BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler takes the device as full with so many
+_BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler considers the device full with this many
 
 _OLDEST = (0, 5, 3)
-# What compiled planners take behind the arguments that all have: nothing up to 0.6.13; later the query length of every
-# request, if they have one; since 0.7.4 also if it never changes. Their signature cannot be read, so it is tried out.
+# What compiled planners take after the arguments that all have: nothing up to 0.6.13; later the query length of every
+# request, if they have one; since 0.7.4 also if it never changes. Their signature cannot be read, so it is tried.
 _PLANNERS: tuple[tuple[Any, ...], ...] = ((), (0,), (0, False))
 _WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 _METHODS = {
@@ -184,7 +184,7 @@ def check_build(flashinfer: Any) -> None:
     check_arguments(flashinfer, {_WRAPPER: ()})
     check_arguments(getattr(flashinfer, _WRAPPER), _METHODS)
     numbers = tuple(int(number) for number in re.findall(r"\d+", getattr(flashinfer, "__version__", ""))[:3])
-    # Its compiled scheduler tells no arguments; it got the last one of those that are passed with this version.
+    # Its compiled scheduler does not show its arguments; the last of those that are passed was added in this version.
     if (0, 0, 0) < numbers < _OLDEST:
         raise ConfigError(
             f"the installed FlashInfer is {'.'.join(map(str, numbers))}; expected {'.'.join(map(str, _OLDEST))} or "
@@ -349,10 +349,10 @@ class _Planned:
         )
 
     def _point(self, num_reqs: int, query: Tensor) -> None:
-        """Let the kernels read the persistent tables."""
+        """Make the kernels read the persistent tables."""
         wrapper, tables = self.wrapper, self._backend._tables
-        known = self._device_query
-        wrapper._qo_indptr_buf = query.to(wrapper.device, non_blocking=True) if known is None else known
+        device_query = self._device_query
+        wrapper._qo_indptr_buf = query.to(wrapper.device, non_blocking=True) if device_query is None else device_query
         wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
         wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
         wrapper._paged_kv_indices_buf = tables.device_indices

@@ -62,11 +62,11 @@ class SDPABackend(AttentionBackend):
         """Return each token's request and the number of keys it sees, its own included; 0 for padding."""
         starts, device = metadata.query_start_loc, metadata.slot_mapping.device
         token = torch.arange(metadata.num_tokens, device=device, dtype=starts.dtype)
-        found = torch.searchsorted(starts, token, right=True) - 1
-        request = found.clamp(max=metadata.num_reqs - 1)
+        index = torch.searchsorted(starts, token, right=True) - 1
+        request = index.clamp(max=metadata.num_reqs - 1)
         behind = starts[request + 1] - 1 - token
         length = metadata.seq_lens[request] - behind
-        return request, torch.where(found < metadata.num_reqs, length, 0)
+        return request, torch.where(index < metadata.num_reqs, length, 0)
 
     def _gather(self, pages: Tensor, block_table: Tensor, request: Tensor, seen: Tensor) -> Tensor:
         """Gather each token's pages: (T, num_kv_heads, max_blocks * page_size, head_dim), 0 where not seen."""

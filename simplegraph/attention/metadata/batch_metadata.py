@@ -220,9 +220,9 @@ class BatchMetadata:
         Raises:
             CaptureSizeError: the shape is above the limits.
         """
-        known = self._views.get((num_tokens, num_reqs))
-        if known is not None:
-            return known
+        view = self._views.get((num_tokens, num_reqs))
+        if view is not None:
+            return view
         self._bounds.check_shape(num_tokens, num_reqs)
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
@@ -260,8 +260,8 @@ class BatchMetadata:
 
     def _check_advances(self) -> None:
         if self.share.size > 1 or self.window is not None:
-            found = "context parallel ranks" if self.window is None else "metadata with a window"
-            raise InputError(f"{found} cannot advance a step; expected ahead=0, and BatchMetadata.set for every step.")
+            kind = "context parallel ranks" if self.window is None else "metadata with a window"
+            raise InputError(f"{kind} cannot advance a step; expected ahead=0, and BatchMetadata.set for every step.")
 
     def _put(
         self, step: StepArrays, shape: tuple[int, int], ahead: int = 0, *, capturing: bool = False

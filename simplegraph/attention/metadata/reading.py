@@ -33,15 +33,15 @@ def check_counts(**counts: int) -> None:
             raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
 
 
-def check_layer(layer: int, known: Sequence[int]) -> None:
+def check_layer(layer: int, layers: Sequence[int]) -> None:
     """Refuse a layer that a cache does not have.
 
     Raises:
         InputError: it is not among the cache's layers.
     """
-    if layer not in known:
-        found = f"0 to {len(known) - 1}" if isinstance(known, range) else ", ".join(map(str, known))
-        raise InputError(f"layer is {layer}; the cache has layers {found}.")
+    if layer not in layers:
+        listed = f"0 to {len(layers) - 1}" if isinstance(layers, range) else ", ".join(map(str, layers))
+        raise InputError(f"layer is {layer}; the cache has layers {listed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,13 +355,13 @@ def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s | None]:
         try:
             rows: list[Any] = [_array("block_table", row) if isinstance(row, Tensor) else row for row in block_table]
             counts = np.fromiter(map(len, rows), np.int64, len(rows))
-            found = np.array(list(itertools.chain.from_iterable(rows)))
+            pages = np.array(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"block_table does not consist of rows of page ids: {error}.") from None
-        if found.size and found.dtype.kind not in "iu":
-            raise InputError(f"block_table holds {found.dtype} where page ids are expected.")
+        if pages.size and pages.dtype.kind not in "iu":
+            raise InputError(f"block_table holds {pages.dtype} where page ids are expected.")
         table = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)
-        table[np.arange(table.shape[1]) < counts[:, None]] = found.astype(np.int64)
+        table[np.arange(table.shape[1]) < counts[:, None]] = pages.astype(np.int64)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise InputError(
             f"block_table has shape {table.shape} and dtype {table.dtype}; expected page ids, (num_reqs, n) or a "

@@ -55,9 +55,9 @@ class Mamba2Backend(RecurrentBackend):
 
     def _check_states(self) -> None:
         expected = {name: tuple(state.shape) for name, state in self.shape.states(torch.float32).items()}
-        found = {name: tuple(state.shape) for name, state in self.cache.states.items()}
-        if found != expected:
-            raise ConfigError(f"the cache has states {found}; expected {expected}. Make it with shape.states().")
+        states = {name: tuple(state.shape) for name, state in self.cache.states.items()}
+        if states != expected:
+            raise ConfigError(f"the cache has states {states}; expected {expected}. Make it with shape.states().")
 
     def _check_weights(self, layer: int) -> None:
         shape, heads = self.shape, (self.shape.num_heads,)
@@ -69,9 +69,9 @@ class Mamba2Backend(RecurrentBackend):
                 continue
             placed = None if tensor is None else (tensor.shape, tensor.device, tensor.is_contiguous())
             if placed != (size, self.cache.device, True):
-                found = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
+                given = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
                 raise ConfigError(
-                    f"{name} of layer {layer} is {found}; expected {size} on {self.cache.device}, contiguous."
+                    f"{name} of layer {layer} is {given}; expected {size} on {self.cache.device}, contiguous."
                 )
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
@@ -97,9 +97,11 @@ class Mamba2Backend(RecurrentBackend):
 
     def _check_inputs(self, inputs: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, Tensor]:
         widths = (self.shape.channels, self.shape.num_heads, self.shape.num_heads * self.shape.head_dim)
-        found = [tuple(tensor.shape[1:]) for tensor in (*inputs, out)]
-        if found != [(width,) for width in widths] or any(tensor.stride(1) != 1 for tensor in (*inputs, out)):
-            raise InputError(f"xbc, dt and out have columns {found}; expected {widths}, one after the other in memory.")
+        columns = [tuple(tensor.shape[1:]) for tensor in (*inputs, out)]
+        if columns != [(width,) for width in widths] or any(tensor.stride(1) != 1 for tensor in (*inputs, out)):
+            raise InputError(
+                f"xbc, dt and out have columns {columns}; expected {widths}, one after the other in memory."
+            )
         xbc, dt = inputs
         if xbc.dtype is not self.cache.states["conv"].dtype or out.dtype is not xbc.dtype:
             raise InputError(

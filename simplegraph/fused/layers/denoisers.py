@@ -38,15 +38,15 @@ def _block_layer(module: Any) -> Layer | None:
         run = functools.partial(_block, module, _run_plain, signature)
         return Layer("residual", tuple(trials), run, bypassed=bypassed)
     zero = module.norm1
-    known = (
+    fits = (
         module.norm_type == "ada_norm_zero"
         and module.attn2 is None
         and class_name(zero) == _ZERO
         and class_name(zero.emb) == _CONDITION
         and class_name(zero.emb.time_proj) == _TIMESTEPS
-        and [type(each) for each in (zero.norm, module.norm3, zero.silu)] == [nn.LayerNorm, nn.LayerNorm, nn.SiLU]
+        and [type(layer) for layer in (zero.norm, module.norm3, zero.silu)] == [nn.LayerNorm, nn.LayerNorm, nn.SiLU]
     )
-    if not known:
+    if not fits:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
     trials.append(KernelTrial("finish", ("silu", 1)))
@@ -123,13 +123,13 @@ def _gelu(module: Any, operators: Operators, x: Tensor) -> Tensor:
     return operators.linear_gelu(x, module.proj.weight, module.proj.bias)
 
 
-# Layers of a running model share what they compute alike from one tensor, until somebody writes to that.
+# Layers of a running model share equal results computed from one tensor, until it is written to.
 
 
 class _SharedValues(threading.local):
     """The values of this thread's running model, by what they are computed from; None in no model."""
 
-    found: dict[Any, tuple[Any, int | None, Any]] | None = None
+    values: dict[Any, tuple[Any, int | None, Any]] | None = None
 
 
 _RUNNING = _SharedValues()
@@ -141,30 +141,31 @@ def sharing_layer(module: Any) -> Layer:
 
 
 def _share(original: Callable[..., Any], operators: Operators, *args: Any, **kwargs: Any) -> Any:
-    before, _RUNNING.found = _RUNNING.found, {}
+    before, _RUNNING.values = _RUNNING.values, {}
     try:
         return original(*args, **kwargs)
     finally:
-        _RUNNING.found = before
+        _RUNNING.values = before
 
 
 def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:
     """Return what is computed from a tensor: once in a call of a model, each time outside of one.
 
     Args:
-        layer: computes it; again if it is hooked and gets an inference tensor, which does not count a hook's writes.
+        layer: computes it; repeats that if it is hooked and gets an inference tensor, which does not count a hook's
+            writes.
         source: the tensor.
         key: what else the value depends on.
         compute: computes it.
     """
-    found = _RUNNING.found
-    if found is None:
+    values = _RUNNING.values
+    if values is None:
         return compute()
     version = source._version if isinstance(source, Tensor) and not source.is_inference() else None
-    kept = found.get((id(source), key))
+    kept = values.get((id(source), key))
     if kept is None or kept[1] != version or (version is None and hooked(layer)):
-        kept = source, version, compute()  # the tensor, too: no other can get its id meanwhile
-        found[id(source), key] = kept
+        kept = source, version, compute()  # the tensor is kept, too, so that no other gets its id
+        values[id(source), key] = kept
     return kept[2]
 
 
@@ -175,7 +176,7 @@ def _timesteps_layer(module: Any) -> Layer | None:
 
 
 def _timesteps(module: Any, operators: Operators, timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
-    """Run it so that the layers of a model share what depends on the timestep alone."""
+    """Run it so that the layers of a model share values that depend only on the timestep."""
     if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
         raise AsWritten
     times, labels = _embed(module, timestep, class_labels, hidden_dtype)
@@ -195,18 +196,18 @@ def _multihead_layer(module: Any) -> Layer | None:
 
 
 def _is_simple(module: Any) -> bool:
-    known = module.in_proj_weight is not None and module.bias_k is None and module.bias_v is None
-    return known and module.batch_first and not module.add_zero_attn
+    usual = module.in_proj_weight is not None and module.bias_k is None and module.bias_v is None
+    return usual and module.batch_first and not module.add_zero_attn
 
 
 def _multihead(module: Any, operators: Operators, *args: Any, **kwargs: Any) -> Any:
-    """Run it on one input without masks, for which torch does not always choose its fused attention."""
+    """Run it on one input without masks; torch itself does not always choose its fused attention there."""
     others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
     plain = (
         len(args) == 3
         and kwargs.get("need_weights") is False
-        and all(each is None or each is False for each in others)
-        and all(each is args[0] for each in args)
+        and all(value is None or value is False for value in others)
+        and all(argument is args[0] for argument in args)
         and _is_simple(module)
         and is_plain(args[0], 3)
     )
@@ -215,19 +216,19 @@ def _multihead(module: Any, operators: Operators, *args: Any, **kwargs: Any) -> 
     shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
     product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
     query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
-    found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
-    return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
+    attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
+    return F.linear(attended, module.out_proj.weight, module.out_proj.bias), None
 
 
 def _attention_layer(module: Any) -> Layer | None:
-    return Layer(ATTENTION, (), functools.partial(_attention, module)) if _is_known(module) else None
+    return Layer(ATTENTION, (), functools.partial(_attention, module)) if _is_usual(module) else None
 
 
-def _is_known(module: Any) -> bool:
+def _is_usual(module: Any) -> bool:
     others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
     kind = type(module.processor)
     return (
-        all(each is None for each in others)
+        all(part is None for part in others)
         and not module.residual_connection
         and class_name(module.processor) == _PROCESSOR
         and is_written(kind, kind.__call__)
@@ -242,17 +243,17 @@ def _attention(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run what its processor does, without a division by one."""
-    known = _is_known(module) and module.rescale_output_factor == 1
-    if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+    """Run the operators of its processor, without a division by one."""
+    usual = _is_usual(module) and module.rescale_output_factor == 1
+    if kwargs or attention_mask is not None or not usual or not is_plain(hidden_states, 3):
         raise AsWritten
     states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
     query, key, value = (
         part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
     )
-    found = F.scaled_dot_product_attention(query, key, value)
-    return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+    attended = F.scaled_dot_product_attention(query, key, value)
+    return module.to_out[1](module.to_out[0](attended.transpose(1, 2).reshape(*parts[0].shape)))
 
 
 ATTENTION_CLASSES = {

@@ -35,14 +35,14 @@ _PASSED = ("encoder_hidden_states", "timestep", "cross_attention_kwargs", "class
 
 
 def _convnext_layer(module: Any) -> Layer | None:
-    known = (
+    fits = (
         class_name(module.stochastic_depth) == DEPTH
         and type(module.block) is nn.Sequential
         and list(map(class_name, module.block)) == _CONVNEXT
         and [module.block[at].dims for at in (1, 6)] == [[0, 2, 3, 1], [0, 3, 1, 2]]
-        and all(each is not None for each in (module.block[0].bias, module.block[2].weight, module.block[2].bias))
+        and all(weight is not None for weight in (module.block[0].bias, module.block[2].weight, module.block[2].bias))
     )
-    if not known:
+    if not fits:
         return None
     trial = KernelTrial("adapt", (len(module.block[2].weight), "weight", "bias", "row"))
     bypassed = ("block", *(f"block.{at}" for at in (0, 1, 2, 6)), "stochastic_depth")
@@ -64,8 +64,8 @@ def _convnext(module: Any, operators: Operators, x: Tensor) -> Tensor:
 def _excitation_layer(module: Any) -> Layer | None:
     narrow, wide, kind = module.fc1, module.fc2, FINISHING.get(type(module.activation))
     pool, last = module.avgpool, module.scale_activation
-    known = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and type(last) is nn.Sigmoid
-    if not known or kind is None or not all(map(_is_linear, (narrow, wide))):
+    fits = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and type(last) is nn.Sigmoid
+    if not fits or kind is None or not all(map(_is_linear, (narrow, wide))):
         return None
     trial = KernelTrial("excite", (narrow.in_channels, narrow.out_channels, kind))
     bypassed = ("fc1", "fc2", "activation", "scale_activation")
@@ -80,21 +80,21 @@ def _excitation(module: Any, kind: str, operators: Operators, x: Tensor) -> Tens
     if "_scale" in vars(module):
         raise AsWritten
     means = module.avgpool(x).flatten(1)
-    narrow, wide = ((each.weight.flatten(1), each.bias) for each in (module.fc1, module.fc2))
+    narrow, wide = ((layer.weight.flatten(1), layer.bias) for layer in (module.fc1, module.fc2))
     return operators.excite(means, narrow, wide, kind)[:, :, None, None] * x
 
 
 def _residual_layer(module: Any) -> Layer | None:
     norms = (module.norm1, module.norm2)
-    kinds = [type(each) for each in (*norms, module.conv1, module.conv2, module.nonlinearity)]
-    known = (
+    kinds = [type(part) for part in (*norms, module.conv1, module.conv2, module.nonlinearity)]
+    fits = (
         kinds == [nn.GroupNorm, nn.GroupNorm, nn.Conv2d, nn.Conv2d, nn.SiLU]
         and all(norm.affine for norm in norms)
         and module.time_embedding_norm == "default"
         and module.upsample is None
         and module.downsample is None
     )
-    if not known:
+    if not fits:
         return None
     trials = [KernelTrial("activated_group_norm", (norm.num_channels, norm.num_groups)) for norm in norms]
     trials.append(KernelTrial("finish", ("", 1)))
@@ -132,14 +132,16 @@ def _activated(norm: Any, **added: Any) -> Grouped:
 
 def _transformer_layer(module: Any) -> Layer | None:
     projections = (module.proj_in, module.proj_out)
-    if not module.is_input_continuous or not all(type(each) is nn.Linear or _is_linear(each) for each in projections):
+    if not module.is_input_continuous or not all(
+        type(projection) is nn.Linear or _is_linear(projection) for projection in projections
+    ):
         return None
     run = functools.partial(_transformer, module, inspect.signature(type(module).forward))
     return Layer(IMAGE_BLOCK, (), run, bypassed=("proj_in", "proj_out"))
 
 
 def _transformer(module: Any, signature: inspect.Signature, operators: Operators, *args: Any, **kwargs: Any) -> Any:
-    """Run its projections as linear layers of pixels: an image in channels_last is a list of those."""
+    """Run its projections as linear layers of pixels: an image in channels_last is a list of pixels."""
     given, first, last = arguments_of(signature, module, *args, **kwargs), module.proj_in, module.proj_out
     x = given["hidden_states"]
     others = any(given[name] is not None and given[name] is not False for name in _MASKS)
@@ -166,8 +168,8 @@ IMAGE_CLASSES = {
 
 def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the group norms of a model, of torch's own class, to their layers."""
-    norms: list[Any] = [each for each in model.modules() if type(each) is nn.GroupNorm and runs_as_written(each)]
-    return {each: Layer("group_norm", _trials(each), functools.partial(_normalize, each), 4) for each in norms}
+    norms: list[Any] = [norm for norm in model.modules() if type(norm) is nn.GroupNorm and runs_as_written(norm)]
+    return {norm: Layer("group_norm", _trials(norm), functools.partial(_normalize, norm), 4) for norm in norms}
 
 
 def _trials(module: Any) -> tuple[KernelTrial, ...]:

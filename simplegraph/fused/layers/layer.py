@@ -1,6 +1,6 @@
-"""A recognized layer, and whether modules run what their libraries have written: their class's forward and methods.
+"""Describe a recognized layer, and tell whether modules run their library's code: their class's forward and methods.
 
-They do if nobody hooked them, or replaced a method. Classes go by full name, which needs no import of a library.
+They do if they have no hooks and no method was replaced. Classes go by full name, which needs no import of a library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.torch_operators import KernelTrial
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -25,7 +25,7 @@ _NONE = (None,) * len(_INNER)
 
 
 class AsWritten(Exception):
-    """A layer does not take a call, which runs as its class's library has written it; raised before anything runs."""
+    """Raised before anything runs, by a layer that does not take a call: the call then runs the library's own code."""
 
 
 class Layer(NamedTuple):
@@ -63,16 +63,17 @@ def class_name(value: Any) -> str:
 
 
 def methods(module: Any) -> tuple[Any, ...]:
-    """List what a forward of the module runs of its class, and what was set for this module instead."""
+    """List the methods of its class that a forward of the module runs, and those set on this module instead."""
     kind, attributes = plain_class(module), vars(module)
-    found = (*(getattr(kind, name, None) for name in _INNER), *map(attributes.get, _INNER))
-    return kind.forward, *(each if callable(each) else None for each in found)  # others have such names for numbers
+    inner = (*(getattr(kind, name, None) for name in _INNER), *map(attributes.get, _INNER))
+    # Other classes have such names for numbers.
+    return kind.forward, *(method if callable(method) else None for method in inner)
 
 
 def runs_as_written(module: Any) -> bool:
     """True if a module has the methods of its class's library: none was replaced, in the class or for this module."""
-    found = methods(module)
-    return found[-len(_INNER) :] == _NONE and _are_written(plain_class(module), *found[: -len(_INNER)])
+    code = methods(module)
+    return code[-len(_INNER) :] == _NONE and _are_written(plain_class(module), *code[: -len(_INNER)])
 
 
 @functools.lru_cache(1024)
@@ -81,8 +82,8 @@ def _are_written(kind: type, *methods: Any) -> bool:
 
 
 def is_written(kind: type, method: Any) -> bool:
-    """True if a method comes from the library of a class in which it is found: copied names do not make it so."""
-    owner = next((each for each in kind.__mro__ if any(own is method for own in vars(each).values())), None)
+    """True if a method was written in the library of the class that has it; copied names do not count."""
+    owner = next((owner for owner in kind.__mro__ if any(own is method for own in vars(owner).values())), None)
     file = getattr(method, "__globals__", {}).get("__name__", "")
     return owner is not None and file.partition(".")[0] == owner.__module__.partition(".")[0]
 
@@ -95,7 +96,7 @@ def runs_own_forward(module: nn.Module) -> bool:
 
 
 def hooked(*modules: Any) -> bool:
-    """True if a call of one of the modules is not its class's forward as the library has it; None is no module."""
+    """True if a call of one of the modules runs more than its class's forward from the library; None is no module."""
     return any(map(_is_hooked, modules))
 
 
@@ -136,4 +137,4 @@ def is_depthwise(convolution: Any) -> bool:
     if len(channels) != 1 or convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
         return False
     squares = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.dilation)
-    return all(len({*each}) == 1 for each in squares) and convolution.dilation[0] == 1
+    return all(len({*square}) == 1 for square in squares) and convolution.dilation[0] == 1

@@ -1,7 +1,7 @@
-"""Linear layers: gated ones of a perceptron, ``activation(gate) * up``, and those that run with a single row.
+"""Linear layers: gated ones of a perceptron, ``activation(gate) * up``, and those of a single row.
 
-Beside them, activations that are written as several operators. A step of one token in one row runs linear layers with a
-single row; those of one input run together.
+Also activations that are written as several operators. A step of one token in one row runs its linear layers on a
+single row; layers of one input run together.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Activation(NamedTuple):
     several: bool = False
 
     def is_still(self, module: Any) -> bool:
-        """True if a module is this one, without hooks, and as it was."""
+        """True if a module is this one, without hooks and with the same settings."""
         same = all(getattr(module, name, None) == value for name, value in self.settings.items())
         return module is self.module and not hooked(module) and same
 
@@ -109,7 +109,7 @@ def gate_layers(model: nn.Module) -> dict[nn.Module, Layer]:
 
 def _proven_gates(model: nn.Module) -> dict[Any, tuple[Gate, Activation, Mapping[str, Any]]]:
     """Map the gated layers of a model to their parts' names, their activation, and the settings that they read."""
-    found: dict[Any, tuple[Gate, Activation, Mapping[str, Any]]] = {}
+    gates: dict[Any, tuple[Gate, Activation, Mapping[str, Any]]] = {}
     candidates = Candidates()
     for module in model.modules():
         gate = next((gate for gate, names in _GATES.items() if names <= module._modules.keys()), None)
@@ -118,20 +118,20 @@ def _proven_gates(model: nn.Module) -> dict[Any, tuple[Gate, Activation, Mapping
             candidate = candidates.of(module, {*gate, "chunk"})
             agrees = functools.partial(_gates_alike, gate, activation.kind)
             if candidate is not None and candidate.proves((gate, activation.kind), agrees, torch.float64, *DTYPES):
-                found[module] = gate, activation, candidate.settings
-    return found
+                gates[module] = gate, activation, candidate.settings
+    return gates
 
 
 def _gates_alike(gate: Gate, kind: str, candidate: Candidate, dtype: torch.dtype) -> bool:
-    """True if a module calls its parts as a gated layer does, and multiplies what they give."""
+    """True if a module calls its parts as a gated layer does, and multiplies their results."""
     x, states = sample_numbers(dtype, 2, 3, 4), sample_numbers(dtype, 2, 3, 16)
     calls, expected_calls = (Calls(_GATES[gate] - {gate.activation}, 8 * states, {}) for _ in range(2))
-    found, operators = candidate.run(x, parts={**calls.parts, gate.activation: ACTIVATIONS[kind]})
+    result, operators = candidate.run(x, parts={**calls.parts, gate.activation: ACTIVATIONS[kind]})
     parts = expected_calls.parts
     first = parts[gate.gate](x)
     first, second = (first, parts[gate.up](x)) if gate.up else first.chunk(2, dim=-1)
     expected = parts[gate.down](ACTIVATIONS[kind](first) * second)
-    return same(found, expected) and calls.same(expected_calls) and SMOOTH.issuperset(operators)
+    return same(result, expected) and calls.same(expected_calls) and SMOOTH.issuperset(operators)
 
 
 def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
@@ -146,8 +146,8 @@ def _gated(module: Any, gate: Gate, activation: Activation, operators: Operators
     states = getattr(module, gate.gate)(args[0])
     states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
     plain = type(states) is Tensor and type(up) is Tensor
-    known, factor, product = vars(states).pop(_PRODUCT, _NOTHING) if plain else _NOTHING
-    if factor is not up or known != kind:
+    kept, factor, product = vars(states).pop(_PRODUCT, _NOTHING) if plain else _NOTHING
+    if factor is not up or kept != kind:
         product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
     return getattr(module, gate.down)(product)
 
@@ -155,12 +155,13 @@ def _gated(module: Any, gate: Gate, activation: Activation, operators: Operators
 def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map activations that are written as several operators, and that torch has as one, to their layers."""
     candidates = Candidates()
-    known = (found for module in model.modules() if (found := activation_of(module, candidates)) is not None)
-    return {
-        each.module: Layer("activation", (), functools.partial(_activation, each.kind), settings=each.settings)
-        for each in known
-        if each.several
-    }
+    layers: dict[nn.Module, Layer] = {}
+    for module in model.modules():
+        activation = activation_of(module, candidates)
+        if activation is not None and activation.several:
+            run = functools.partial(_activation, activation.kind)
+            layers[activation.module] = Layer("activation", (), run, settings=activation.settings)
+    return layers
 
 
 def _activation(kind: str, operators: Operators, *args: Any, **kwargs: Any) -> Any:
@@ -171,29 +172,29 @@ def _activation(kind: str, operators: Operators, *args: Any, **kwargs: Any) -> A
 
 def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map torch's linear layers of a model, and none of a subclass, to their layers."""
-    found: dict[nn.Module, Together] = {
+    together_of: dict[nn.Module, Together] = {
         module: Together([module]) for module in model.modules() if type(module) is nn.Linear
     }
     of_one_input: list[tuple[list[Any], bool, str]] = [
         *(
             (
-                [getattr(each, name, None) for name in _PROJECTIONS],
-                type(each).__module__.startswith("transformers."),
+                [getattr(attention, name, None) for name in _PROJECTIONS],
+                type(attention).__module__.startswith("transformers."),
                 "",
             )
-            for each in rotary_layers(model)
+            for attention in rotary_layers(model)
         ),
         *(
-            ([getattr(each, gate.gate), getattr(each, gate.up)], True, activation.kind)
-            for each, (gate, activation, _) in _proven_gates(model).items()
+            ([getattr(module, gate.gate), getattr(module, gate.up)], True, activation.kind)
+            for module, (gate, activation, _) in _proven_gates(model).items()
             if gate.up
         ),
     ]
-    for layers, known, kind in of_one_input:
-        alike = all(layer in found for layer in layers) and not hooked(*layers)
-        if alike and len({(each.in_features, each.bias is None) for each in layers}) == 1:
-            found |= dict.fromkeys(layers, Together(layers, known=known, kind=kind))
-    return {module: _layer(module, together) for module, together in found.items()}
+    for layers, input_unchanged, kind in of_one_input:
+        alike = all(layer in together_of for layer in layers) and not hooked(*layers)
+        if alike and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
+            together_of |= dict.fromkeys(layers, Together(layers, input_unchanged=input_unchanged, kind=kind))
+    return {module: _layer(module, together) for module, together in together_of.items()}
 
 
 class Together(threading.local):
@@ -201,35 +202,35 @@ class Together(threading.local):
 
     Args:
         layers: of equally many inputs, in the order of their calls.
-        known: True if the code that calls them is known to write nothing to their input meanwhile. Of inference
-            tensors, which count no writes, those of other code are computed one by one.
+        input_unchanged: True if the code that calls them is known to write nothing to their input meanwhile. In other
+            code, layers of an inference tensor, which counts no writes, are computed one by one.
         kind: of the activation if the two are a gate and what it multiplies: their product is computed, too.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], *, known: bool = True, kind: str = "") -> None:
-        self.layers, self._known, self.kind = layers, known, kind
+    def __init__(self, layers: Sequence[nn.Linear], *, input_unchanged: bool = True, kind: str = "") -> None:
+        self.layers, self._input_unchanged, self.kind = layers, input_unchanged, kind
         self._x: Tensor | None = None
         self._version: int | None = None
-        self._found: dict[nn.Linear, Tensor] = {}
+        self._results: dict[nn.Linear, Tensor] = {}
 
     def compute(self, layer: nn.Linear, x: Tensor, compute: ComputeLinears) -> Tensor:
-        """Return what a layer makes of an input."""
+        """Return a layer's output for an input."""
         version = None if x.is_inference() else x._version
-        if layer is self.layers[0] and (self._known or version is not None):
+        if layer is self.layers[0] and (self._input_unchanged or version is not None):
             self._x, self._version = x, version
-            found = compute(x, *_weights(self.layers), *filter(None, [self.kind]))
-            self._found = dict(zip(self.layers, found, strict=False))
+            results = compute(x, *_weights(self.layers), *filter(None, [self.kind]))
+            self._results = dict(zip(self.layers, results, strict=False))
             if self.kind:
-                vars(found[0])[_PRODUCT] = self.kind, *found[1:]
-        elif x is not self._x or version != self._version or layer not in self._found:
+                vars(results[0])[_PRODUCT] = self.kind, *results[1:]
+        elif x is not self._x or version != self._version or layer not in self._results:
             return compute(x, *_weights([layer]))[0]
-        result = self._found.pop(layer)
-        self._x = self._x if self._found else None
+        result = self._results.pop(layer)
+        self._x = self._x if self._results else None
         return result
 
 
 def _weights(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-    return [each.weight for each in layers], [each.bias for each in layers]
+    return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
 
 def _layer(module: Any, together: Together) -> Layer:
@@ -241,7 +242,7 @@ def _linear(module: Any, together: Together, operators: Operators, *args: Any, *
     x: Any = args[0] if len(args) == 1 and not kwargs else None
     one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
     # A subclass, such as a quantized weight, multiplies in its own way.
-    plain = all(type(each.weight) in (Tensor, nn.Parameter) for each in together.layers)
+    plain = all(type(layer.weight) in (Tensor, nn.Parameter) for layer in together.layers)
     if not one_row or not plain or torch.is_autocast_enabled(x.device.type):
         raise AsWritten
     return together.compute(module, x, operators.linears)

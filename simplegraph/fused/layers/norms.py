@@ -1,8 +1,8 @@
 """Norms, and the sums before them: RMS norms that are written as seven or more operators, and layers with residuals.
 
 The branches of such a layer are added to its input, and each sum goes into a norm: the layer's next one, or the first
-one of the layer that follows. One kernel computes both, and the norm's module hands out what was computed when it is
-called with exactly that sum.
+one of the following layer. One kernel computes both; the norm's module returns that result when it is called with
+exactly that sum.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import AsWritten, Layer, arguments_of, runs_as_written
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.layers.recognition import Calls, Candidate, Candidates, Opaque, holds, same
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 
@@ -73,10 +73,10 @@ _LAYER_WORDS = frozenset({"bias", "eps", "functional", "layer_norm", "nn", "norm
 
 
 def gated_norms(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map the norms of a model that multiply by the SiLU of a gate before, as Mamba2's do, to their layers."""
+    """Map the norms of a model that first multiply by the SiLU of a gate, as Mamba2's do, to their layers."""
     candidates = Candidates()
-    found = {module: _gated_norm(module, candidates) for module in model.modules() if holds(module, "weight")}
-    return {module: layer for module, layer in found.items() if layer is not None}
+    layers = {module: _gated_norm(module, candidates) for module in model.modules() if holds(module, "weight")}
+    return {module: layer for module, layer in layers.items() if layer is not None}
 
 
 def _gated_norm(module: Any, candidates: Candidates) -> Layer | None:
@@ -110,13 +110,13 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can replace to their parameters."""
     plain = (module for module in model.modules() if type(module) is not nn.RMSNorm and holds(module, "weight"))
     candidates = Candidates()
-    found = {module: _proven(candidates.of(module, _RMS_WORDS), *_RMS_NORMS) for module in plain}
-    return {module: norm for module, norm in found.items() if norm is not None}
+    norms = {module: _proven(candidates.of(module, _RMS_WORDS), *_RMS_NORMS) for module in plain}
+    return {module: norm for module, norm in norms.items() if norm is not None}
 
 
 def sum_norms(model: nn.Module, alone: Mapping[nn.Module, Norm]) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can compute together with a sum, its `rms_norms` too, to parameters."""
-    own = {each: _OWN[type(each)] for each in model.modules() if type(each) in _OWN and runs_as_written(each)}
+    own = {module: _OWN[type(module)] for module in model.modules() if type(module) in _OWN and runs_as_written(module)}
     candidates = Candidates()
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and module not in own and holds(module, "weight", "bias"):
@@ -144,7 +144,8 @@ def _agrees(norm: Norm, candidate: Candidate, dtype: torch.dtype) -> bool:
     weights |= {"bias": sample_numbers(dtype, columns, phase=6)} if norm.centered else {}
     standing: Any = SimpleNamespace(**{"bias": None, norm.eps: eps, **weights})
     (x,) = _examples(dtype, columns, eps, 1)
-    for shaped in (x.flatten(0, 1), x, x.unsqueeze(1)):  # a mean of another dimension is one of the last in some shape
+    # A mean over another dimension is one over the last in some shape only.
+    for shaped in (x.flatten(0, 1), x, x.unsqueeze(1)):
         before = shaped.clone()
         expected = norm.normalize(Operators(), standing, shaped)
         if not candidate.runs_to(expected, shaped, weights=weights) or not torch.equal(shaped, before):
@@ -153,7 +154,7 @@ def _agrees(norm: Norm, candidate: Candidate, dtype: torch.dtype) -> bool:
 
 
 def _examples(dtype: torch.dtype, columns: int, eps: float, count: int) -> list[Tensor]:
-    """Make inputs of a norm: rows of the size of the root of `eps`, where its place is seen, of 1, and large ones."""
+    """Make inputs of a norm: rows as small as the root of `eps`, to see where that is added, of 1, and large ones."""
     sizes = torch.tensor([max(eps, 1e-12) ** 0.5, 1.0, 300.0])[:, None]
     plain = (sample_numbers(torch.float32, 2, 3, columns, phase=phase + columns) for phase in range(count))
     return [(numbers * sizes).to(dtype) for numbers in plain]
@@ -194,7 +195,7 @@ def add(operators: Operators, norms: dict[nn.Module, Norm], residual: Tensor, x:
 
 
 def _take(x: Any, module: nn.Module) -> Tensor | None:
-    """Return the norm that was computed with a sum, if it is this module's and nobody wrote to the sum since."""
+    """Return the norm that was computed with a sum, if it is this module's and the sum was not written to since."""
     kept = vars(x).pop(_NORMED, None) if type(x) is Tensor else None
     if kept is None or kept[0] is not module or kept[2] != x._version:
         return None
@@ -218,7 +219,7 @@ def _fits(x: Any, weight: Any) -> bool:
 
 
 def _alike(x: Tensor, other: Any) -> bool:
-    """True if another value is a tensor that looks the same."""
+    """True if another value is a tensor of the same shape, dtype and device."""
     return type(other) is Tensor and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
 
 
@@ -228,14 +229,14 @@ def _fits_sum(residual: Any, x: Any, module: Any) -> bool:
     return (
         _fits(x, module.weight)
         and _alike(x, residual)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors if each is not None))
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None))
     )
 
 
 AddFor = Callable[[Tensor, Tensor, Any], Tensor]  # residual, branch, the sum's norm: None for the following layer's
 Branch = Callable[[Any, Any, dict[str, Any]], Any]  # from the layer, its normed input and other arguments by name
 _LISTS = (nn.ModuleList, nn.Sequential)
-# Names of the norm that follows a model's last layer; a wrong one costs a norm that nobody asks for.
+# Names of the norm that follows a model's last layer; a wrong one costs computing an unused norm.
 _LAST = ("norm", "ln", "final_layernorm", "final_layer_norm", "ln_f", "layernorm", "layer_norm", "post_layernorm")
 
 
@@ -247,7 +248,7 @@ class KnownResidual(NamedTuple):
         first: name of the norm that reads the layer's input; "" if none does.
         norms: names of the norms of the layer's own sums.
         parts: names of its other parts -> how many results each has in a tuple; 1 for one without a tuple.
-        takes: tells from the input and the other arguments if it is known how to compute with these.
+        takes: True for an input and other arguments that `run` can compute with.
         added: names of other arguments that are added to something.
     """
 
@@ -263,10 +264,10 @@ class KnownResidual(NamedTuple):
         return {*self.norms, *self.parts, *filter(None, [self.first])} <= module._modules.keys()
 
 
-def _branches(parts: Mapping[str, int], *branches: tuple[str, Branch], **known: Any) -> KnownResidual:
+def _branches(parts: Mapping[str, int], *branches: tuple[str, Branch], **options: Any) -> KnownResidual:
     """Describe a layer of branches one after the other, each behind a norm of that name."""
     first, *norms = [name for name, _ in branches]
-    return KnownResidual(functools.partial(_run_branches, branches), first, tuple(norms), parts, **known)
+    return KnownResidual(functools.partial(_run_branches, branches), first, tuple(norms), parts, **options)
 
 
 def _run_branches(
@@ -329,7 +330,7 @@ def _run_t5(name: str, self: Any, hidden: Any, given: dict[str, Any], add: AddFo
 
 
 _ATTENDING = {"self_attn": 2, "mlp": 1}
-# Layers by how their parts are called, of some families each; the first that a module is proven to be counts.
+# Layers by how they call their parts, each for some families of models; the first one that is proven counts.
 KNOWN_RESIDUALS = (
     # Llama and most decoders after it.
     _branches(_ATTENDING, ("input_layernorm", _attend), ("post_attention_layernorm", _perceive)),
@@ -391,7 +392,7 @@ _SUMS = frozenset({"add", "alias", "detach", "dropout"})  # of a layer beside it
 
 def _proven_layers(model: nn.Module) -> dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]]:
     """Map modules that call their parts as a known layer does to that layer, and to the settings that they read."""
-    found: dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]] = {}
+    layers: dict[nn.Module, tuple[KnownResidual, Mapping[str, Any]]] = {}
     candidates = Candidates()
     for module in model.modules():
         several = len(module._modules) > 1
@@ -402,16 +403,16 @@ def _proven_layers(model: nn.Module) -> dict[nn.Module, tuple[KnownResidual, Map
             question = "residual", at, tuple(name for name, part in module._modules.items() if part is not None)
             agrees = functools.partial(_calls_alike, form)
             if candidate is not None and candidate.proves(question, agrees, torch.float64, *DTYPES):
-                found.setdefault(module, (form, candidate.settings))
-    return found
+                layers.setdefault(module, (form, candidate.settings))
+    return layers
 
 
 def _calls_alike(form: KnownResidual, candidate: Candidate, dtype: torch.dtype) -> bool:
-    """True if a module calls its parts as a known layer does, whichever arguments there are, and adds up the same."""
+    """True if a module calls its parts as a known layer does, for any arguments, and adds up the same."""
     module, taken = candidate.module, 0
     signature = inspect.signature(plain_class(module).forward)
     hidden, names = sample_numbers(dtype, 2, 3, 8), [name for name, part in module._modules.items() if part is not None]
-    # A layer that goes by the dtype does not go by the arguments as well.
+    # A layer whose code depends on the dtype does not also depend on the arguments.
     examples = list(_given(signature, form, hidden))[: None if dtype is torch.float64 else 2]
     for given in examples:
         calls, expected_calls = (Calls(names, hidden, form.parts) for _ in range(2))
@@ -427,12 +428,14 @@ def _calls_alike(form: KnownResidual, candidate: Candidate, dtype: torch.dtype) 
 
 
 def _given(signature: inspect.Signature, form: KnownResidual, hidden: Tensor) -> Iterator[dict[str, Any]]:
-    """Make the arguments of calls: all of them, each one alone, all but one, and none, beside those that must be."""
+    """Make the arguments of calls: the required ones with all optional ones, each one alone, all but one, and none."""
     _, _, *parameters = signature.parameters.values()
-    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-    every: dict[str, Any] = {each.name: 2 * hidden if each.name in form.added else Opaque() for each in named}
+    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    every: dict[str, Any] = {
+        parameter.name: 2 * hidden if parameter.name in form.added else Opaque() for parameter in named
+    }
     every |= {"another": Opaque()} if len(named) < len(parameters) else {}
-    optional = [each.name for each in named if each.default is None]
+    optional = [parameter.name for parameter in named if parameter.default is None]
     choices = [{*optional}, set(), *({name} for name in optional), *({*optional} - {name} for name in optional)]
     for absent in choices:
         yield {name: value for name, value in every.items() if name not in absent}
@@ -442,17 +445,17 @@ def residual_layers(
     model: nn.Module, norms: Mapping[nn.Module, Norm]
 ) -> tuple[dict[nn.Module, Layer], dict[nn.Module, Norm]]:
     """Map the layers of a model with sums that go into these norms to their layers; return the norms of sums, too."""
-    known = _proven_layers(model)
+    recognized = _proven_layers(model)
     following: dict[nn.Module, nn.Module | None] = {}
-    _follow(model, None, known, following)
+    _follow(model, None, recognized, following)
     layers: dict[nn.Module, Layer] = {}
     behind: dict[nn.Module, Norm] = {}
-    for module, (form, settings) in known.items():
+    for module, (form, settings) in recognized.items():
         after = following.get(module)
-        targets = [each for name in form.norms if isinstance(each := getattr(module, name, None), nn.Module)]
-        own = {each: norms[each] for each in (*targets, after) if each is not None and each in norms}
+        targets = [target for name in form.norms if isinstance(target := getattr(module, name, None), nn.Module)]
+        own = {target: norms[target] for target in (*targets, after) if target is not None and target in norms}
         if own:
-            trials = tuple(norm.trial(each, added=True) for each, norm in own.items())
+            trials = tuple(norm.trial(target, added=True) for target, norm in own.items())
             following_norm = after if after in own else None
             signature = inspect.signature(type(module).forward)
             run = functools.partial(_run, module, form, following_norm, own, signature)
@@ -464,27 +467,27 @@ def residual_layers(
 def _follow(
     owner: nn.Module,
     after: nn.Module | None,
-    known: Mapping[nn.Module, tuple[KnownResidual, Any]],
+    recognized: Mapping[nn.Module, tuple[KnownResidual, Any]],
     following: dict[nn.Module, nn.Module | None],
 ) -> None:
     """Find the norm that reads each known layer's output: the next layer's first one, or the model's last."""
     after = next((last for name in _LAST if (last := owner._modules.get(name)) is not None), after)
     for child in owner.children():
         listed = list(child) if isinstance(child, _LISTS) else [child]
-        firsts = [*(_first(each, known) for each in listed[1:]), after]
-        for each, norm in zip(listed, firsts, strict=False):  # a list can be empty
-            if each in known:
-                following.setdefault(each, norm)
+        firsts = [*(_first(layer, recognized) for layer in listed[1:]), after]
+        for layer, norm in zip(listed, firsts, strict=False):  # a list can be empty
+            if layer in recognized:
+                following.setdefault(layer, norm)
             else:
-                _follow(each, norm, known, following)
+                _follow(layer, norm, recognized, following)
 
 
-def _first(module: nn.Module, known: Mapping[nn.Module, tuple[KnownResidual, Any]]) -> nn.Module | None:
+def _first(module: nn.Module, recognized: Mapping[nn.Module, tuple[KnownResidual, Any]]) -> nn.Module | None:
     """Return the norm that reads a layer's input."""
-    if module in known:
-        return getattr(module, known[module][0].first, None)
+    if module in recognized:
+        return getattr(module, recognized[module][0].first, None)
     lists = [list(child) for child in module.children() if isinstance(child, _LISTS)]
-    return _first(lists[0][0], known) if len(lists) == 1 and lists[0] else None
+    return _first(lists[0][0], recognized) if len(lists) == 1 and lists[0] else None
 
 
 def _run(
@@ -497,7 +500,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # By a caller from before transformers 5.24, whose decorator gives the cache its present name.
+    # Passed by callers from before transformers 5.24; a decorator gives the cache its present name.
     renamed = "past_key_values" in kwargs and "past_key_values" not in signature.parameters
     if renamed or (module.training and getattr(module, "gradient_checkpointing", False)):
         raise AsWritten

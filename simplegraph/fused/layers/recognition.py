@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.operators import OperatorMode, without_modes
-from simplegraph.fused.layers.functions import plain_class, provable_code, settings_read
+from simplegraph.fused.layers.provable import plain_class, provable_code, settings_read
 
-# Without cases, so that examples cannot miss one: no comparison, clamp, maximum or choice, and nothing random.
+# Operators without cases, so that examples cannot miss one: no comparison, clamp, maximum, choice or random number.
 SMOOTH = frozenset(
     (
         *("_fused_rms_norm", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "detach", "div", "erf"),
@@ -75,7 +75,8 @@ class Candidate(NamedTuple):
 
         Args:
             question: names the comparison, with all that it depends on beside code and settings.
-            compare: tells if the forward's results are the operators'; what it or the forward raises is a no.
+            compare: True if the forward's results are those of the operators; an exception in it or the forward counts
+                as False.
             dtypes: to compare in.
         """
         key = (plain_class(self.module), self.code, tuple(self.settings.items()), question)
@@ -87,7 +88,7 @@ class Candidate(NamedTuple):
         """Run the module's own forward with other weights and parts; return its result and the operators that ran."""
         with _Names() as names:
             result = plain_class(self.module).forward(self.stand_in(weights, parts), *args, **kwargs)
-        return result, names.found
+        return result, names.operators
 
     def stand_in(self, weights: Mapping[str, Tensor] = _NO_PARTS, parts: Mapping[str, Any] = _NO_PARTS) -> Any:
         """Return an object of the module's class with its settings, and with other weights and parts."""
@@ -98,8 +99,8 @@ class Candidate(NamedTuple):
 
     def runs_to(self, expected: Tensor, *args: Any, **given: Any) -> bool:
         """True if the module's own forward gives an expected tensor, but for rounding, by smooth operators."""
-        found, names = self.run(*args, **given)
-        return close(found, expected) and SMOOTH.issuperset(names)
+        result, names = self.run(*args, **given)
+        return close(result, expected) and SMOOTH.issuperset(names)
 
 
 _ANSWERS: dict[Any, bool] = {}
@@ -110,8 +111,8 @@ def answered(question: Any, agrees: Callable[[torch.dtype], bool], *dtypes: torc
     """True if a comparison holds in each dtype; each question is answered once.
 
     Args:
-        question: all that the comparison depends on; an empty one is a no.
-        agrees: compares; what it raises is a no.
+        question: all that the comparison depends on; an empty one counts as False.
+        agrees: compares; an exception in it counts as False.
         dtypes: to compare in.
     """
     answer = _ANSWERS.get(question) if question else False
@@ -127,23 +128,23 @@ def answered(question: Any, agrees: Callable[[torch.dtype], bool], *dtypes: torc
 def _agrees(agrees: Callable[[torch.dtype], bool], dtypes: Sequence[torch.dtype]) -> bool:
     try:
         return all(map(agrees, dtypes))
-    except Exception:  # of a forward that wants something else than the examples, which prove nothing then
+    except Exception:  # the forward expects other arguments: the examples prove nothing then
         return False
 
 
-def close(found: Any, expected: Tensor) -> bool:
-    """True if a tensor is another one but for the rounding of some operators: up to three in half precision."""
-    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+def close(tensor: Any, expected: Tensor) -> bool:
+    """True if a tensor equals the expected one, up to the rounding of some operators: three in half precision."""
+    if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
         return False
     tolerance = 4 * torch.finfo(expected.dtype).eps * (1 if expected.dtype.itemsize == 2 else 8)
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+    return torch.allclose(tensor, expected, rtol=tolerance, atol=tolerance)
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Run operators unseen by the caller's modes, captures included, and without gradients or autocast."""
     with ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())  # first: modes of functions see the others entered
+        stack.enter_context(torch._C.DisableTorchFunction())  # first: function modes see others being entered
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
@@ -156,16 +157,16 @@ class _Names(OperatorMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.operators: list[str] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note an operator, and run it."""
-        self.found.append(func.name().partition("::")[2].partition(".")[0])
+        self.operators.append(func.name().partition("::")[2].partition(".")[0])
         return super().run(func, args, kwargs)
 
 
 class Opaque:
-    """An argument that a forward may hand on, and nothing else."""
+    """An argument that a forward may only pass on."""
 
     __slots__ = ()
 
@@ -179,7 +180,7 @@ class Calls:
     Args:
         names: of the parts.
         like: an example of a result.
-        several: how many results a part has, by its name; one that is not in there has one, no tuple.
+        several: how many results a part has, by its name; other parts have one, outside of a tuple.
     """
 
     def __init__(self, names: Collection[str], like: Tensor, several: Mapping[str, int]) -> None:
@@ -201,7 +202,7 @@ class Calls:
 
 
 def same(one: Any, other: Any) -> bool:
-    """True if two nested values have equal tensors, and are otherwise the same."""
+    """True if two nested values have equal tensors and are otherwise the same."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
     if isinstance(one, (tuple, list)):
@@ -212,9 +213,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def holds(module: nn.Module, *weights: str) -> bool:
-    """True if a module has these parameters, each a row of numbers, and nothing else beside settings.
+    """True if a module has these parameters, each of one dimension, and nothing else except settings.
 
-    Others would be more parameters, buffers, tensors, parts, or a method of this module's own.
+    More parameters, buffers, tensors, parts, or a method set on the module count as something else.
     """
     if module._modules or any(getattr(module._parameters.get(name), "ndim", 0) != 1 for name in weights):
         return False

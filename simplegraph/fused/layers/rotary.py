@@ -1,8 +1,8 @@
 """Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, instead of ten.
 
 Models define the embedding as a function in the module of their attention, and most are copies of one source. The
-attention's forward is copied with another function under that name; the original keeps its own, and runs where somebody
-gave another of its global names another value since.
+attention's forward is copied with another function under that name. The original keeps its own, and runs instead once
+another of its global names was given another value.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import GlobalNames, provable_code, undecorated, with_names
 from simplegraph.fused.layers.layer import AsWritten, Layer
+from simplegraph.fused.layers.provable import GlobalNames, provable_code, undecorated, with_names
 from simplegraph.fused.layers.recognition import answered, same
 from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators, sample_numbers
 

@@ -1,1 +1,1 @@
-"""Rewrites an inference module in place: folded norms, channels_last weights. Lists it, undoes it, captures nothing."""
+"""Rewrites an inference module in place: folded norms, channels_last weights. Lists and undoes that."""

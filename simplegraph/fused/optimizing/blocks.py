@@ -1,6 +1,7 @@
 """Runs blocks of convolutions so that bias, sum and activation after a convolution are one kernel.
 
-A block is known by its class, or is an `nn.Sequential`. Only what is folded runs so; the rest is called as it is.
+A block is known by its class, or is an `nn.Sequential`. Only folded layers run like this; others are called as they
+are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.images import DEPTH, FINISHING
 from simplegraph.fused.layers.layer import (
     AsWritten,
@@ -25,13 +25,14 @@ from simplegraph.fused.layers.layer import (
     is_sequential,
     runs_own_forward,
 )
+from simplegraph.fused.layers.provable import plain_class
 from simplegraph.fused.optimizing.folded import uses_of
-from simplegraph.fused.optimizing.table import EPILOGUE
+from simplegraph.fused.optimizing.pairs import EPILOGUE
 from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
 
 
 def block_layer(block: nn.Module) -> Layer:
-    """Return the layer that runs a block so."""
+    """Return the layer that runs a block like this."""
     run: Callable[..., Any] = _sequence if is_sequential(block) else _BLOCKS[class_name(block)][0]
     return Layer(EPILOGUE, (), functools.partial(run, block), 4)
 
@@ -39,10 +40,10 @@ def block_layer(block: nn.Module) -> Layer:
 def _folds(block: nn.Module, *names: str) -> list[Any]:
     """Return the folds of a block's convolutions. Raises AsWritten if one is not folded."""
     uses = uses_of(block)
-    found = [uses.get(id(block._modules.get(name))) for name in names]
-    if any(fold is None or not _is_convolution(fold) for fold in found):
+    folds = [uses.get(id(block._modules.get(name))) for name in names]
+    if any(fold is None or not _is_convolution(fold) for fold in folds):
         raise AsWritten
-    return found
+    return folds
 
 
 def _convolve(operators: Operators, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
@@ -63,8 +64,8 @@ def _sequence(block: nn.Module, operators: Operators, x: Any) -> Any:
     while at < len(modules):
         module, norm, after = (*modules[at : at + 3], None, None)[:3]
         fold = uses.get(id(module))
-        known = fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold)
-        if known and type(x) is Tensor and x.dim() == 4:
+        folded = fold is not None and fold is uses.get(id(norm)) and _is_convolution(fold)
+        if folded and type(x) is Tensor and x.dim() == 4:
             kind = activation(after)
             x = _convolve(operators, fold, x, kind)
             at += 3 if kind else 2
@@ -76,8 +77,8 @@ def _sequence(block: nn.Module, operators: Operators, x: Any) -> Any:
 
 def keeps_weight(fold: Any, block: nn.Module) -> bool:
     """True if a block always runs a folded layer on its own weight; a call that it refuses runs layer and norm."""
-    known = _is_convolution(fold) and not is_pointwise(fold.layer) and not is_depthwise(fold.layer)
-    return known and (fold.layer, fold.norm) in itertools.pairwise(block._modules.values())
+    ordinary = _is_convolution(fold) and not is_pointwise(fold.layer) and not is_depthwise(fold.layer)
+    return ordinary and (fold.layer, fold.norm) in itertools.pairwise(block._modules.values())
 
 
 def _is_convolution(fold: Any) -> bool:
@@ -108,13 +109,13 @@ def _resnet(block: Any, operators: Operators, x: Tensor) -> Tensor:
     x = block.maxpool(_convolve(operators, first, x, relu))
     for stage in (block.layer1, block.layer2, block.layer3, block.layer4):
         x = stage(x)
-    found: Tensor = block.fc(torch.flatten(block.avgpool(x), 1))
-    return found
+    scores: Tensor = block.fc(torch.flatten(block.avgpool(x), 1))
+    return scores
 
 
 def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
     *inner, last = block.block
-    known = (
+    fits = (
         class_name(block.stochastic_depth) == DEPTH
         and not block.stochastic_depth.training
         and is_sequential(block.block)
@@ -122,7 +123,7 @@ def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
         and len(last) == 2
         and not hooked(block.block, last, block.stochastic_depth)
     )
-    if not known:
+    if not fits:
         raise AsWritten
     (fold,) = _folds(last, "0")
     out = x
@@ -141,15 +142,15 @@ _BLOCKS: Mapping[str, tuple[Callable[[Any, Operators, Tensor], Tensor], str | No
 
 
 def find_blocks(root: nn.Module, owners: Mapping[nn.Module, Collection[Any]]) -> list[nn.Module]:
-    """List the modules that can run so: owners of folded convolutions, and blocks whose last part is one.
+    """List the modules that can run like this: owners of folded convolutions, and blocks whose last part is one.
 
     Args:
         root: the whole module.
         owners: the folds of each owner.
     """
-    known = [each for each in root.modules() if class_name(each) in _BLOCKS and runs_own_forward(each)]
-    found = [each for each in known if _is_complete(each, [fold.layer for fold in owners.get(each, ())])]
-    return [each for each in owners if is_sequential(each)] + found if owners else []
+    candidates = [module for module in root.modules() if class_name(module) in _BLOCKS and runs_own_forward(module)]
+    blocks = [module for module in candidates if _is_complete(module, [fold.layer for fold in owners.get(module, ())])]
+    return [module for module in owners if is_sequential(module)] + blocks if owners else []
 
 
 def _is_complete(block: Any, folded: Collection[nn.Module]) -> bool:
@@ -163,11 +164,11 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
     """List the trials of the kernels that these blocks run after convolutions."""
     if not blocks:
         return []
-    kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := FINISHING.get(type(each))))])
-    known = (_BLOCKS.get(class_name(each), (None, None)) for each in blocks)
-    sums = dict.fromkeys(kind for _, kind, *_ in known if kind is not None)
+    kinds = dict.fromkeys(["", *(kind for module in root.modules() if (kind := FINISHING.get(type(module))))])
+    forms = (_BLOCKS.get(class_name(block), (None, None)) for block in blocks)
+    sums = dict.fromkeys(kind for _, kind, *_ in forms if kind is not None)
     trials = [KernelTrial("finish", (kind, added, 1)) for added, some in enumerate((kinds, sums)) for kind in some]
-    convolutions = (each for each in root.modules() if isinstance(each, nn.Conv2d))
-    windows = dict.fromkeys(each.kernel_size[0] for each in convolutions if is_depthwise(each))
+    convolutions = (module for module in root.modules() if isinstance(module, nn.Conv2d))
+    windows = dict.fromkeys(module.kernel_size[0] for module in convolutions if is_depthwise(module))
     trials += [KernelTrial("depthwise", (size,)) for size in windows]
     return [*trials, *(KernelTrial("pointwise", (kind,)) for kind in kinds if kind in PRODUCT_FINISHES)]

@@ -1,6 +1,6 @@
-"""Runs a module on example inputs: to compare it with itself as it was, both against float64, and to observe it.
+"""Runs a module on example inputs: to compare it before and after, both against float64, and to observe it.
 
-An observed run shows which norm got exactly a layer's output, and whether anybody else used that.
+An observed run shows which norm got exactly a layer's output, and whether that was used elsewhere.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from simplegraph.base.errors import VerificationError
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import OperatorMode
 from simplegraph.base.tensors import storage_key
-from simplegraph.fused.layers.functions import plain_class
-from simplegraph.fused.optimizing.table import FOLDABLE, NORMS, Pair
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import FOLDABLE, NORMS, Pair
 
 _MOST = 1.5  # times the error of the module as it was
-_NOWHERE = -1  # the storage key of a tensor that nobody else holds
+_NOWHERE = -1  # the storage key of a tensor without other holders
 _FLOOR = 2  # steps of the outputs' dtype: with a few outputs, smaller errors differ by chance
 
 
@@ -92,15 +92,15 @@ def compare(
         reference: what the module returns in float64.
         before: what it returned as it was.
         after: what the optimized one returns.
-        others: what the module as it was returns by other kernels of torch, whose error counts as its own.
+        others: what the unchanged module returns by other kernels of torch, whose error counts as its own.
 
     Raises:
         VerificationError: the optimized one's is above 1.5 times its own, and above two steps of the outputs' dtype.
     """
     runs = (before, after, *others)
-    if any([out.shape for out in reference] != [out.shape for out in found] for found in runs):
+    if any([out.shape for out in reference] != [out.shape for out in run] for run in runs):
         raise VerificationError("optimize: runs on the example inputs returned tensors of different shapes.")
-    was, now, *more = (_error(reference, found) for found in runs)
+    was, now, *more = (_error(reference, run) for run in runs)
     own = max([was, *more])
     floor = _FLOOR * max((torch.finfo(out.dtype).eps for out in before), default=0.0)
     if not now <= max(_MOST * own, floor):
@@ -112,8 +112,8 @@ def compare(
     return was, now
 
 
-def _error(reference: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    total = sum(float((one.double() - other).square().sum()) for one, other in zip(found, reference, strict=True))
+def _error(reference: Sequence[Tensor], run: Sequence[Tensor]) -> float:
+    total = sum(float((one.double() - other).square().sum()) for one, other in zip(run, reference, strict=True))
     scale = sum(float(out.square().sum()) for out in reference)
     return float((total / scale) ** 0.5) if scale else float(total**0.5)
 
@@ -176,7 +176,7 @@ class ObservedRun:
         self._uses.made[_NOWHERE] = self._root, torch.empty(0)
         counts = [(layer, sys.getrefcount(tensor)) for layer, tensor in self._uses.made.values()]
         _, alone = counts[-1]
-        # Somebody kept the others: they are results, or lie in attributes.
+        # The others are still held: they are results, or lie in attributes.
         self._uses.used |= {layer for layer, count in counts if count > alone}
         self._uses.made.clear()
         return result
@@ -188,8 +188,8 @@ class ObservedRun:
 
     def _before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
-        known = isinstance(given, Tensor) and given.layout is torch.strided
-        layer, output = self._uses.made.get(storage_key(given), (None, None)) if known else (None, None)  # type: ignore[arg-type]
+        readable = isinstance(given, Tensor) and given.layout is torch.strided
+        layer, output = self._uses.made.get(storage_key(given), (None, None)) if readable else (None, None)  # type: ignore[arg-type]
         layer = layer if output is given else None
         self._fed[norm].add(layer)
         self._uses.reading.append(norm if layer is None else layer)
@@ -200,7 +200,7 @@ class ObservedRun:
         self._uses.reading.pop()
 
     def contradicts(self, pair: Pair) -> bool:
-        """True if the layer ran, and not as the layer of this pair."""
+        """True if the layer ran otherwise than as the layer of this pair."""
         layer, norm = map(self._root.get_submodule, (pair.layer, pair.norm))
         return layer in self._unread and not self._confirms(layer, norm)
 
@@ -212,12 +212,12 @@ class ObservedRun:
     def pairs(self) -> list[Pair]:
         """List the layers whose outputs went into one norm, and nowhere else."""
         names = {module: name for name, module in self._root.named_modules()}
-        found = []
+        pairs = []
         for norm, layers in self._fed.items():
             layer = next(iter(layers))
             if layer is not None and self._confirms(layer, norm):
-                found.append(Pair(_common(names[layer], names[norm]), names[layer], names[norm]))
-        return found
+                pairs.append(Pair(_common(names[layer], names[norm]), names[layer], names[norm]))
+        return pairs
 
 
 def _common(first: str, second: str) -> str:

@@ -1,4 +1,4 @@
-"""Folded weights: computed from a layer and the norm after it, in memory of their own, and again when those change."""
+"""Folded weights: computed from a layer and the norm after it, in separate memory, and again when those change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.select import graph_device
 from simplegraph.fused.choice import triton_runs
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import hooked, is_depthwise, methods
-from simplegraph.fused.optimizing.table import FOLDABLE, Pair, hindrance, is_changed, sources, watched
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import FOLDABLE, Pair, hindrance, is_changed, sources, watched
 from simplegraph.fused.watched_steps import watch_steps
 from simplegraph.guard.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 
@@ -28,9 +28,9 @@ _version = operator.attrgetter("_version")
 
 
 class LeftOut:
-    """Base of what lies among a module's attributes, and is left out of its copies and pickles: these are plain.
+    """Base of attributes that copies and pickles of a module leave out: copies are plain modules.
 
-    With slots in place of a dict, so that no guard looks for tensors in it.
+    Has slots instead of a dict, so that no guard looks for tensors in it.
     """
 
     __slots__ = ()
@@ -54,15 +54,15 @@ class Weights(NamedTuple):
     shift: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """List the tensors that there are."""
-        return [each for each in self if each is not None]
+        """List the tensors that are not None."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 class _Source:
     """Remembers a tensor, its memory and its version."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # The alias keeps the memory: no other can come to lie at its address meanwhile.
+        # The alias keeps the memory, so that no other gets its address meanwhile.
         self.tensor, self._alias = tensor, tensor.detach()
         self._version, self._dtype = tensor._version, tensor.dtype
 
@@ -120,11 +120,11 @@ class Fold:
         return not all(before.is_still(tensor) for before, tensor in zip(self._before, now, strict=True))
 
     def look(self) -> tuple[list[_Source], float] | None:
-        """Return the tensors to be folded and `eps`, as they are now; None if they cannot be, and then nothing is.
+        """Return the tensors to fold and `eps`, as they are now; None if they cannot be folded.
 
-        It is stale until they are noted.
+        The fold is stale until they are noted.
         """
-        self._before = []  # memory that weights were moved out of is free from here on
+        self._before = []  # memory that weights were moved from is free from here on
         if hindrance(self.layer, self.norm):
             self.weights = None
             return None
@@ -145,7 +145,7 @@ class Fold:
             mean = mean if layer.bias is None else mean - layer.bias.to(wide)
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             dtype = layer.weight.dtype
-            factor, shift = (each.to(torch.promote_types(dtype, torch.float32)) for each in (scale, bias))
+            factor, shift = (value.to(torch.promote_types(dtype, torch.float32)) for value in (scale, bias))
             if self.keeps_weight:
                 return Weights(None, None, factor, shift)
             weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
@@ -207,21 +207,21 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
         return super().__getitem__(key)
 
     def note_written(self, keys: set[int]) -> None:
-        """Take note of a step, which need not raise versions; what is folded of its memory is stale from now on."""
+        """Mark folds of memory that a step wrote as stale; a step need not raise versions."""
         if any(storage_key(tensor) in keys for tensor in self._sources):
             for fold in self._folds:
                 fold.note(None)
             self._seen = -1
 
     def refresh(self, *, everything: bool = False) -> None:
-        """Fold again what changed, or everything; a capture, which would record that, leaves it as it is."""
+        """Fold again what changed, or everything; does nothing in a capture, which would record it."""
         with self._lock:
             stale = [fold for fold in self._folds if everything or fold.is_stale()]
             if stale and not _is_capturing(self._folds):
                 self._fold(stale)
 
     def _fold(self, stale: Sequence[Fold]) -> None:
-        # Noted when all is done: until then other threads see that it is stale, and wait. After an error it is so, too.
+        # Noted at the end: until then, and after an error, other threads see that it is stale, and wait.
         seen = {fold: fold.look() for fold in self._folds}
         usable = [fold for fold in self._folds if seen[fold] is not None]
         with outside_modes():
@@ -229,22 +229,22 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
                 self._place({fold: fold.compute() for fold in usable})
         for fold in self._folds:
             fold.note(seen[fold])
-        sources = [source for known in seen.values() if known is not None for source in known[0]]
-        self._sources, self._seen = [each.tensor for each in sources], sum(map(_version, sources))
+        sources = [source for look in seen.values() if look is not None for source in look[0]]
+        self._sources, self._seen = [source.tensor for source in sources], sum(map(_version, sources))
 
     def _place(self, computed: Mapping[Fold, Weights]) -> None:
         """Copy folded weights to one new memory for each device."""
         self.clear()
         for device in {weights.factor.device for weights in computed.values()}:
-            found = {fold: weights for fold, weights in computed.items() if weights.factor.device == device}
-            tensors = [tensor for weights in found.values() for tensor in weights.tensors()]
+            weights_of = {fold: weights for fold, weights in computed.items() if weights.factor.device == device}
+            tensors = [tensor for weights in weights_of.values() for tensor in weights.tensors()]
             sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]  # rounded up
             memory = self[str(device)] = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
             pairs = zip(torch.split(memory, sizes), tensors, strict=True)
             placed = [part[: new.nbytes].view(new.dtype).as_strided(new.shape, new.stride()) for part, new in pairs]
             torch._foreach_copy_(placed, tensors)
             rest = iter(placed)
-            for fold, weights in found.items():
+            for fold, weights in weights_of.items():
                 own: dict[str, Any] = {
                     name: next(rest) for name in Weights._fields if getattr(weights, name) is not None
                 }
@@ -257,7 +257,7 @@ def _is_capturing(folds: Sequence[Fold]) -> bool:
 
 
 def observed() -> bool:
-    """True if somebody looks at, or changes, what runs inside a forward: it then runs as it was written."""
+    """True if something observes or changes what runs inside a forward, which then runs its original code."""
     changes = transform_level() is not None or forward_ad._current_level >= 0
     looks = is_compiling() or torch.jit.is_tracing() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS  # type: ignore[attr-defined,no-untyped-call]
     return bool(changes or looks)
@@ -299,11 +299,11 @@ class Region(LeftOut):
         serving = [fold for fold in self.folds if fold.serves(owner)]
         if any(fold.is_stale() for fold in serving):
             self.memory.refresh()
-        found: dict[int, FoldUse] = {}
+        uses: dict[int, FoldUse] = {}
         for fold in serving:
-            if fold.weights is not None and not fold.is_stale():  # a capture does not fold, and runs both
-                found[id(fold.layer)] = found[id(fold.norm)] = FoldUse(fold, fold.weights)
-        return found
+            if fold.weights is not None and not fold.is_stale():  # a capture does not fold: it runs layer and norm
+                uses[id(fold.layer)] = uses[id(fold.norm)] = FoldUse(fold, fold.weights)
+        return uses
 
 
 def uses_of(module: nn.Module) -> Mapping[int, Any]:

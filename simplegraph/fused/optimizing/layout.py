@@ -1,8 +1,8 @@
-"""Lays weights otherwise in memory: those of 2-d convolutions in channels_last, those of projections together.
+"""Changes how weights lie in memory: those of 2-d convolutions in channels_last, those of projections together.
 
-So kernels of convolutions need not transpose images, and the projections of an attention that read the same input run
-as one product. Weights of projections keep their names, shapes and values, and come to lie one after the other in one
-memory: all of them are a weight, too, which is written whenever they are.
+Convolutions then need not transpose images, and the projections of an attention that read the same input run as one
+product. Weights of projections keep their names, shapes and values, but lie one after the other in one memory: together
+they are a weight, too, which is written whenever they are.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.fused.layers.functions import plain_class
 from simplegraph.fused.layers.layer import AsWritten, Layer, class_name, hooked, runs_own_forward
 from simplegraph.fused.layers.linears import Together
-from simplegraph.fused.optimizing.table import PROJECTIONS, shared_modules
+from simplegraph.fused.layers.provable import plain_class
+from simplegraph.fused.optimizing.pairs import PROJECTIONS, shared_modules
 from simplegraph.fused.torch_operators import Operators
 
 _MARK = "_simplegraph_was_contiguous"
@@ -43,8 +43,8 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def store_channels_last(root: nn.Module, folded: Collection[nn.Module]) -> list[str]:
     """Store weights in channels_last, in place.
 
-    A convolution whose weight is so converts its input, and its output is so: images are converted once, on their way
-    into the first convolution.
+    A convolution with such a weight converts its input, and its output has that format: images are converted once,
+    before the first convolution.
 
     Args:
         root: the module.
@@ -74,7 +74,7 @@ def _can_be_stored(weight: Any) -> bool:
 
 
 def has_own_memory(weight: Any) -> bool:
-    """True for a plain parameter alone in its memory, which no process shares: whoever does keeps the old."""
+    """True for a plain parameter alone in its memory, which is shared with no process: that would keep the old."""
     return (
         type(weight) is nn.Parameter
         and weight.layout is torch.strided
@@ -87,8 +87,8 @@ def has_own_memory(weight: Any) -> bool:
 
 def tied_memories(root: nn.Module) -> set[tuple[int, int]]:
     """Return the memory, as `_memory` does, that several parameters or buffers of a module lie in."""
-    plain = (each for each in (*root.parameters(), *root.buffers()) if type(each) in (Tensor, nn.Parameter))
-    places = collections.Counter(_memory(each) for each in plain if each.layout is torch.strided)
+    plain = (tensor for tensor in (*root.parameters(), *root.buffers()) if type(tensor) in (Tensor, nn.Parameter))
+    places = collections.Counter(_memory(tensor) for tensor in plain if tensor.layout is torch.strided)
     return {place for place, count in places.items() if count > 1}
 
 
@@ -98,7 +98,8 @@ def join(attention: nn.Module, names: Sequence[str]) -> dict[nn.Module, Layer]:
     _place_together(projections)
     together = Together(projections)
     return {
-        each: Layer(PROJECTIONS, (), functools.partial(_project, attention, each, together)) for each in projections
+        projection: Layer(PROJECTIONS, (), functools.partial(_project, attention, projection, together))
+        for projection in projections
     }
 
 
@@ -111,23 +112,23 @@ def _project(attention: nn.Module, projection: Any, together: Together, operator
 
 def _multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Compute linear layers as one product, or one by one if their weights no longer lie together."""
-    given = (x, *weights, *(each for each in biases if each is not None))
+    given = (x, *weights, *(bias for bias in biases if bias is not None))
     biased = biases[0] is not None
     plain = (
         type(x) is Tensor
         and x.dtype is weights[0].dtype
         and not torch.is_autocast_enabled(x.device.type)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
-        and all((each is not None) == biased for each in biases)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+        and all((bias is not None) == biased for bias in biases)
     )
     weight, bias = (_whole(weights), _whole(biases) if biased else None) if plain else (None, None)
     if weight is None or (bias is None) == biased:
-        return [nn.functional.linear(x, *each) for each in zip(weights, biases, strict=True)]
-    return torch.split(nn.functional.linear(x, weight, bias), [len(each) for each in weights], dim=-1)
+        return [nn.functional.linear(x, *pair) for pair in zip(weights, biases, strict=True)]
+    return torch.split(nn.functional.linear(x, weight, bias), [len(weight) for weight in weights], dim=-1)
 
 
 def _whole(parts: Sequence[Any]) -> Tensor | None:
-    """Return tensors that lie one after the other as one; None if they do not."""
+    """Return tensors that lie one after the other as one tensor; None if they do not."""
     first, rows = parts[0], 0
     for part in parts:
         alike = type(part) is nn.Parameter and part.dtype is first.dtype and part.shape[1:] == first.shape[1:]
@@ -156,9 +157,9 @@ def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         if getattr(module, "is_cross_attention", False):  # queries read another input
             names = names[1:]
         projections = [module._modules.get(name) for name in names]
-        if not _can_be_joined(projections) or any(id(each) in shared for each in projections):
+        if not _can_be_joined(projections) or any(id(projection) in shared for projection in projections):
             continue
-        tensors = (tensor for each in projections for tensor in each.parameters())  # type: ignore[union-attr]
+        tensors = (tensor for projection in projections for tensor in projection.parameters())  # type: ignore[union-attr]
         if not any(_memory(tensor) in tied for tensor in tensors):
             yield module, names
 
@@ -172,8 +173,11 @@ def _can_be_joined(projections: Sequence[Any]) -> bool:
     if not all(map(_is_linear, projections)):
         return False
     first = projections[0]
-    kinds = {(each.in_features, each.bias is None, each.weight.dtype, each.weight.device) for each in projections}
-    tensors = [tensor for each in projections for tensor in each.parameters(recurse=False)]
+    kinds = {
+        (projection.in_features, projection.bias is None, projection.weight.dtype, projection.weight.device)
+        for projection in projections
+    }
+    tensors = [tensor for projection in projections for tensor in projection.parameters(recurse=False)]
     return first.weight.is_floating_point() and len(kinds) == 1 and all(map(_is_whole, tensors))
 
 
@@ -183,14 +187,14 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _place_together(projections: Sequence[Any]) -> None:
     """Place the weights of projections, and their biases, one after the other."""
-    alike = list(zip(*(each.parameters(recurse=False) for each in projections), strict=True))
+    alike = list(zip(*(projection.parameters(recurse=False) for projection in projections), strict=True))
     with outside_modes():
         memories = [torch.cat([part.data for part in parts]) for parts in alike]
         for memory, parts in zip(memories, alike, strict=True):
             for part, rows in zip(parts, torch.split(memory, [len(part) for part in parts]), strict=True):
                 part.data = rows
-    for each in projections:
-        vars(each)[_PLACED] = tuple(map(_memory, memories))
+    for projection in projections:
+        vars(projection)[_PLACED] = tuple(map(_memory, memories))
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -206,5 +210,5 @@ def restore_layout(root: nn.Module) -> None:
             if vars(module).pop(_MARK, False) and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
                 weight.data = weight.data.contiguous()
             for part in module.parameters(recurse=False) if memories else ():
-                if type(part) is nn.Parameter and _memory(part) in memories:  # it is still there
+                if type(part) is nn.Parameter and _memory(part) in memories:  # it still lies there
                     part.data = part.data.clone()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import ConfigError, VerificationError, did_you_mean
 from simplegraph.fused.choice import starting_triton
-from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.table import (
+from simplegraph.fused.layers.kinds import (
     IMAGE_KINDS,
     find_layers,
     fused_forwards,
@@ -21,12 +20,13 @@ from simplegraph.fused.layers.table import (
     operators_of,
     shortened,
 )
+from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.optimizing.blocks import block_layer, block_trials, find_blocks, keeps_weight
 from simplegraph.fused.optimizing.examples import Examples, ObservedRun, compare, numbers
 from simplegraph.fused.optimizing.folded import Fold, FoldedMemory, LeftOut
+from simplegraph.fused.optimizing.forwards import install_folds, install_fused, is_installed, uninstall
 from simplegraph.fused.optimizing.layout import find_joined, join, restore_layout, store_channels_last
-from simplegraph.fused.optimizing.regions import install_folds, install_fused, is_installed, uninstall
-from simplegraph.fused.optimizing.table import (
+from simplegraph.fused.optimizing.pairs import (
     BATCH_NORM,
     CHANNELS_LAST,
     EPILOGUE,
@@ -81,7 +81,7 @@ class Optimization(LeftOut):
         self._memory.refresh(everything=True)
 
     def remove(self) -> None:
-        """Make the module what it was, with the weights that it has now; a second call does nothing."""
+        """Undo the rewrites, but keep the current weights; a second call does nothing."""
         if vars(self.module).get(OPTIMIZED) is self:
             _restore(self.module)
 
@@ -173,9 +173,9 @@ def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> 
         str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
     }
     pairs = _once([pair for pair in pairs if str(pair) not in refuted])
-    found = _apply_compared(module, pairs, skip, examples, reference, before)
-    found.left_out |= refuted
-    return found
+    optimization = _apply_compared(module, pairs, skip, examples, reference, before)
+    optimization.left_out |= refuted
+    return optimization
 
 
 def _apply_compared(
@@ -199,30 +199,30 @@ def _apply_compared(
     Raises:
         VerificationError: the error against float64 became too large. What was rewritten stays.
     """
-    found = _apply(module, pairs, skip, any_format=True)
+    optimization = _apply(module, pairs, skip, any_format=True)
     try:
         after = numbers(examples.run())
     except Exception as error:
-        if not found.changed[CHANNELS_LAST] and not found.changed[BATCH_NORM]:
+        if not optimization.changed[CHANNELS_LAST] and not optimization.changed[BATCH_NORM]:
             raise
         _restore(module)
-        found = _apply(module, pairs, skip, any_format=False)
-        found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
+        optimization = _apply(module, pairs, skip, any_format=False)
+        optimization.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
         after = numbers(examples.run())
     try:
-        found.errors = compare(reference, before, after)
+        optimization.errors = compare(reference, before, after)
     except VerificationError:
-        if not found.changed[CHANNELS_LAST]:
+        if not optimization.changed[CHANNELS_LAST]:
             raise
-        # Convolutions have other kernels for images in channels_last: what is not theirs must not be the rewrites'.
+        # Convolutions have other kernels for images in channels_last, whose error must not count as the rewrites'.
         other = _run_in_channels_last(module, examples)
-        found = _apply(module, pairs, skip, any_format=True)
-        found.errors = compare(reference, before, after, other)
-    return found
+        optimization = _apply(module, pairs, skip, any_format=True)
+        optimization.errors = compare(reference, before, after, other)
+    return optimization
 
 
 def _run_in_channels_last(module: nn.Module, examples: Examples) -> list[Tensor]:
-    """Run the module as it was, with nothing but the format of its weights changed; leaves it as it was."""
+    """Run the unchanged module with only the format of its weights changed; restores it afterwards."""
     _restore(module)
     store_channels_last(module, ())
     try:
@@ -240,7 +240,7 @@ def _check(module: Any, skip: Collection[str]) -> None:
             f"optimize(skip=...) got {', '.join(unknown)}{did_you_mean(unknown, REWRITES)}; expected a collection of "
             f"{', '.join(REWRITES)}."
         )
-    training = next((name for name, each in module.named_modules() if each.training), None)
+    training = next((name for name, child in module.named_modules() if child.training), None)
     if training is not None:
         raise ConfigError(
             f"optimize got a module in training mode ({training or type(module).__name__}); it is for inference only. "
@@ -249,7 +249,7 @@ def _check(module: Any, skip: Collection[str]) -> None:
 
 
 def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> Optimization:
-    """Rewrite the module, and leave among its attributes what was done."""
+    """Rewrite the module, and keep the list of changes among its attributes."""
     shared = shared_modules(module)
     hindrances = {} if BATCH_NORM in skip else {pair: hindrance_in(module, pair, shared) for pair in pairs}
     usable = [pair for pair, why in hindrances.items() if not why]
@@ -268,41 +268,41 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     copied = {fold.layer for fold in folds.values() if not fold.keeps_weight}
     stored = store_channels_last(module, copied) if channels_last else []
     stored += [pair.layer for pair, fold in folds.items() if fold.in_channels_last() and pair.layer not in stored]
-    memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
-    found = Optimization(module, usable, stored, memory)
-    found.left_out |= {str(pair): why for pair, why in hindrances.items() if why}
-    # Inside of the owners' forwards, which provide the folds of the modules that a block calls.
-    install_fused(fused_forwards({each: block_layer(each) for each in blocks}, operators))
+    memory = FoldedMemory(list(folds.values()))  # of weights in their present memory
+    optimization = Optimization(module, usable, stored, memory)
+    optimization.left_out |= {str(pair): why for pair, why in hindrances.items() if why}
+    # Inside the owners' forwards, which provide the folds of the modules that a block calls.
+    install_fused(fused_forwards({block: block_layer(block) for block in blocks}, operators))
     install_folds(owners, memory)
-    _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)
-    names = {each: name for name, each in module.named_modules()}
+    _fuse(module, {child: layer for child, layer in layers.items() if not is_changed(child)}, operators, optimization)
+    names = {child: name for name, child in module.named_modules()}
     for attention, parts in [] if PROJECTIONS in skip else list(find_joined(module)):
         install_fused(fused_forwards(join(attention, parts), operators))
-        found.changed.setdefault(PROJECTIONS, []).append(f"{names[attention]}.{'+'.join(parts)}")
+        optimization.changed.setdefault(PROJECTIONS, []).append(f"{names[attention]}.{'+'.join(parts)}")
     if blocks:
-        found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
-        found._operators = operators.name
-    if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
-        found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
-    vars(module)[OPTIMIZED] = found
-    return found
+        optimization.changed[EPILOGUE] = [names[block] or type(block).__name__ for block in blocks]
+        optimization._operators = operators.name
+    if not any_format and CHANNELS_LAST not in skip and any(type(child) is nn.Conv2d for child in module.modules()):
+        optimization.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
+    vars(module)[OPTIMIZED] = optimization
+    return optimization
 
 
 def _operators(module: nn.Module, layers: dict[nn.Module, Layer], trials: Sequence[KernelTrial]) -> Operators:
     """Return the operators for the module's device and dtype, after the trials of what it will run."""
-    weight = next((each for each in module.parameters() if each.is_floating_point()), None)
+    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
     if weight is None or not (layers or trials):
         return Operators()
     return operators_of(layers, weight.device, weight.dtype, *trials)
 
 
-def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, found: Optimization) -> None:
+def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, optimization: Optimization) -> None:
     """Run recognized layers on fused operators."""
-    if not operators.triton:  # a group norm would be what it is
-        layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
+    if not operators.triton:  # torch has no faster group norm
+        layers = {child: layer for child, layer in layers.items() if layer.kind not in IMAGE_KINDS}
     if layers:
-        found.changed |= names_by_kind(module, layers)
-        found._operators = operators.name
+        optimization.changed |= names_by_kind(module, layers)
+        optimization._operators = operators.name
         install_fused(fused_forwards(layers, operators))
 
 
@@ -323,9 +323,9 @@ def _restore_all(module: nn.Module) -> None:
     Raises:
         ConfigError: it is part of a module that was optimized as a whole.
     """
-    optimized = [each for each in module.modules() if vars(each).get(OPTIMIZED) is not None]
-    for each in optimized:
-        _restore(each)
+    optimized = [child for child in module.modules() if vars(child).get(OPTIMIZED) is not None]
+    for child in optimized:
+        _restore(child)
     if is_installed(module):
         raise ConfigError(
             f"optimize got a {type(module).__name__} that is part of an optimized module; remove() that one's handle "

@@ -65,7 +65,7 @@ class GraphedEncoder(GraphedModel):
         self._proofs = LengthProofs(step._graph_runner.config.verify)
         self._refused: set[tuple[Hashable, int]] = (
             set()
-        )  # kinds and lengths, which are served whole when they come again
+        )  # kinds and lengths that get unpadded graphs when they come again
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
         self._longest = 0  # length that came and that no captured one holds
         self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
@@ -118,7 +118,7 @@ class GraphedEncoder(GraphedModel):
         return added(summaries)
 
     def _learn(self, example: dict[str, Tensor]) -> None:
-        """Compare a made-up call, of which nothing stays, as it is and padded, unless such a call was compared."""
+        """Compare a made-up call, unpadded and padded, unless such a call was compared; nothing of it stays."""
         call = self._read(example)
         if call.key is not None and call.key not in self._rules:
             run, leaves = functools.partial(self._step.run_model, **example), flatten(example)[0]
@@ -180,9 +180,9 @@ class GraphedEncoder(GraphedModel):
         """
         inputs, flags, (rows, length) = _read_call(given)
         if rows > self._max_batch_size:
-            found = f"{rows} rows, the largest is {self._max_batch_size}"
+            size = f"{rows} rows, the largest is {self._max_batch_size}"
             raise CannotBind(
-                Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
+                Reason.BATCH_TOO_LARGE, f"{size}: raise max_batch_size, or capture_sizes where given", rows
             )
         if length > self._lengths[-1]:
             self._longest = max(self._longest, length)
@@ -192,17 +192,17 @@ class GraphedEncoder(GraphedModel):
         whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
         mask = inputs.get("attention_mask")
-        if mask is not None and mask.shape != (rows, length):  # not one of tokens
+        if mask is not None and mask.shape != (rows, length):  # not a mask of tokens
             mask = None
         full = _pad_inputs(inputs, rows, length, padded, self._pad_token)
         unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
-        if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
+        if unmasked:  # eager drops a mask that hides nothing, and uses other kernels then
             del full["attention_mask"]
         key = (tuple(inputs), unmasked, values) if unmasked or padded > length else None
         return PaddedTokens(full | flags, rows, length, padded, key, unmasked, None if mask is None else mask.bool())
 
     def _compare(self, call: PaddedTokens, observe: Callable[[], RunEffects]) -> tuple[Any, LengthRule]:
-        """Rehearse a call, padded, and run it as it is; return what it gave, and how padded outputs are cut to that.
+        """Rehearse a padded call, and run it unpadded; return the result, and the rule that cuts padded outputs to it.
 
         Args:
             call: the call.
@@ -374,7 +374,7 @@ class PaddedTokens(NamedTuple):
         padded: the length that it is padded to.
         key: tells such calls from others, whatever their sizes; None if nothing of it is padded or left out.
         unmasked: True if its mask, which hides nothing, is left out.
-        visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
+        visible: (rows, length), the caller's mask; what it hides affects only the length.
     """
 
     inputs: dict[str, Any]
@@ -386,21 +386,21 @@ class PaddedTokens(NamedTuple):
     visible: Tensor | None
 
     def rule(self, run: RunEffects, padded_run: RunEffects) -> LengthRule:
-        """Derive the rule from the effects of one call, as it is and padded, or without its mask."""
+        """Derive the rule from the effects of one call, unpadded and padded, or without its mask."""
         refusal = unlike_outputs(run, padded_run, self._changed)
         if refusal is not None:
             return LengthRule(refusal=refusal)
         pairs = zip(run.leaves, padded_run.leaves, strict=True)
-        grown, found = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
+        grown, problem = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
         for index, dim in grown:
             leaf, other = run.leaves[index], padded_run.leaves[index]
             if (leaf.shape[dim], other.shape[dim]) != (self.length, self.padded):
-                found = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
-        if found is None:
+                problem = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
+        if problem is None:
             cut = cut_outputs(padded_run.leaves, dict.fromkeys(grown, self.length))
             compared = (_without_hidden(self.visible, leaves, grown) for leaves in (cut, run.leaves))
-            found = first_difference(*compared) or unlike_effects(run, padded_run)
-        return LengthRule(grown) if found is None else self.refused(found)
+            problem = first_difference(*compared) or unlike_effects(run, padded_run)
+        return LengthRule(grown) if problem is None else self.refused(problem)
 
     def refused(self, why: str) -> LengthRule:
         """Refuse to pad such calls."""

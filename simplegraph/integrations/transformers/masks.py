@@ -1,12 +1,12 @@
-"""Answers transformers' question if it is being traced, so that a graph goes the way that eager goes.
+"""Answers transformers' question whether it is being traced, so that a capture takes the same branch as eager.
 
 Transformers leaves out a mask that hides nothing. It first asks its `is_tracing`, which is true in any capture, and
 then makes the mask, whose values cannot be read there. Where there is no mask to read, or its values follow from Python
-numbers (`KnownValues`), a capture can do as eager does. Where they are data, as in a mask that the
-caller passes, the graph must have it, whatever it holds; the eager run of a proof then makes it, too, and its replays
-are compared with that.
+numbers (`KnownValues`), a capture can do as eager does. Where they are data, as in a mask that the caller passes, the
+graph must have a mask, whatever it holds; the eager run of a proof then makes one, too, and replays are compared with
+that.
 
-It also asks if it is being compiled, lest it caches what is then computed; in a capture that matters as well.
+It also asks whether it is being compiled, and caches nothing then; captures need that as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from simplegraph.program.breaks.marks import ACTIVE
 # Functions of transformers that ask about a tensor, and read it if the answer is no.
 _DECIDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 
-# Of `KnownValues`: reads of a value, and operators whose results are known if what they are passed is.
+# Of `KnownValues`: reads of a value, and operators whose results are known if their arguments are.
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape
 # Of integers these are exact, on every device.
@@ -54,7 +54,7 @@ _MOST_ELEMENTS = 1 << 16
 
 
 class _ThreadAnswers(threading.local):
-    known: KnownValues | None = None  # answers are those of a capture
+    values: KnownValues | None = None  # answers are those of a capture
     asked = 0  # questions about a tensor
     decisions = 0  # functions that asked some
     left = 0  # such functions to come, in a run whose values are followed
@@ -86,25 +86,25 @@ def counting(notes: Notes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(notes: Notes) -> Iterator[None]:
-    """Answer in here as in a capture, whether it is one or an eager run that its replays are compared with.
+    """Answer in the block as in a capture: it is one, or an eager run that replays are compared with.
 
-    Values that follow from Python numbers are followed until as many decisions were made as an eager run made.
+    Values that follow from Python numbers are computed until as many decisions were made as in an eager run.
     """
     _watch()
     expected = notes.get(__name__, 0)
-    known, before = KnownValues(), (_THREAD.known, _THREAD.left)
-    _THREAD.known, _THREAD.left = known, expected
+    values, before = KnownValues(), (_THREAD.values, _THREAD.left)
+    _THREAD.values, _THREAD.left = values, expected
     if expected:
-        known.follow()
+        values.follow()
     try:
         yield
     finally:
-        _THREAD.known, _THREAD.left = before
-        known.end()
+        _THREAD.values, _THREAD.left = before
+        values.end()
 
 
 def _answers() -> KnownValues | None:
-    return None if _THREAD.known is None or _THREAD.known.inside_break else _THREAD.known
+    return None if _THREAD.values is None or _THREAD.values.inside_break else _THREAD.values
 
 
 def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -112,8 +112,8 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return original(tensor)
         _THREAD.asked += tensor is not None
-        known = _answers()
-        return original(tensor) if known is None else tensor is not None and not known.knows(tensor)
+        values = _answers()
+        return original(tensor) if values is None else tensor is not None and not values.knows(tensor)
 
     return is_tracing
 
@@ -141,18 +141,18 @@ def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
     def decide(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        asked, known = _THREAD.asked, _answers()
+        asked, values = _THREAD.asked, _answers()
         # A position in a static cache, which some versions read without having asked.
         position = args[3] if original.__name__ == _DECIDING[0] and len(args) > 3 else None
-        if known is not None and isinstance(position, Tensor) and not known.knows(position):
+        if values is not None and isinstance(position, Tensor) and not values.knows(position):
             return False
-        found = original(*args, **kwargs)
+        decision = original(*args, **kwargs)
         if _THREAD.asked != asked:
             _THREAD.decisions += 1
             _THREAD.left -= 1
-            if known is not None and not _THREAD.left:
-                known.end()
-        return found
+            if values is not None and not _THREAD.left:
+                values.end()
+        return decision
 
     return decide
 
@@ -170,17 +170,17 @@ _REPLACED = {
 
 
 class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
-    """Computes on the CPU, too, what a run makes of Python numbers alone, and serves reads of it.
+    """Computes on the CPU what a run derives from Python numbers alone, and serves reads of it.
 
-    In a capture no tensor has a value yet, but these have one: it depends on the shapes of the run, as its Python does,
-    and on nothing that a replay may change. What eager breaks make may change at every replay, and is not known. What
-    is written to is known no longer; a write that torch shows to no mode, such as a Triton kernel's, is not seen.
+    In a capture tensors have no values yet, but these do: they depend on the shapes of the run, as its Python does, and
+    on nothing that a replay may change. Results of eager breaks may change at every replay, and are not known. A tensor
+    that is written to is no longer known; writes that torch shows to no mode, such as a Triton kernel's, are not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By storage key: the storage, as its key is no other's while it is held, and the values by place in it.
-        self._known: dict[int, tuple[torch.UntypedStorage, dict[Hashable, Tensor]]] = {}
+        # By storage key: the storage, held so that no other gets its key, and the values by place in it.
+        self._by_storage: dict[int, tuple[torch.UntypedStorage, dict[Hashable, Tensor]]] = {}
         self._recorder = ACTIVE.recorder
         self._follows = self._active = False
 
@@ -199,17 +199,17 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Follow the run no further; nothing is known then. Call it again where the modes entered later have ended."""
+        """Stop following the run, and forget all values. Call it again where the modes entered later have ended."""
         self._follows = False
-        self._known.clear()
+        self._by_storage.clear()
         if self._active and innermost_mode() is self:
             self._active = False
             self.__exit__(None, None, None)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and compute it on the CPU if all that it is passed is known."""
+        """Run an operator, and compute it on the CPU if all its arguments are known."""
         kind = _kind(func) if self._follows and not self.inside_break else None
-        if is_higher_order(func) or (kind is None and not self._known):
+        if is_higher_order(func) or (kind is None and not self._by_storage):
             return defined(func(*args, **kwargs))
         tensors = strided_tensors((*args, *kwargs.values()))
         values = [value for value in map(self._value, tensors) if value is not None]
@@ -226,14 +226,14 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         return defined(result)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        _, values = self._known.get(storage_key(tensor), (None, {}))
+        _, values = self._by_storage.get(storage_key(tensor), (None, {}))
         return values.get(_place(tensor))
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Forget what an operator writes to, or may, if it is not torch's own."""
         own = func.namespace in ("aten", "prims", "prim")
         for tensor in strided_tensors(tuple(written_args(func, args, kwargs))) if own else tensors:
-            self._known.pop(storage_key(tensor), None)
+            self._by_storage.pop(storage_key(tensor), None)
 
     def _learn(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         if kind in _ARITHMETIC and (result.is_floating_point() or result.is_complex()):
@@ -244,7 +244,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
             except (KeyError, RuntimeError):  # not known, or no operator of the CPU's
                 return
         if value.shape == result.shape and value.dtype is result.dtype:
-            _, values = self._known.setdefault(storage_key(result), (result.untyped_storage(), {}))
+            _, values = self._by_storage.setdefault(storage_key(result), (result.untyped_storage(), {}))
             values[_place(result)] = value
 
     def _computed(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def _place(tensor: Tensor) -> Hashable:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(func: Any) -> str | None:
-    """Return the name of an operator whose results follow from its arguments, to the bit on all devices."""
+    """Return the name of an operator whose results are the same to the bit on all devices; None for others."""
     name = facts_of(func).name
-    known = name in _FILLED or name in _ARITHMETIC or name in _EXACT
-    return name if known and not any(arg.is_out for arg in func._schema.arguments) else None
+    follows = name in _FILLED or name in _ARITHMETIC or name in _EXACT
+    return name if follows and not any(arg.is_out for arg in func._schema.arguments) else None

@@ -62,7 +62,7 @@ def restore_methods(model: Any, owner: Any) -> None:
         return
     if overriding is type(model):
         model.__class__ = original_class(model)
-    for name in overriding._simplegraph_members:  # whoever derived from the class, or has it to put back, has no graphs
+    for name in overriding._simplegraph_members:  # classes derived from it have no graphs then
         delattr(overriding, name)
 
 
@@ -79,7 +79,7 @@ def _through(method: Method, original: Any) -> Forward:
 
 @contextlib.contextmanager
 def override_forwards(forwards: Mapping[Any, Forward], name: str = "forward") -> Iterator[None]:
-    """Make objects run these functions as their method when this thread calls it; a function is not passed its object.
+    """Make objects run these functions as their method when this thread calls it; they are not passed the object.
 
     Args:
         forwards: object, such as a module -> the function.

@@ -49,7 +49,7 @@ def choices(model: Any) -> Hashable:
 
 
 def edits_steps(model: Any) -> str:
-    """Name what may change a step's arguments in a way of its own; "" if that is left to transformers."""
+    """Name a method that may change a step's arguments in its own way; "" if transformers does that alone."""
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         method = getattr(model, name)
         while method is not None:
@@ -83,7 +83,7 @@ def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) ->
 
 
 def _check_modules(model: Any) -> None:
-    """Refuse hooks of submodules, and what is not on one device; the model's own hooks run around every step."""
+    """Refuse hooks of submodules, and models on several devices; the model's own hooks run around every step."""
     spread = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(spread) > 1:
         raise CannotBind(Reason.WRONG_DEVICE, f"device_map over {', '.join(sorted(map(str, spread)))}")
@@ -99,7 +99,7 @@ def _check_modules(model: Any) -> None:
         hooks = [hook for kind in _HOOK_DICTS for hook in own[kind].values()]
         if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
             raise CannotBind(Reason.HOOKS, name)
-        devices |= {each.device for each in child._parameters.values() if each is not None}
+        devices |= {parameter.device for parameter in child._parameters.values() if parameter is not None}
     if len(devices) > 1:
         raise CannotBind(Reason.WRONG_DEVICE, f"parameters on {', '.join(sorted(map(str, devices)))}")
     for device in devices:

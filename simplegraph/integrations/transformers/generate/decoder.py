@@ -16,7 +16,7 @@ from simplegraph.base.nested import map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import layout_of
 from simplegraph.batch.sizes import mixed_sizes
-from simplegraph.fused.layers.table import operators_of
+from simplegraph.fused.layers.kinds import operators_of
 from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.integrations.transformers.generate.cache.layers import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
@@ -25,10 +25,10 @@ from simplegraph.integrations.transformers.generate.token_step import POSITIONS,
 from simplegraph.manager.proof import EXACT, TOLERANCE, by_least_precise, difference
 from simplegraph.manager.stats import CaptureSummary
 
-_SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
+_SMALLEST_SPAN = 256  # positions; attending to fewer saves no time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
-MOST_LAUNCHES = 8  # ways to choose tokens, such as temperatures, that get graphs
+MOST_LAUNCHES = 8  # the most ways to choose tokens, such as temperatures, that get graphs
 ON_THE_WAY = frozenset((Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN))
 
 
@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
         return self._replace(tokens=self.tokens | positions | {ids_name: ids})
 
     def unlike_next(self, earlier: StepInputs, ids_name: str) -> str:
-        """Name an argument that is not what `later` makes of the step before; "" if there is none. Waits for the GPU.
+        """Name an argument that differs from what `later` derives from `earlier`; "" if none does. Waits for the GPU.
 
         Args:
             earlier: arguments of the step before.
@@ -90,7 +90,7 @@ class FixedCacheDecoder:
         trusted: numbers of windows that a step was past which has given the same logits on the store as on the model's
             own cache; see `windows_left`.
         advances: names of a step's arguments -> the name of one that changes in an unknown way between steps, or "".
-        capturing: gets what capturing all sizes ahead of each step came to; None while steps are only run.
+        capturing: receives the summaries of captures ahead of each step; None while steps are only run.
         stays_eager: True if the last step ran eagerly and the next one would as well; the report has the reason.
     """
 
@@ -117,7 +117,7 @@ class FixedCacheDecoder:
         self._sizes, self._rows = frozenset(sizes), max(max_batch_size, *sizes)
 
     def prompts_for(self, lengths: Sequence[int] | None) -> list[tuple[int, int]]:
-        """Return rows and tokens of prompts whose first steps are all that sequences of some lengths take.
+        """Return rows and tokens of prompts whose first steps cover all steps of sequences of some lengths.
 
         Args:
             lengths: the shortest and the longest, among others; None for all up to `max_length`.
@@ -189,7 +189,7 @@ class FixedCacheDecoder:
         if store.layout.hidden is None:
             return mask, None, 0
         source, outputs = _encoder_hidden(kwargs).shape[1], kwargs.get("encoder_outputs")
-        # Encoders that shorten their input return the mask of what they made of it.
+        # Encoders that shorten their input return the mask of their outputs.
         masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
         source_mask = self._short_mask(masks.get("attention_mask"), source) if self._sources else None
         return mask, _checked(source_mask, "attention_mask", rows, source, longer=False), source
@@ -237,13 +237,13 @@ class FixedCacheDecoder:
         if store.ran:
             store.ran = False
             # Graphs, and eager steps that lead to one, such as warmups.
-            found = self.stats.captures + sum(self.stats.eager[reason] for reason in ON_THE_WAY)
-            before, self._progress = self._progress, found
+            progress = self.stats.captures + sum(self.stats.eager[reason] for reason in ON_THE_WAY)
+            before, self._progress = self._progress, progress
             self.stays_eager = self._progress == before
         return result
 
     def fits(self, length: int, steps: int) -> bool:
-        """True if as many steps from position `length` on attend to as many positions as each of them alone would."""
+        """True if this many steps from position `length` on all attend to the same number of positions."""
         if self._step.store.first is None:
             return True
         return length + steps <= self._length and self._span(length, grows=True) >= length + steps
@@ -293,10 +293,10 @@ class FixedCacheDecoder:
         dtypes = {expected.dtype, self.model.dtype}  # some return logits of half precision as float32
         tolerance = by_least_precise(TOLERANCE, dtypes)
         texts = (difference(*pair, tolerance=tolerance) for pair in zip(logits, expected, strict=True))
-        found = [text for text in texts if text is not None]
+        differences = [text for text in texts if text is not None]
         # In half precision, rounding may route a row to another expert.
         allowed = 0 if dtypes.isdisjoint({torch.float16, torch.bfloat16}) else len(logits) // 2
-        return found[0] if len(found) > allowed else None
+        return differences[0] if len(differences) > allowed else None
 
     def trust(self, length: int) -> None:
         """Let steps from position `length` on, until another window is left, be served without a comparison."""
@@ -307,7 +307,7 @@ class FixedCacheDecoder:
         return bisect.bisect_right(self._step.store.layout.windows, length)
 
     def trusts(self, length: int, steps: int = 1) -> bool:
-        """True if steps on the store from position `length` on need not be compared with the model's own."""
+        """True if steps on the store from position `length` on need no comparison with the model's own."""
         return self.trusted.issuperset(range(self.windows_left(length), self.windows_left(length + steps - 1) + 1))
 
     def reset(self) -> None:
@@ -337,7 +337,7 @@ class FixedCacheDecoder:
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 
     def _operators(self, device: torch.device, dtype: torch.dtype, elements: int) -> Operators:
-        """Return the operators of steps on a cache; torch's if nothing of the model is to be fused."""
+        """Return the operators of steps on a cache; torch's if nothing in the model is fused."""
         if not self._step.fuses:
             return Operators()
         text = self.model.config.get_text_config(decoder=True)
@@ -345,7 +345,7 @@ class FixedCacheDecoder:
         group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
         attending = (
             KernelTrial("attend", (group, elements, 1, keys))
-            for keys in (256, 1024, 2048)  # with which a row's attention is another variant
+            for keys in (256, 1024, 2048)  # with more keys, a row's attention is another variant
             if keys <= max(256, self._spans[-1])
         )
         return operators_of(
@@ -373,7 +373,7 @@ def doubling(smallest: int, largest: int) -> list[int]:
 
 
 def _checked(mask: Any, name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
-    """Return a mask, or None, as it is; refuse one that has not `length` tokens per row, or more if `longer`."""
+    """Return a mask, or None, unchanged; refuse it if it has not `length` tokens per row. `longer` allows more."""
     if mask is None:
         return None
     plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == rows

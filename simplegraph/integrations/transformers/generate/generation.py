@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.protocol import GraphPool
-from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
+from simplegraph.fused.layers.kinds import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
 from simplegraph.integrations.transformers.generate.prompt import MOST_ROWS, Prompts, PromptStep
@@ -96,7 +96,7 @@ class GraphedGeneration(GraphedModel):
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[ServedGeneration | None]:
-        """Let no step run in here, and the current generation, if there is one, have its cache back."""
+        """Keep steps from running in the block, and give the current generation, if there is one, its cache back."""
         with self._step_lock:
             served = self._served
             if served is not None:
@@ -110,7 +110,7 @@ class GraphedGeneration(GraphedModel):
     def report(self) -> GraphReport:
         """Report captures, replays, what ran eagerly and why, and the layers that run on fused operators in steps."""
         step = self._step
-        lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
+        lines = [listed(kind, names) for kind, names in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
         report = super().report()
         return dataclasses.replace(report, optimizations=(*report.optimizations, *self._prompts.lines(), *lines))
@@ -178,7 +178,7 @@ class GraphedGeneration(GraphedModel):
         return not self.model.config.is_encoder_decoder and self.model.main_input_name == "input_ids"
 
     def _generate_once(self, rows: int, tokens: int, settings: Mapping[str, Any]) -> None:
-        """Generate from a made-up prompt as many tokens as steps of each kind take."""
+        """Generate from a made-up prompt enough tokens for a step of each kind."""
         ids = torch.arange(rows * tokens, device=self.model.device).view(rows, tokens)
         ids = ids.remainder(self.model.config.get_text_config().vocab_size)
         count = 3 + self._tokens_per_launch  # the prefill's, the first step's, one more and a launch
@@ -188,7 +188,7 @@ class GraphedGeneration(GraphedModel):
     # Replacements of the model's methods.
 
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a whole generation, and count it as eager if it decoded otherwise than graphs do."""
+        """Run a whole generation, and count it as eager if it decodes in a way that graphs do not."""
         self._call.decoded = False
         self._call.cache_is_kept = any(kwargs.get(name) is not None for name in CACHE_NAMES)
         result = generate(*args, **kwargs)
@@ -211,7 +211,7 @@ class GraphedGeneration(GraphedModel):
     def _launched(
         self, served: ServedGeneration, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LaunchedGeneration | None:
-        """Return what takes several steps at once; None if the report says why not, or there are too few tokens."""
+        """Return the check that takes several steps at once; None if the report says why not, or tokens are too few."""
         steps = self._tokens_per_launch
         if steps == 1:
             return None
@@ -242,10 +242,10 @@ class GraphedGeneration(GraphedModel):
                 return search(*args, **kwargs)
 
     def _inner_generator(self) -> str:
-        """Advise graphs for the part of the model whose `generate` its own one may call; "" if there is none."""
+        """Advise graphs for the part of the model whose `generate` the model's own may call; "" if there is none."""
         parts = ((name, part) for name, part in self.model.named_modules() if part is not self.model)
-        found = next((name for name, part in parts if isinstance(part, PreTrainedModel) and part.can_generate()), None)
-        return "" if found is None else f"if its generate calls that of {found}, use graph_generation(model.{found})"
+        inner = next((name for name, part in parts if isinstance(part, PreTrainedModel) and part.can_generate()), None)
+        return "" if inner is None else f"if its generate calls that of {inner}, use graph_generation(model.{inner})"
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model: by the current generation if there is one, else by the model's own forward."""

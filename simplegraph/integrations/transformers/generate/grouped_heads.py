@@ -1,6 +1,6 @@
 """Attention of one query per row by a kernel for that, which copies no keys and values; see `Operators.attend`.
 
-Its mask is that of the cache's tokens: no later one is seen there, so that it needs no causal mask beside it.
+Its mask is that of the cache's tokens, which hides later ones, so that it needs no causal mask.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Lets models decode from a cache of fixed length, of whose tokens only the device knows the number.
+"""Lets models decode from a cache of fixed length, whose number of tokens only the device knows.
 
 Models make positions from the length: ``torch.arange(length, length + 1)``, ``if length + 2 > self.weights.size(0)``.
 With a length on the device, both read it back, which no capture allows. The first is a sum, and the second has the same
 answer for every length that a step may have.
 
-Some attend to their cache without a mask, which is right for one that ends with the present token, as transformers' own
-does. From them later positions are hidden.
+Some attend to their cache without a mask, which is right for a cache that ends with the current token, as transformers'
+own does. Later positions are hidden from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Linear(NamedTuple):
 
 
 class KnownLength(TorchFunctionMode):
-    """Follows a length through sums with numbers, and answers what Python asks of it if all lengths agree.
+    """Follows a length through sums with numbers, and answers Python's comparisons if all possible lengths agree.
 
     Args:
         length: zero-dimensional, on the device.
@@ -53,49 +53,49 @@ class KnownLength(TorchFunctionMode):
     def __init__(self, length: Tensor, least: int, most: int) -> None:
         super().__init__()
         self._length, self._bounds = length, (least, most)
-        self._known = {id(length): _Linear(length, 1, 0)}
+        self._followed = {id(length): _Linear(length, 1, 0)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = self._known.get(id(args[0])) if args else None
-        if known is None:
+        followed = self._followed.get(id(args[0])) if args else None
+        if followed is None:
             return func(*args, **kwargs)
-        found = None
+        answer = None
         if func is torch.arange and len(args) == 2:
-            found = self._range(known, args[1], kwargs)
+            answer = self._range(followed, args[1], kwargs)
         elif len(args) == 2 and type(args[1]) is int and not kwargs:
-            found = self._answer(func, known, args[1])
-        if found is not None:
-            return found
+            answer = self._answer(func, followed, args[1])
+        if answer is not None:
+            return answer
         result = func(*args, **kwargs)
-        if result is known.tensor and result is not self._length:  # written in place
-            del self._known[id(result)]
+        if result is followed.tensor and result is not self._length:  # written in place
+            del self._followed[id(result)]
         return result
 
-    def _answer(self, func: Any, known: _Linear, number: int) -> Any:
+    def _answer(self, func: Any, followed: _Linear, number: int) -> Any:
         """Return the result of an operator on a followed tensor and a number; None if it does not follow."""
         name = func.__name__.removeprefix("__").removesuffix("__")
         if name in _COMPARISONS:
-            low, high = sorted(known.sign * bound + known.offset for bound in self._bounds)
+            low, high = sorted(followed.sign * bound + followed.offset for bound in self._bounds)
             answers = {_COMPARISONS[name](value, number) for value in (low, high)}
             inside = name in ("eq", "ne") and low <= number <= high
             return None if len(answers) > 1 or inside else answers.pop()
         if name not in _SUMS:
             return None
-        result = func(known.tensor, number)
+        result = func(followed.tensor, number)
         sign, more = _SUMS[name]
-        self._known[id(result)] = _Linear(result, sign * known.sign, sign * known.offset + more * number)
+        self._followed[id(result)] = _Linear(result, sign * followed.sign, sign * followed.offset + more * number)
         return result
 
     def _range(self, start: _Linear, end: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return the numbers from `start` up to `end`, whose distance is known; None if it is not."""
-        known = self._known.get(id(end))
-        if known is None or known.sign != start.sign:
+        followed = self._followed.get(id(end))
+        if followed is None or followed.sign != start.sign:
             return None
         dtype, device = kwargs.get("dtype") or torch.int64, kwargs.get("device")
-        steps = torch.arange(known.offset - start.offset, dtype=dtype, device=device or start.tensor.device)
+        steps = torch.arange(followed.offset - start.offset, dtype=dtype, device=device or start.tensor.device)
         return steps + start.tensor.to(dtype)
 
 

@@ -26,10 +26,10 @@ _BY_LENGTH: Mapping[str, Callable[[Any], tuple[int, float]]] = {
     "ForcedBOSTokenLogitsProcessor": lambda one: (1, 2),
     "ForcedEOSTokenLogitsProcessor": lambda one: (one.max_length - 1, one.max_length),
 }
-# Their settings that say at which lengths. What they do there depends on the others alone, so that prompts of all
-# lengths share graphs.
+# Their settings that say at which lengths. The change itself depends only on the others, so that prompts of all lengths
+# share graphs.
 _LENGTHS = frozenset(("min_length", "min_new_tokens", "prompt_length_to_skip", "max_length"))
-_REPETITION = "RepetitionPenaltyLogitsProcessor"  # needs to know which tokens a row has, not in which order
+_REPETITION = "RepetitionPenaltyLogitsProcessor"  # needs to know which tokens a row has, but not their order
 _MOST_ELEMENTS = 128  # of a processor's tensor, which is part of the key of graphs
 
 
@@ -136,7 +136,7 @@ class Launch:
 
 
 def ignored_tokens(processors: Sequence[Any], prompt: int) -> Any:
-    """Return how many first tokens do not count as those that a row has; None if no processor asks for these.
+    """Return how many first tokens do not count as a row's own; None if no processor asks for them.
 
     Args:
         processors: of the scores.
@@ -164,22 +164,22 @@ def processors_between(processors: Sequence[Any], first: int, last: int) -> Logi
     Raises:
         CannotBind: one may do more than compute scores from scores.
     """
-    found = LogitsProcessorList()
-    for one in processors:
-        name = type(one).__name__
-        known = name in _PURE or name in _BY_LENGTH or name == _REPETITION
-        if not known or not type(one).__module__.startswith("transformers."):
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        name = type(processor).__name__
+        allowed = name in _PURE or name in _BY_LENGTH or name == _REPETITION
+        if not allowed or not type(processor).__module__.startswith("transformers."):
             raise CannotBind(Reason.ONE_TOKEN, f"{name} runs in Python after every token")
-        start, end = _BY_LENGTH[name](one) if name in _BY_LENGTH else (0, float("inf"))
+        start, end = _BY_LENGTH[name](processor) if name in _BY_LENGTH else (0, float("inf"))
         if start <= first and last < end:
-            found.append(one)
+            chosen.append(processor)
         elif first < end and start <= last:
             return None
-    return found
+    return chosen
 
 
 def _described(processor: Any) -> str:
-    """Describe what a processor does in a launch, where it changes scores at all: its name and its settings."""
+    """Describe a processor that changes scores in a launch by its name and settings."""
     kind = type(processor).__name__
     left_out = _LENGTHS if kind in _BY_LENGTH else frozenset()
     names = ["penalty"] if kind == _REPETITION else sorted(vars(processor).keys() - left_out)

@@ -1,4 +1,4 @@
-"""Runs short prompts in graphs: a GPU is done with few tokens long before Python has launched the kernels for them."""
+"""Runs short prompts in graphs: for few tokens, a GPU takes far less time than Python takes to launch the kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Prompts:
         self.reset()
 
     def lines(self) -> list[str]:
-        """Say in a line what came of prefills, once there was one that graphs may serve."""
+        """Describe the prefills in a line, once there was one that graphs may serve."""
         if self.refusal:
             return [f"no graphs for prompts: {self.refusal.splitlines()[0]}"]
         return [f"prompts in graphs: {self.step.graph_stats.summary}"] if self._kind else []
@@ -125,10 +125,12 @@ class Prompts:
             and (attention_mask is None or (attention_mask.shape == input_ids.shape and bool(attention_mask.all())))
         )
         rows = next((size for size in self._sizes if taken and size >= len(input_ids)), _MOST_TOKENS)
-        return next((each for each in _LENGTHS if each * rows <= _MOST_TOKENS and each >= input_ids.shape[1]), 0)
+        return next(
+            (length for length in _LENGTHS if length * rows <= _MOST_TOKENS and length >= input_ids.shape[1]), 0
+        )
 
     def _try(self, inputs: tuple[Tensor, ...]) -> tuple[Any, bool]:
-        """Run the step; returns its result, and True for a replay's. What leads to no graph refuses later prefills."""
+        """Run the step; returns its result, and True for a replay. A call without a graph refuses later prefills."""
         stats = self.step.graph_stats
         replays, before, result = stats.replays, stats.eager.copy(), None
         try:
@@ -140,7 +142,7 @@ class Prompts:
         return result, result is not None and stats.replays > replays
 
     def _compared(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: tuple[Tensor, ...]) -> Any:
-        """Run a prefill by the model's own forward, and compare what the step makes of it, of which nothing stays."""
+        """Run a prefill by the model's own forward, and compare the step's result, of which nothing stays."""
         name, ids, model = self.step.cache_name, kwargs["input_ids"], self.step.model
         cache, generators = copy.deepcopy(kwargs[name]), [default_generator(ids.device)]
         states = random_states(generators)
@@ -155,9 +157,11 @@ class Prompts:
             if self.refusal is None:
                 try:
                     both = self._outputs(cache, ids.shape[1], *result), outputs
-                    leaves = [flatten([dict(each, **{name: [*map(vars, each[name].layers)]})])[0] for each in both]
-                    found = first_difference(*leaves)
-                    self.refusal = found and f"padded to {inputs[0].shape[1]} tokens, {found}"
+                    leaves = [
+                        flatten([dict(output, **{name: [*map(vars, output[name].layers)]})])[0] for output in both
+                    ]
+                    difference = first_difference(*leaves)
+                    self.refusal = difference and f"padded to {inputs[0].shape[1]} tokens, {difference}"
                 except Exception as error:
                     self.refusal = f"{type(error).__name__}: {error} at {user_location(error)}"
             if self.refusal is None and replayed:
@@ -165,7 +169,7 @@ class Prompts:
         return outputs
 
     def _outputs(self, cache: Any, tokens: int, logits: Tensor, states: list[tuple[Tensor, Tensor]]) -> Any:
-        """Make the model's outputs of what the step returned, of which the first tokens count, and an empty cache."""
+        """Make the model's outputs from an empty cache and the step's result, of which the first tokens count."""
         for index, pair in enumerate(states):
             cache.update(*(state[:, :, :tokens] for state in pair), index)
         return self._kind(logits=logits.clone(), **{self.step.cache_name: cache})

@@ -21,7 +21,7 @@ from simplegraph.integrations.transformers.generate.token_step import CACHE_NAME
 
 # Arguments that a step replaces by the store's.
 _REPLACED = CACHE_NAMES | {"attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
-# They tell how images lie in the prompt. A step that is passed positions, and no images, has no use for them.
+# They tell where images are in the prompt. A step that is passed positions and no images does not need them.
 _GRIDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 
 
@@ -59,7 +59,7 @@ class ServedGeneration:
 
     Args:
         decoder: the decoder, which serves no other generation meanwhile.
-        lock: held in each step, and by who drops the graphs of the generation.
+        lock: held in each step, and by whoever drops the graphs of the generation.
         prefill: runs a prefill: the model's own forward, and its keyword arguments -> its outputs.
         cache: the generation's own.
         kept: True if the user can see the cache, during or after the generation.
@@ -69,8 +69,8 @@ class ServedGeneration:
     Attributes:
         lock, kept, edits: as above.
         words: size of the vocabulary; 0 before the prefill.
-        over: True once the generation goes on without graphs: as they cannot serve it, or its last step, or launch, ran
-            eagerly and the next one would as well.
+        over: True once the generation goes on without graphs: they cannot serve it, or its last step or launch ran
+            eagerly and the next one would, too.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ServedGeneration:
         return outputs
 
     def reorder(self, original: Callable[[Tensor], None], order: Tensor) -> None:
-        """Let each row go on from the row that `order` (rows,) names, from its next step on."""
+        """Continue each row from the row that `order` (rows,) names, beginning with the next step."""
         with self.lock:
             if self._length:
                 self._order = self._order.index_select(0, order)
@@ -200,7 +200,7 @@ class ServedGeneration:
         return self._store is not None and self._store.layout.has_states
 
     def may_go_on(self, steps: int) -> bool:
-        """True if the next steps can be taken without the model's loop; it is asked after each of its steps.
+        """True if the next steps can be taken without the model's loop; called after each step of the loop.
 
         Args:
             steps: most steps that are left.
@@ -208,19 +208,19 @@ class ServedGeneration:
         Raises:
             CannotBind: they never can: the model's arguments change in another way than is known, or there is no room.
         """
-        last, known = self._inputs, self._decoder.advances
+        last, advances = self._inputs, self._decoder.advances
         if not self._length or self.over or last is None:
             return False
         self._decoder.check_room(self._length + steps)
-        if last.names not in known and self._earlier is not None:
-            known[last.names] = last.unlike_next(self._earlier, self._decoder.ids_name)
-        unlike = known.get(last.names, "")
+        if last.names not in advances and self._earlier is not None:
+            advances[last.names] = last.unlike_next(self._earlier, self._decoder.ids_name)
+        unlike = advances.get(last.names, "")
         if unlike:
             raise CannotBind(Reason.ONE_TOKEN, f"{unlike} changes from step to step in a way of its own")
-        return last.names in known and self._decoder.trusts(self._length, steps)
+        return last.names in advances and self._decoder.trusts(self._length, steps)
 
     def fits(self, steps: int) -> bool:
-        """True if so many steps may be one launch."""
+        """True if this many steps may be one launch."""
         return self._decoder.fits(self._length, steps)
 
     def go_on(self, ids: Tensor, steps: int = 1, **launch: Any) -> Any:
@@ -240,13 +240,13 @@ class ServedGeneration:
         start = Start(self._decoder.model, self._store.position.device)
         outputs = forward(**kwargs)
         with start.again() as difference:  # a model may keep states: the second step must not see the first one's
-            found = self._decoder.compare(length, self._source, inputs, self._order, outputs.logits) or difference()
-        if found is None:
+            problem = self._decoder.compare(length, self._source, inputs, self._order, outputs.logits) or difference()
+        if problem is None:
             self._decoder.trust(length)
             self._move_to(length + 1)
         else:
             past = " past a window of its layers" if self._decoder.windows_left(length) else ""
-            self._give_up(Reason.GENERATION, f"on a cache of fixed length{past}, {found}")
+            self._give_up(Reason.GENERATION, f"on a cache of fixed length{past}, {problem}")
         return outputs
 
     def _move_to(self, length: int) -> None:
@@ -316,20 +316,20 @@ def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> S
     Raises:
         CannotBind: one is neither a number for each row, nor the same as at the prefill, nor a plain value.
     """
-    found = StepInputs({}, {})
+    inputs = StepInputs({}, {})
     for name, value in kwargs.items():
         if not isinstance(value, Tensor):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
-            found.tokens[name] = value
+            inputs.tokens[name] = value
         elif value.dim() == 2 and value.shape[1] == 1:
-            found.tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
+            inputs.tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
         elif name in TOKEN_TYPES and value.dim() == 2 and value.shape[0] == rows:
-            found.tokens[name] = value[:, -1:]  # older releases pass those of all tokens
+            inputs.tokens[name] = value[:, -1:]  # older releases pass those of all tokens
         elif name in ROW_INPUTS and value.dim() == 3 and value.shape[2] == 1:
-            found.tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
+            inputs.tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
         elif name not in ROW_INPUTS and value.dim() and value.shape[0] == rows and given.get(name) == value.shape:
-            found.carried[name] = value
+            inputs.carried[name] = value
         else:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
-    return found
+    return inputs

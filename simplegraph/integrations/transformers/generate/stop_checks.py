@@ -1,4 +1,4 @@
-"""What `generate`'s own loop asks after each token in place of its check: a late one, or one that generates the rest.
+"""Checks that replace the one which `generate`'s loop calls after each token: a late one, and one that makes the rest.
 
 After every token `generate` reads back if any sequence is unfinished, and the GPU is then idle until Python has
 prepared the next step. transformers has a check that lags one step behind and undoes the extra step, but uses it on one
@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.memory import default_generator, put_random_states, random_states
-from simplegraph.fused.layers.functions import is_of_library, with_names
+from simplegraph.fused.layers.provable import is_of_library, with_names
 from simplegraph.integrations.transformers.generate.launch import Launch, RowState, ignored_tokens, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 
@@ -94,7 +94,7 @@ def may_run_late(kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
 
 
 def may_be_late(criterion: Any) -> bool:
-    """True if it checks end tokens, or a length up to which the model has positions: an extra step needs one more."""
+    """True if a criterion checks end tokens, or a length within the model's positions, all that extra steps need."""
     if type(criterion) is not MaxLengthCriteria:
         return type(criterion) is EosTokenCriteria
     positions = getattr(criterion, "max_position_embeddings", None)
@@ -115,7 +115,7 @@ def with_late_check(sample: functools.partial[Any]) -> Any:
 
 
 def _asks_by_name(sample: functools.partial[Any], *names: str) -> bool:
-    """True if a bound `_sample` is transformers' own, and asks by these names, which nobody gave another meaning."""
+    """True if a bound `_sample` is transformers' own, and calls these names, whose meaning was not replaced."""
     function: Any = sample.func
     if function is not GenerationMixin._sample or not is_of_library(function):
         return False
@@ -128,14 +128,14 @@ def _asks_by_name(sample: functools.partial[Any], *names: str) -> bool:
 
 
 def is_known_loop(sample: functools.partial[Any]) -> bool:
-    """True if a bound `_sample` is transformers' own, and asks its check what `LaunchedGeneration` answers.
+    """True if a bound `_sample` is transformers' own, and calls its check as `LaunchedGeneration` expects.
 
-    The check is called with what a step made, and steps are undone in the tensors that come after their number.
+    The check is called with a step's results, and the undo function with the number of steps, then the tensors.
     """
     if not _asks_by_name(sample, _CHECK, _UNDO):
         return False
     asked, undone = (sample.func.__globals__[name] for name in (_CHECK, _UNDO))
-    asked, undone = (list(inspect.signature(each).parameters) for each in (asked.__call__, undone))
+    asked, undone = (list(inspect.signature(function).parameters) for function in (asked.__call__, undone))
     return len(asked) == _ASKED and undone[:2] == ["num_steps", "input_ids"]
 
 
@@ -151,7 +151,7 @@ class LaunchedGeneration:
     Attributes:
         max_length: length in tokens at which all rows are finished.
         launch: takes several steps, with all processors.
-        refused: why the loop takes all steps, if that was found out in the loop.
+        refused: why the loop takes all steps, if it was found in the loop.
 
     Raises:
         CannotBind: something depends on each token in a way that a graph cannot repeat.
@@ -253,9 +253,9 @@ class LaunchedGeneration:
         """Return the launch for the next steps: a full one, or of one step."""
         last = length + self._steps - 1
         if last < self.max_length and self._served.fits(self._steps):
-            found = processors_between(self._processors, length, last)
-            if found is not None:
-                return self._launch_of(self._steps, found)
+            between = processors_between(self._processors, length, last)
+            if between is not None:
+                return self._launch_of(self._steps, between)
         return self._launch_of(1, self._processors)
 
     def _launch_of(self, steps: int, processors: LogitsProcessorList) -> Launch:
@@ -273,12 +273,12 @@ class LaunchedGeneration:
     def _take_several(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, RowState, bool]:
         generators = [default_generator(ids.device)] if self._samples else []
         before = random_states(generators)
-        found = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
+        launched = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
         if self._served.over:
             self._steps = 1  # the report has the reason
         # The next replay overwrites the results.
-        tokens, unfinished = found.tokens.clone(), found.unfinished.clone()
-        made = launch.steps + 1 if self._ends is None else int(found.made.max())
+        tokens, unfinished = launched.tokens.clone(), launched.unfinished.clone()
+        made = launch.steps + 1 if self._ends is None else int(launched.made.max())
         tokens = tokens[:, :made]
         shown, kept = 0, tokens.shape[1]
         try:
@@ -293,7 +293,7 @@ class LaunchedGeneration:
         return tokens, RowState(unfinished, state.pad, state.ends, seen), made <= launch.steps
 
     def _draw(self, rows: int, steps: int) -> None:
-        """Draw as many random numbers as so many steps do, which does not depend on the scores."""
+        """Draw as many random numbers as this many steps do; their number does not depend on the scores."""
         if self._samples:
             scores = torch.ones(rows, self._served.words, device=self._first[0].device)
             for _ in range(steps):

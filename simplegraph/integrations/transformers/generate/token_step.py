@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from simplegraph.base.config import BatchDim
+from simplegraph.fused.layers.kinds import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.grouped_heads import grouped_heads
@@ -65,7 +65,7 @@ class TokenStep(ModelStep):
         self.shortening = [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
 
     def fused_layers(self) -> dict[nn.Module, Layer]:
-        """Map the model's layers that run on fused operators to what is known of them."""
+        """Map the model's layers that run on fused operators to their descriptions."""
         return find_layers(self.model, self._not_fused, tokens=True)
 
     def forward(
@@ -86,7 +86,7 @@ class TokenStep(ModelStep):
             order: (rows,), the row whose tokens and states each row goes on from; None if each goes on from its own.
             carried: the model's own arguments that keep their shape, (rows, ...), from step to step.
             launch: how to take several steps; None to take one.
-            rows: what a launch knows of each row.
+            rows: the state of each row that a launch needs.
             **inputs: the others, except masks, cache and encoder outputs; (rows, 1), or (rows, kinds, 1) for positions
                 of several kinds, which the model takes as (kinds, rows, 1).
         """

@@ -69,7 +69,7 @@ class LayerLayout:
         names = {name for name, _ in tensors}
         plain = {name: value for name, value in _own_attributes(layer).items() if name not in names}
         rest = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
-        # Containers are those of this generation's layer.
+        # Containers are copied from this generation's layer.
         copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | rest).items()}
         return cls(type(layer), tuple(parts), window, repr(sorted(plain.items())), copies)
 
@@ -80,12 +80,12 @@ class LayerLayout:
 
 
 def state_tensors(layer: Any) -> dict[Part, Tensor]:
-    """Map places in a cache's layer to the tensors of its states; keys and values are none of them."""
-    found: dict[Part, Tensor] = {}
+    """Map places in a cache's layer to the tensors of its states, which keys and values do not count as."""
+    states: dict[Part, Tensor] = {}
     for name, value in _own_attributes(layer).items():
         items = value.items() if isinstance(value, dict) else [(None, value)]
-        found |= {(name, key): tensor for key, tensor in items if isinstance(tensor, Tensor)}
-    return found
+        states |= {(name, key): tensor for key, tensor in items if isinstance(tensor, Tensor)}
+    return states
 
 
 def set_state(layer: Any, part: Part, tensor: Tensor) -> None:
@@ -98,7 +98,7 @@ def set_state(layer: Any, part: Part, tensor: Tensor) -> None:
 
 
 def cached_length(cache: Any) -> int:
-    """Return the number of tokens in a cache; 1 for one that was filled with states only, which have no length."""
+    """Return the number of tokens in a cache; 1 for a cache of states only, which have no length."""
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return int(cache.get_seq_length())
     return int(any(map(state_tensors, cache.layers)))
@@ -156,8 +156,8 @@ class CacheLayout:
     @property
     def reach(self) -> int | None:
         """The window that all layers with keys have; None if one has none, or another one."""
-        found = {layer.window for layer in self.layers if layer.has_keys}
-        return found.pop() if len(found) == 1 else None
+        windows = {layer.window for layer in self.layers if layer.has_keys}
+        return windows.pop() if len(windows) == 1 else None
 
     @property
     def has_states(self) -> bool:

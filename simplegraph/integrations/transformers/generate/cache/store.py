@@ -81,7 +81,7 @@ class CacheStore:
                 rows, 1, dtype=torch.int64, device=device
             )  # 0 for a row that hides the next token
             reach = layout.reach
-            # Of each token, the position of the first one that cannot see it; None if all or some layers see it always.
+            # For each token, the first position that cannot see it; None if a layer sees all tokens.
             self._left_at = None if reach is None else torch.arange(reach, reach + length, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
             elements, dtype, _ = layout.hidden or (0, torch.float32, None)
@@ -94,11 +94,11 @@ class CacheStore:
 
     def view(self, rows: int, span: int, source: int) -> CacheView:
         """Return the views of a step: the first `rows` rows, `span` positions and `source` encoder positions."""
-        known = self._views.get((rows, span, source))
-        if known is None:
+        view = self._views.get((rows, span, source))
+        if view is None:
             with torch.inference_mode(False), torch.no_grad():
-                known = self._views[rows, span, source] = self._view(rows, span, source)
-        return known
+                view = self._views[rows, span, source] = self._view(rows, span, source)
+        return view
 
     def _view(self, rows: int, span: int, source: int) -> CacheView:
         cache = self._cache(self._own, self.layout.layers, rows, span, self.seen)
@@ -115,8 +115,8 @@ class CacheStore:
     def show_token(self, mask: Tensor) -> Tensor:
         """Write the token at `position` to a mask (rows, span); return the tokens that a step there sees.
 
-        They are those of the mask, without what has left the window if all layers have one window. The model's own
-        cache drops their keys, and some models have no other window.
+        They are those of the mask, without tokens that have left the window if all layers have one window: the model's
+        own cache drops their keys, and some models rely on that.
         """
         mask.index_copy_(1, self.position, self._present[: mask.shape[0]])
         return mask if self._left_at is None else mask * (self._left_at[: mask.shape[1]] > self.position)
@@ -162,9 +162,9 @@ class CacheStore:
                 )
 
     def reorder(self, rows: int, length: int, order: Tensor) -> None:
-        """Let each of `rows` rows have the states, and the tokens up to `length`, that the row `order` names has now.
+        """Give each of `rows` rows the states, and the tokens up to `length`, of the row that `order` names.
 
-        What an encoder made stays: beams change places only among those of one source.
+        An encoder's results stay: beams change places only within one source.
         """
         kept = [tensor[:rows, :, :length] for tensors in self._own for tensor in _pair(tensors)]
         for tensor in kept + [tensor[:rows] for tensors in self._own for tensor in _states(tensors).values()]:
@@ -214,7 +214,7 @@ class CacheStore:
         self._source_mask[:rows, source:] = 0
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
-        """Make the first layer show the length, since models ask that one between steps; returns its `shown` tensor."""
+        """Make the first layer show the length, which models read between steps; returns its `shown` tensor."""
         if self._first_keys is not None:
             # Values stay those of the prefill until `hand_back`: models never read their length, and a view takes time.
             cache.layers[self.first].keys = self._first_keys[:rows].narrow(2, 0, length)
@@ -223,7 +223,7 @@ class CacheStore:
         return self.shown(cache)
 
     def shown(self, cache: Any) -> Any:
-        """Return a tensor of a generation's cache that is another one if the cache is changed between steps."""
+        """Return a tensor of a generation's cache that is replaced if the cache is changed between steps."""
         return next(self._states_beside(cache))[3] if self.first is None else cache.layers[self.first].keys
 
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
@@ -243,8 +243,8 @@ class CacheStore:
         """Iterate over the states of a cache: its layer, place, this store's tensor, and its own one, None for none."""
         for layer, tensors in zip(cache.layers, self._own, strict=True):
             states = _states(tensors)
-            found = state_tensors(layer) if states else {}
-            yield from ((layer, part, tensor, found.get(part)) for part, tensor in states.items())
+            own_states = state_tensors(layer) if states else {}
+            yield from ((layer, part, tensor, own_states.get(part)) for part, tensor in states.items())
 
 
 def _pair(tensors: Mapping[Part, Tensor]) -> list[Tensor]:
@@ -261,11 +261,11 @@ def _copy(cache: Any, memory: _Memory, length: int) -> None:
     targets, sources, rest = [], [], []
     for tensors, layer in zip(memory, cache.layers, strict=True):
         pair = _pair(tensors)
-        for tensor, known in zip(pair, (layer.keys, layer.values) if pair else (), strict=True):
+        for tensor, source in zip(pair, (layer.keys, layer.values) if pair else (), strict=True):
             # A layer with a window has only the last tokens; earlier ones are out of its reach.
-            rows, start = known.shape[0], length - known.shape[2]
+            rows, start = source.shape[0], length - source.shape[2]
             targets.append(tensor[:rows, :, start:length])
-            sources.append(known)
+            sources.append(source)
             rest += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
     rest = [tensor for tensor in rest if tensor.numel()]
     if rest:

@@ -1,4 +1,4 @@
-"""Finds functions of which examples can prove what they compute, and copies functions with other global names.
+"""Finds functions whose results examples can prove, and copies functions with other global names.
 
 Examples show little of a function that branches: it may compute something else for more rows, in another dtype, or in
 training. So a function of the user's own is proven by examples only if it can do none of that: straight Python, of a
@@ -32,37 +32,37 @@ _CUTS = ("BINARY_SUBSCR", "BINARY_SLICE")
 
 
 def provable_code(kind: type, function: Any, words: Collection[str]) -> tuple[FunctionType, ...]:
-    """List a function and those that it calls by name, if examples can prove what they compute together; else ().
+    """List a function and those that it calls by name, if examples can prove their common result; else ().
 
     Args:
         kind: the class whose method the function is; `object` if it is none.
         function: any object.
         words: names of attributes and of torch's functions that a user's own function may read.
     """
-    found: list[FunctionType] = []
+    functions: list[FunctionType] = []
     waiting = [function] if _finds_attributes_as_usual(kind) else []
     while waiting:
-        each = undecorated(waiting.pop())
-        if not isinstance(each, FunctionType):
+        current = undecorated(waiting.pop())
+        if not isinstance(current, FunctionType):
             return ()
-        if each in found:
+        if current in functions:
             continue
-        found.append(each)
-        trusted = is_of_library(each)
-        if not trusted and not _is_straight(each):
+        functions.append(current)
+        trusted = is_of_library(current)
+        if not trusted and not _is_straight(current):
             return ()
-        for name in each.__code__.co_names:
+        for name in current.__code__.co_names:
             method = _found_in(kind, name)
-            meanings = [getattr(method, "__func__", method), each.__globals__.get(name)]
+            meanings = [getattr(method, "__func__", method), current.__globals__.get(name)]
             inner = [meaning for meaning in meanings if isinstance(meaning, FunctionType) and not _is_of_torch(meaning)]
             modules = [meaning for meaning in meanings if isinstance(meaning, ModuleType)]
-            # Others are properties, classes, and numbers that may change.
+            # Other meanings are properties, classes, and numbers that may change.
             plain = (FunctionType, ModuleType, type(None))
-            known = all(isinstance(meaning, plain) for meaning in meanings) and (name in words or inner or modules)
-            if not (known or trusted) or any(sys.modules.get(module.__name__) is not module for module in modules):
+            meant = all(isinstance(meaning, plain) for meaning in meanings) and (name in words or inner or modules)
+            if not (meant or trusted) or any(sys.modules.get(module.__name__) is not module for module in modules):
                 return ()
             waiting += inner
-    return tuple(found)
+    return tuple(functions)
 
 
 def _finds_attributes_as_usual(kind: type) -> bool:
@@ -72,7 +72,7 @@ def _finds_attributes_as_usual(kind: type) -> bool:
 
 def _found_in(kind: type, name: str) -> Any:
     """Return an attribute of a class as it is written, without running code of a descriptor; None if it has none."""
-    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+    return next((vars(owner)[name] for owner in kind.__mro__ if name in vars(owner)), None)
 
 
 def is_of_library(function: FunctionType) -> bool:
@@ -88,24 +88,25 @@ def _is_of_torch(function: FunctionType) -> bool:
 
 @functools.lru_cache(1024)
 def _is_straight(function: FunctionType) -> bool:
-    """True if a function runs the same operators whatever it is passed, and writes to nothing but its own names."""
+    """True if a function runs the same operators for any arguments, and writes only to its own names."""
     code = function.__code__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    plain = not (code.co_freevars or code.co_cellvars) and all(each is None or each is False for each in defaults)
+    plain = not (code.co_freevars or code.co_cellvars) and all(value is None or value is False for value in defaults)
     return plain and all(map(_goes_straight_on, dis.get_instructions(code)))
 
 
 def _goes_straight_on(instruction: dis.Instruction) -> bool:
     name, how = instruction.opname, instruction.argrepr
-    # From Python 3.11 on, one instruction is all operators, with those that write in place, and later on the index.
+    # From Python 3.11 on, one instruction stands for all operators, in-place ones included, and later for indexing,
+    # too.
     cuts = name in _CUTS or (name == "BINARY_OP" and (how.endswith("=") or how == "[]"))
     return name.startswith(_STRAIGHT) and not cuts
 
 
 def settings_read(module: nn.Module, code: Collection[FunctionType]) -> dict[str, Any] | None:
-    """Return what a module's code reads of its attributes beside tensors and parts; None if one cannot be compared."""
+    """Return the attributes that a module's code reads, but for tensors and parts; None if one cannot be compared."""
     attributes = vars(module)
-    names = {name for each in code for name in each.__code__.co_names}
+    names = {name for function in code for name in function.__code__.co_names}
     read = {name: attributes[name] for name in sorted(names.intersection(attributes)) if name not in _OF_MODULES}
     return read if all(map(_is_setting, read.values())) else None
 
@@ -115,7 +116,7 @@ _SETTINGS = (*ATOMS, FunctionType, BuiltinFunctionType, functools.partial)
 
 
 def _is_setting(value: Any) -> bool:
-    """True for a plain value or a function; others may change and be equal still, and an answer would own them."""
+    """True for a plain value or a function: others may change and be equal still, and a cache would own them."""
     return issubclass(type(value), _SETTINGS) or (type(value) is tuple and all(map(_is_setting, value)))
 
 
@@ -133,10 +134,10 @@ def undecorated(function: Any) -> Any:
 
 def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
     """Copy a function with some of its global names replaced; the original keeps its own."""
-    known = {**function.__globals__, **names}
-    changed = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
-    changed.__kwdefaults__ = function.__kwdefaults__
-    return changed
+    named = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class GlobalNames:
@@ -147,9 +148,9 @@ class GlobalNames:
     """
 
     def __init__(self, *functions: FunctionType) -> None:
-        read = [(each.__globals__, name) for each in functions for name in each.__code__.co_names]
-        self._known = [(names, name, names[name]) for names, name in read if name in names]
+        read = [(function.__globals__, name) for function in functions for name in function.__code__.co_names]
+        self._meanings = [(names, name, names[name]) for names, name in read if name in names]
 
     def are_still(self) -> bool:
-        """True if none means something else by now."""
-        return all(names.get(name) is value for names, name, value in self._known)
+        """True if every name still has its meaning."""
+        return all(names.get(name) is value for names, name, value in self._meanings)

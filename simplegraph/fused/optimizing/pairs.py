@@ -1,4 +1,4 @@
-"""The one table of what `optimize` may do, of the classes that it knows, and of norms that it folds into layers."""
+"""Pairs of a layer and a norm that `optimize` folds, the classes that it knows, and its rewrites by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.functions import plain_class
+from simplegraph.fused.layers.kinds import IMAGE_KINDS, KINDS
 from simplegraph.fused.layers.layer import class_name, hooked, is_sequential, runs_own_forward
-from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
+from simplegraph.fused.layers.provable import plain_class
 
 BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS = "batch_norm", "channels_last", "epilogue", "projections"
 REWRITES: Mapping[str, str] = MappingProxyType(
@@ -63,8 +63,8 @@ _WITHOUT_PAIRS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Classes whose forward runs with any memory format of its 4-d tensors, since it views none, and the pairs in it.
-# They go by full name, so that no library is imported. A subclass is another class: it may have another forward.
+# Classes whose forward runs with any memory format of its 4-d tensors, since it views none; and their pairs. They go by
+# full name, so that no library is imported. A subclass is another class: it may have another forward.
 KNOWN_CLASSES: Mapping[str, Pairs] = MappingProxyType(
     {
         **{f"{file}.{name}": () for file, names in _WITHOUT_PAIRS.items() for name in names.split()},
@@ -124,7 +124,7 @@ class Pair(NamedTuple):
 
 
 def is_changed(module: nn.Module) -> bool:
-    """True if this room changed the module's class, and nobody gave it another since."""
+    """True if `optimize` changed the module's class, which was not changed again since."""
     return hasattr(type(module), "_simplegraph_plain")
 
 
@@ -158,21 +158,21 @@ def shared_modules(root: nn.Module) -> set[int]:
 
 def sources(layer: Any, norm: Any) -> list[Tensor]:
     """List the tensors that a folded layer is computed from."""
-    found = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    return [tensor for tensor in found if tensor is not None]
+    tensors = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def watched(layer: Any, norm: Any) -> list[Tensor]:
     """List the tensors whose versions tell of a change to a folded layer.
 
-    A training forward changes running statistics without a new version, and counts itself.
+    A training forward changes running statistics without a new version, but is counted.
     """
     counter = norm.num_batches_tracked
     return sources(layer, norm) + ([] if counter is None else [counter])
 
 
 def hindrance_in(root: nn.Module, pair: Pair, shared: set[int]) -> str:
-    """Say why a pair of a module cannot be folded, of which these `shared_modules` are known; "" if it can."""
+    """Say why a pair of a module with these `shared_modules` cannot be folded; "" if it can."""
     layer, norm = root.get_submodule(pair.layer), root.get_submodule(pair.norm)
     if {id(layer), id(norm)} & shared:
         return "one of them has several places in the module"

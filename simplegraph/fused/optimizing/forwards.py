@@ -1,4 +1,4 @@
-"""Makes a module's forward use folded weights or fused operators; calls that look inside or train run as written.
+"""Makes a module's forward use folded weights or fused operators; calls that observe it or train run the original code.
 
 A pair is folded inside the forward of its owner, for which the pair was shown to hold. A call of the layer or the norm
 from anywhere else, such as a feature extractor's, gets what the module computes without `optimize`.
@@ -49,7 +49,7 @@ def _run_layer(original: Callable[..., Any], self: Any, input: Tensor) -> Any:
     if use is None:
         return original(input)
     weight, bias = use.weights[:2]
-    # With another number of dimensions the norm takes another one for the channels.
+    # With another number of dimensions, the norm takes another dimension for the channels.
     use.applied = weight is not None and input.dim() == use.dims
     if weight is None or not use.applied:
         return original(input)
@@ -74,8 +74,8 @@ class _FusedForward(LeftOut):
 
 
 def _wants_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-    return torch.is_grad_enabled() and any(each.requires_grad for each in (*module.parameters(), *given))
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*module.parameters(), *given))
 
 
 def _run_fused(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _run_fused(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
-    """Make a subclass with another forward, which gets the original one.
+    """Make a subclass with another forward, which is passed the original one.
 
     Copies and pickles of its instances are of the class as it was at first.
     """
@@ -101,16 +101,16 @@ def _changed(original: Any, run: Callable[..., Any]) -> type[nn.Module]:
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
         reduced: tuple[Any, ...] = plain.__reduce_ex__(self, max(protocol, 2))
-        if hasattr(plain, "_simplegraph_original"):  # a wrapped module says itself what is to be wrapped again
+        if hasattr(plain, "_simplegraph_original"):  # a wrapped module tells itself what to wrap again
             return reduced
         make, args, *state = reduced
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             return object.__new__, (plain,), *state
-        return make, tuple(plain if each is type(self) else each for each in args), *state
+        return make, tuple(plain if argument is type(self) else argument for argument in args), *state
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Which somebody may have replaced in the class since.
+        # Looked up now, since it may have been replaced in the class.
         return run(functools.partial(original.forward, self), self, *args, **kwargs)
 
     members = {"forward": forward, "__reduce_ex__": reduce, "_simplegraph_plain": plain, "_simplegraph_run": run}
@@ -142,11 +142,11 @@ def install_fused(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
 
 def is_installed(module: nn.Module) -> bool:
     """True if the module's forward, or that of a module in it, is not its class's."""
-    return any(vars(each).get(name) is not None for each in module.modules() for name in (REGION, _FUSED))
+    return any(vars(child).get(name) is not None for child in module.modules() for name in (REGION, _FUSED))
 
 
 def uninstall(root: nn.Module) -> None:
-    """Give every module its own class again; where that was changed once more since, what is left does nothing."""
+    """Restore every module's class; if it was changed again since, the remaining forward does nothing of its own."""
     for module in root.modules():
         attributes = vars(module)
         for name in (REGION, _MEMORY, _FUSED):

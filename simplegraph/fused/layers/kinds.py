@@ -1,4 +1,4 @@
-"""The one table of what is recognized in a model, by the name that reports and options have for it."""
+"""The kinds of layers that are recognized, by their names in reports and options; finds and fuses layers."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def find_layers(
         images: True adds `IMAGE_KINDS`.
         tokens: True adds those of `TOKEN_KINDS` that are layers.
     """
-    found: dict[nn.Module, Layer] = {}
+    layers: dict[nn.Module, Layer] = {}
     rms = rms_norms(model)
     alone = {} if RMS_NORM in skip else rms
     norms, gated = dict(alone), {} if RMS_NORM in skip else gated_norms(model)
     if RESIDUAL not in skip:
-        found, behind = residual_layers(model, sum_norms(model, rms))
+        layers, behind = residual_layers(model, sum_norms(model, rms))
         norms |= behind
-    found |= gated | {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
+    layers |= gated | {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
     left_out = {*skip, *(() if images else IMAGE_KINDS)}
-    found |= {module: layer for module, layer in _of_classes(model).items() if layer.kind not in left_out}
+    layers |= {module: layer for module, layer in _of_classes(model).items() if layer.kind not in left_out}
     finders: dict[str, Callable[[nn.Module], dict[nn.Module, Layer]]] = {
         GATED: gate_layers,
         ACTIVATION: activation_layers,
@@ -84,8 +84,8 @@ def find_layers(
     }
     for kind, find in finders.items():
         if kind not in left_out:
-            found |= find(model)
-    return found
+            layers |= find(model)
+    return layers
 
 
 def _of_classes(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -124,7 +124,7 @@ def _fused_forward(module: Any, layer: Layer, operators: Operators) -> Callable[
             try:
                 return layer.run(operators, *args, **kwargs)
             except AsWritten:
-                pass  # the error is over before its forward runs, and is no cause of what that raises
+                pass  # the error is handled before the forward runs, so that it is not shown as the cause of others
         return forward(module, *args, **kwargs)
 
     return run
