@@ -27,6 +27,8 @@ from simplegraph.base.walk import (
     held_by,
     is_break,
     is_library,
+    items_in_order,
+    keys_in_order,
     kind_of,
     shown,
     slots_of,
@@ -86,7 +88,8 @@ class ValueHolder:
         held: the dict, list, set or deque; None for one that is not kept, since it may hold a tensor.
         find: returns it then, by its way from an object.
         counts: returns True for the keys that count.
-        is_container: the order of keys counts, and of a long one nothing but its length and version.
+        is_container: of a long one nothing but its length and version counts.
+        is_ordered: the order of keys counts.
         is_view: what `find` returns is another object each time.
         owner: returns the object whose attributes `held` is, which may be given others.
         has_tensors: tensors count by identity, too, which no survey of the module sees.
@@ -107,6 +110,7 @@ class ValueHolder:
         counts: Callable[[Any], bool] | None = None,
         *,
         is_container: bool = False,
+        is_ordered: bool = False,
         is_view: bool = False,
         owner: Callable[[], Any] | None = None,
         has_tensors: bool = False,
@@ -118,6 +122,7 @@ class ValueHolder:
             find, is_view = functools.partial(held_by, cell), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
+        self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
         self._part: tuple[set[Place], frozenset[Any]] | None = None
         self.inside: list[int] = []
@@ -140,14 +145,17 @@ class ValueHolder:
             if self.owner is not None and own_dict(self.owner()) is not held:
                 return None
             is_dict = issubclass(type(held), dict)
+            has_own_order = issubclass(type(held), collections.OrderedDict) and dict.__len__(held) > 1
             items: Any
             if is_dict and dict.__len__(held) and not self._is_view and dict_version is not None:
                 items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
+                if has_own_order:  # nor where `move_to_end` is called
+                    items = items, list(map(id, keys_in_order(held)))
             elif self.is_wide:
                 items = _length(held)
             else:
                 values = list(dict.values(held) if is_dict else kind_of(type(held)).__iter__(held))
-                keys = list(map(id, dict.keys(held))) if is_dict else None
+                keys = list(map(id, keys_in_order(held))) if is_dict else None
                 items = list(map(id, values)), list(map(type, values)), keys
         except Exception:  # another thread may be at it
             return None
@@ -200,12 +208,16 @@ class ValueHolder:
         self._part = None
         return empty
 
+    def is_as(self, before: dict[Hashable, Hashable]) -> bool:
+        """True if the entries are these, in the same order if that counts."""
+        return self.entries == before and (not self._is_ordered or list(self.entries) == list(before))
+
     def part(self, left_out: Collection[Place]) -> frozenset[Any]:
         """Return the entries as a part of a key, but for those at some places."""
         if self._part is None or self._part[0] != left_out:
             counted = {} if (self.name, ALL) in left_out else self.entries
             counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
-            ordered = [(ORDER, tuple(counted))] * (self.is_container and len(counted) > 1)
+            ordered = [(ORDER, tuple(counted))] * (self._is_ordered and len(counted) > 1)
             self._part = set(left_out), frozenset((*counted.items(), *ordered))
         return self._part[1]
 
@@ -227,7 +239,7 @@ def _length(container: Any) -> int:
 def _items(held: Any) -> list[tuple[Any, Any]]:
     """List the keys and values of what a holder finds; of a set its items, each being there."""
     if issubclass(type(held), dict):
-        return list(dict.items(held))
+        return items_in_order(held)
     items = kind_of(type(held)).__iter__(held)
     return [(item, True) for item in items] if issubclass(type(held), set) else list(enumerate(items))
 
@@ -466,9 +478,9 @@ class Holders:
         if thing is self._module:
             self.root = make(find=functools.partial(_own_attributes, weakly))
             return self.root
-        # A module that is given other attributes is noticed by its tensors.
-        owner = None if issubclass(type(thing), nn.Module) else weakly
-        return make(held=attributes, owner=owner)
+        if issubclass(type(thing), nn.Module):  # one that is given other attributes is noticed by its tensors
+            return make(held=attributes)
+        return make(held=attributes, owner=weakly, is_ordered=True)
 
     def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
         self._classes[type(thing)] = None

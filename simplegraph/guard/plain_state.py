@@ -210,7 +210,7 @@ class PlainState:
                 entries[holder.name] = holder.entries
             if any(holder.mark is None for holder in moved):
                 return False
-            is_same = all(entries[holder.name] == self._entries[holder.name] for holder in moved)
+            is_same = all(holder.is_as(self._entries[holder.name]) for holder in moved)
             # As where a file's other globals are set: its version moved, and nothing that counts did.
             self._hold(comparison.after(moved, comparison.key if is_same else None))
             if not is_same:
