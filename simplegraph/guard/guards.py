@@ -422,8 +422,7 @@ class CapturedState:
         self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._values: dict[tuple[Any, ...], WatchedValue] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
-        self._names: set[str] = set()
-        self._order: list[str] = []
+        self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
 
     def take(self, read: MemoryRead, survey: Survey) -> None:
@@ -444,8 +443,7 @@ class CapturedState:
             self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
         if not self._modules:
             self._modules = {name: (weakref.ref(each), tuple(code_of(each))) for name, each in survey.modules.items()}
-            self._names = set(survey.tensors)
-            self._order = _registered(survey)
+            self._names = dict.fromkeys(survey.tensors)
             self._generators = survey.generators
             self._empty = survey.attributes() - {each.attribute for each in tensors}
         # A tensor that is added to one of these matters. New attributes, and those that no graph reads, may hold any.
@@ -457,7 +455,8 @@ class CapturedState:
 
         What was empty before, such as None, may have decided what earlier graphs do.
         """
-        self._names |= {each.name for each in survey.tensors.values() if each.attribute not in self._empty}
+        added = (each.name for each in survey.tensors.values() if each.attribute not in self._empty)
+        self._names |= dict.fromkeys(added)
 
     def _new_reading(self, survey: Survey) -> Reading:
         """Read what is there, to be compared at every call."""
@@ -522,7 +521,9 @@ class CapturedState:
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
         names += self._changed_modules(survey.modules)
-        return names or ([] if _registered(survey) == self._order else ["parameters or buffers (another order)"])
+        order = [name for name in self._names if name in now and now[name].registered]
+        is_same = order == [name for name, each in now.items() if each.registered and name in self._names]
+        return names or ([] if is_same else ["parameters or buffers (another order)"])
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
         before = self._modules
@@ -534,11 +535,6 @@ class CapturedState:
             elif not is_same(tuple(code_of(module)), code):
                 names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
-
-
-def _registered(survey: Survey) -> list[str]:
-    """Name the parameters and buffers, in their order."""
-    return [name for name, each in survey.tensors.items() if each.registered]
 
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
