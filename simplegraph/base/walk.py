@@ -115,7 +115,7 @@ def held_by(place: Any, base: Any = None) -> Any:
     if kind is dict:
         return place.copy()  # asks no key for its hash
     if base in DICTS:
-        return dict(dict.items(place))
+        return dict(items_in_order(place))
     if base in _SEQUENCES:
         return tuple(base.__iter__(place))
     if base is object:
@@ -136,6 +136,28 @@ def _referents(thing: Any) -> tuple[Any, ...]:
     if issubclass(type(thing), types.FunctionType):
         return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)
     return tuple(gc.get_referents(thing))
+
+
+def keys_in_order(held: Any) -> list[Any]:
+    """List the keys of a dict as it is iterated over, past what its class makes of that."""
+    keys = list(dict.keys(held))
+    # An OrderedDict has an order of its own, and asks keys for their hashes to tell it.
+    is_told = issubclass(type(held), collections.OrderedDict) and _SHOWN.issuperset(map(type, keys))
+    return list(collections.OrderedDict.__iter__(held)) if is_told else keys
+
+
+def items_in_order(held: Any) -> list[tuple[Any, Any]]:
+    """List the keys and values of a dict, likewise."""
+    items = list(dict.items(held))
+    order = keys_in_order(held) if issubclass(type(held), collections.OrderedDict) else ()
+    if all(key is moved for (key, _), moved in zip(items, order, strict=False)):
+        return items
+    return [(key, dict.__getitem__(held, key)) for key in order]
+
+
+def values_in_order(held: Any) -> list[Any]:
+    """List the values of a dict, likewise."""
+    return [value for _, value in items_in_order(held)]
 
 
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:

@@ -78,6 +78,11 @@ def _is_method(step: dis.Instruction) -> bool:
     return step.opname == "LOAD_METHOD" or flagged
 
 
+def is_packaged(code: types.CodeType) -> bool:
+    """True for code of installed packages, which users do not edit."""
+    return "site-packages" in code.co_filename or "dist-packages" in code.co_filename
+
+
 def functions_in(value: Any) -> list[Any]:
     """List the functions that a value is, or stands for."""
     inner = () if not is_descriptor(type(value)) and not callable(value) else _INNER

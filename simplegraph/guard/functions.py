@@ -29,10 +29,11 @@ from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
-from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, names_of
+from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, is_packaged, names_of
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, restore
 
+_code_of = operator.attrgetter("__code__")
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
 
 
@@ -90,7 +91,7 @@ class Reach:
 
     Attributes:
         opened: ids of the objects whose attributes are such places.
-        codes: the names in the code of each function.
+        codes: the names in the code of each function; functions: these.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,7 @@ class Reach:
             self._attributes: set[int] = set()  # ids of dicts of objects that were looked into
             self.opened: set[int] = set()
             self.codes: list[CodeNames] = []
+            self.functions: list[types.FunctionType] = []
             self._has_read = False
             self._left: list[tuple[Any, str]] = []
             # What messages call what was come to, by id.
@@ -142,12 +144,14 @@ class Reach:
 
     def _read_code(self, function: types.FunctionType) -> None:
         code = function.__code__
-        is_packaged = "site-packages" in code.co_filename or "dist-packages" in code.co_filename
-        if (is_packaged or is_library(function.__module__)) and (self._has_read or hasattr(function, "__wrapped__")):
+        if (is_packaged(code) or is_library(function.__module__)) and (
+            self._has_read or hasattr(function, "__wrapped__")
+        ):
             self._left += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
             return
         self._has_read, names = True, names_of(code)
         self.codes.append(names)
+        self.functions.append(function)
         self._names |= names.all
         self._values |= names.values
         self._add(function.__qualname__, [function], 0, function)
@@ -278,11 +282,15 @@ class FunctionModule(nn.Module):
     def resolve(self) -> None:
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
         places = self._find_places()
-        self.values.use(places)
+        functions = self._reach.functions
+        self.values.use(places, functions)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
         modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
         restore(self._modules, modules)
-        restore(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
+        reached = {place.name: place.value for place in places if self._may_hold(place)}
+        # The code of a function may be replaced, too; two functions may have one name.
+        reached |= {f"code {at} of {each.__qualname__}": each.__code__ for at, each in enumerate(functions)}
+        restore(self.reached, reached)
 
     def _find_places(self) -> list[CodePlace]:
         return self._reach.find([self._function])
@@ -341,16 +349,19 @@ class ReachedValues:
         self._seen: set[Hashable] = set()
         self._since = self._changes = 0
         self._often: list[str] = []  # what the latest change was of
-        self.use([])
+        self.use([], [])
 
-    def use(self, places: list[CodePlace]) -> None:
-        """Compare these places from now on."""
-        self.places = places
+    def use(self, places: list[CodePlace], functions: list[types.FunctionType]) -> None:
+        """Compare these places, and the code of these functions, from now on."""
+        self.places, self._functions = places, functions
+        self._codes = list(map(_code_of, functions))
         self._take([place.holder for place in places], [place.key for place in places], [each.value for each in places])
 
     def moved(self) -> bool:
         """True if anything but plain values was replaced or is gone, on the way to which there may be others."""
         self._since += 1
+        if list(map(_code_of, self._functions)) != self._codes:
+            return True
         holders, keys, before = self._last
         try:
             found = list(map(operator.getitem, holders, keys))

@@ -23,6 +23,7 @@ from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts
+from simplegraph.base.walk import values_in_order
 from simplegraph.guard import versions
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Link, Survey, code_of
@@ -136,6 +137,9 @@ class Reading:
         bases, self._levels = _levels([vars(root), *below], read)
         filled = [[attributes for attributes in below if attributes[name]] for name in _REGISTRIES]
         self._held = [_Held(below, filled, bases, [(entries[0], None)])]
+        registries = (vars(module)[name] for module in modules for name in _REGISTRIES)
+        has_orders = any(issubclass(type(held), collections.OrderedDict) for held in registries)
+        self._values_of: Callable[[Any], Iterable[Any]] = values_in_order if has_orders else dict.values
         held = self._held  # cleared once a submodule is gone
         self._deaths = [weakref.ref(child, lambda _: held.clear()) for child in children]
         values, self._lengths = self._read(vars(root))
@@ -198,7 +202,7 @@ class Reading:
         below, filled, bases, _ = self._held[0]
         own = map(attributes.__getitem__, _REGISTRIES)
         parameters, buffers, modules = map(map, _READERS, filled)
-        values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
+        values = list(_chain(map(self._values_of, itertools.chain(own, parameters, buffers, modules))))
         lengths = [len(values)]
         if not self._levels:
             return values, lengths
@@ -418,7 +422,7 @@ class CapturedState:
         self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._values: dict[tuple[Any, ...], WatchedValue] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
-        self._names: set[str] = set()
+        self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
 
     def take(self, read: MemoryRead, survey: Survey) -> None:
@@ -439,7 +443,7 @@ class CapturedState:
             self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
         if not self._modules:
             self._modules = {name: (weakref.ref(each), tuple(code_of(each))) for name, each in survey.modules.items()}
-            self._names = set(survey.tensors)
+            self._names = dict.fromkeys(survey.tensors)
             self._generators = survey.generators
             self._empty = survey.attributes() - {each.attribute for each in tensors}
         # A tensor that is added to one of these matters. New attributes, and those that no graph reads, may hold any.
@@ -451,7 +455,8 @@ class CapturedState:
 
         What was empty before, such as None, may have decided what earlier graphs do.
         """
-        self._names |= {each.name for each in survey.tensors.values() if each.attribute not in self._empty}
+        added = (each.name for each in survey.tensors.values() if each.attribute not in self._empty)
+        self._names |= dict.fromkeys(added)
 
     def _new_reading(self, survey: Survey) -> Reading:
         """Read what is there, to be compared at every call."""
@@ -515,7 +520,10 @@ class CapturedState:
         before, after = self._generators, survey.generators
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
-        return names + self._changed_modules(survey.modules)
+        names += self._changed_modules(survey.modules)
+        order = [name for name in self._names if name in now and now[name].registered]
+        is_same = order == [name for name, each in now.items() if each.registered and name in self._names]
+        return names or ([] if is_same else ["parameters or buffers (another order)"])
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
         before = self._modules

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import functools
 import gc
 import itertools
+import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.base.objects import by_class, own_dict
+from simplegraph.base.objects import by_class, class_member, own_dict
 from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
@@ -27,19 +30,21 @@ from simplegraph.base.walk import (
     held_by,
     is_break,
     is_library,
+    items_in_order,
+    keys_in_order,
     kind_of,
     shown,
     slots_of,
 )
-from simplegraph.guard.code_below import CodeBelow
+from simplegraph.guard.code_below import CodeBelow, is_packaged
 from simplegraph.guard.values import (
     MAX_WIDTH,
     NOT_PLAIN,
     ORDER,
     SameObject,
+    buffer_key,
     can_be_referenced,
     class_key,
-    is_small_array,
     value_key,
 )
 from simplegraph.guard.versions import dict_version
@@ -47,10 +52,20 @@ from simplegraph.guard.versions import dict_version
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
 _ITERATED = frozenset({list, set, collections.deque})
 _chain = itertools.chain.from_iterable
+_HEAP_TYPE = 1 << 9  # of a class's flags: an object may be given another such class
+_MAX_DEPTH = 8  # tuples in each other
+_PARTS = object()  # begins the entry of a tuple of which not all is plain
+_code_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_WITH_INIT = (
+    "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
+    "getattr(local, name, default), or use a contextvars.ContextVar"
+)
 ALL = object()  # in place of a key: all that a container holds
+CLASS = "__class__"  # the key of an object's class
 Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
 
 
@@ -59,11 +74,51 @@ def _bound(method: types.MethodType) -> dict[str, Any]:
     return {"__self__": method.__self__}
 
 
+def _proxied(proxy: types.MappingProxyType[Any, Any]) -> dict[str, Any]:
+    """Return what a read-only view shows, by name."""
+    return dict(zip(("items",), gc.get_referents(proxy), strict=True))
+
+
+def _in_context(variable: contextvars.ContextVar[Any]) -> dict[str, Any]:
+    """Return what a context variable is in this context, by name."""
+    try:
+        return {"get()": variable.get()}
+    except LookupError:
+        return {}
+
+
+def _in_thread(local: threading.local) -> dict[str, Any]:
+    """Return what attributes an object has in this thread."""
+    return dict(threading.local.__getattribute__(local, "__dict__"))
+
+
+_VIEWS: dict[type, Callable[[Any], dict[str, Any]]] = {types.MethodType: _bound, types.MappingProxyType: _proxied}
+_WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
+    contextvars.ContextVar: _in_context,
+    threading.local: _in_thread,
+}
+
+
+def _unseen(_: threading.local) -> dict[str, Any]:
+    """Return nothing: a look runs code of the user's in a new thread."""
+    return {}
+
+
+@by_class
+def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
+    """Return what reads objects that hold something else in each context or thread; None for others."""
+    if issubclass(kind, threading.local) and type(class_member(kind, "__init__")) is types.FunctionType:
+        return _unseen
+    return next((read for base, read in _WITH_CONTEXT.items() if issubclass(kind, base)), None)
+
+
 @by_class
 def _opens(kind: type) -> Any:
     """Return the kind that walks open, as `kind_of` does; tensors lead to no plain values."""
-    if kind is types.MethodType:
-        return _bound
+    if kind in _VIEWS:
+        return _VIEWS[kind]
+    if (context := _context_of(kind)) is not None:
+        return context
     base = kind_of(kind)
     return None if base is Tensor else base
 
@@ -86,16 +141,19 @@ class ValueHolder:
         held: the dict, list, set or deque; None for one that is not kept, since it may hold a tensor.
         find: returns it then, by its way from an object.
         counts: returns True for the keys that count.
-        is_container: the order of keys counts, and of a long one nothing but its length and version.
+        is_container: of a long one nothing but its length and version counts.
+        is_ordered: the order of keys counts.
         is_view: what `find` returns is another object each time.
-        owner: returns the object whose attributes `held` is, which may be given others.
+        owner: returns the object whose attributes `held` is, which may be given others, or another class.
         has_tensors: tensors count by identity, too, which no survey of the module sees.
         cell: of a closure, whose content is the only value, in place of all these.
+        function: whose code and defaults are, likewise.
 
     Attributes:
         entries: by key, what tells a value from others.
         inside: ids of what is opened below it; mark: what moves when an entry does.
-        arrays: small ones among the values.
+        buffers: small arrays and the like among the values.
+        keys: by which a module leads to it; None where code does.
         gone: called once an item of a list or the like ends, whose id another one may get.
     """
 
@@ -107,21 +165,27 @@ class ValueHolder:
         counts: Callable[[Any], bool] | None = None,
         *,
         is_container: bool = False,
+        is_ordered: bool = False,
         is_view: bool = False,
         owner: Callable[[], Any] | None = None,
         has_tensors: bool = False,
         cell: types.CellType | None = None,
+        function: types.FunctionType | None = None,
     ) -> None:
-        self.cell, self.has_tensors = cell, has_tensors
+        self.cell, self.function, self.has_tensors = cell, function, has_tensors
         self.gone: Callable[[Any], object] | None = None
+        self.keys: tuple[Any, ...] | None = None
         if cell is not None:
             find, is_view = functools.partial(held_by, cell), True
+        if function is not None:
+            find, is_view = functools.partial(_parts_of, function), True
         self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
+        self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
         self._part: tuple[set[Place], frozenset[Any]] | None = None
         self.inside: list[int] = []
-        self.arrays: list[Any] = []
+        self.buffers: list[Any] = []
         self.mark: Any = None
         self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
 
@@ -136,76 +200,96 @@ class ValueHolder:
     def marked(self) -> Any:
         """Return the mark now; None if what holds the values is gone. Take it before the values are read."""
         try:
-            held = self.find()
-            if self.owner is not None and own_dict(self.owner()) is not held:
+            held, owner = self.find(), self.owner and self.owner()
+            if self.owner is not None and not self._is_view and own_dict(owner) is not held:
                 return None
             is_dict = issubclass(type(held), dict)
+            has_own_order = issubclass(type(held), collections.OrderedDict) and dict.__len__(held) > 1
             items: Any
             if is_dict and dict.__len__(held) and not self._is_view and dict_version is not None:
                 items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
+                if has_own_order:  # nor where `move_to_end` is called
+                    items = items, list(map(id, keys_in_order(held)))
             elif self.is_wide:
                 items = _length(held)
             else:
                 values = list(dict.values(held) if is_dict else kind_of(type(held)).__iter__(held))
-                keys = list(map(id, dict.keys(held))) if is_dict else None
+                keys = list(map(id, keys_in_order(held))) if is_dict else None
                 items = list(map(id, values)), list(map(type, values)), keys
         except Exception:  # another thread may be at it
             return None
-        return not self._is_view and id(held), items, [array.tobytes() for array in self.arrays]
+        kind = type(held if owner is None else owner)
+        return not self._is_view and id(held), items, list(map(buffer_key, self.buffers)), id(kind)
 
-    def read(self, opened: Collection[int]) -> list[tuple[Any, Any]]:
-        """Read the entries anew; return the empty dicts among them, which no walk opens, with their keys."""
+    def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
+        """Read the entries anew; return the empty dicts among them, which no walk opens, with the way of keys there."""
         held = self.find()
         self.is_wide = self.is_container and _length(held) > MAX_WIDTH
         mark = self.marked()
         by_ids = not issubclass(type(held), dict) or dict_version is None or self._is_view
-        self.inside, self.arrays, self._kept = [], [], []
+        self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
-        empty = []
+        empty: list[tuple[list[Any], Any]] = []
         for key, value in (
             [("its length", _length(held)), ("its version", repr(mark))] if self.is_wide else _items(held)
         ):
-            if not self.counts(key):
+            # Guards compare the tensors of a list that graphs read, and a log of others is no obstacle.
+            is_left_out = issubclass(type(value), _ELSEWHERE) and not (
+                issubclass(type(held), dict) or (self.has_tensors and issubclass(type(value), Tensor))
+            )
+            if not self.counts(key) or is_left_out:
                 continue
-            entry = value_key(value)
-            if entry is not NOT_PLAIN:
-                self._kept.append(value)
-            elif issubclass(type(value), _ELSEWHERE):
-                is_told = self.has_tensors and issubclass(type(value), Tensor)
-                if not (is_told or issubclass(type(held), dict)):
-                    continue  # a log of tensors, say; guards compare those that graphs read
-                # By a name that code may ask for it counts that one is there. Which one, guards compare.
-                entry = _identity(value) if is_told else class_key(type(value))
-            elif id(value) in opened:
-                self.inside.append(id(value))
-                entry = _identity(value) if type(value) is types.MethodType else class_key(type(value))
-            elif is_small_array(value):
-                array: Any = value
-                self.arrays.append(array)
-                entry = str(array.dtype), array.shape, array.tobytes()
-            elif type(value) in DICTS and not value:
-                self.inside.append(id(value))
-                entry = class_key(type(value))
-                empty.append((key, value))
-            elif issubclass(type(value), tuple) and (told := _tuple_entry(value)) is not None:
-                entry = told
-            else:
-                entry = _identity(value)
+            entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
             if by_ids and type(entry) is SameObject and can_be_referenced(type(value)):
                 self._kept.append(weakref.ref(value, self.gone))
-        self.mark = mark and (*mark[:2], [array.tobytes() for array in self.arrays])
+        kind = type(held if self.owner is None else self.owner())
+        if kind.__flags__ & _HEAP_TYPE:
+            entries[CLASS] = class_key(kind)
+        self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
         self.entries = entries
         self._part = None
         return empty
+
+    def _entry(self, value: Any, opened: Collection[int], way: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
+        """Return what tells a value from others; note what may change inside of it, and the way to empty dicts."""
+        entry = value_key(value)
+        if entry is not NOT_PLAIN:
+            self._kept.append(value)
+            return entry
+        if issubclass(type(value), _ELSEWHERE):
+            # By a name that code may ask for it counts that one is there. Which one, guards compare.
+            is_told = self.has_tensors and issubclass(type(value), Tensor)
+            return _identity(value) if is_told else class_key(type(value))
+        if issubclass(type(value), tuple) and len(way) <= _MAX_DEPTH and _length(value) <= MAX_WIDTH:
+            items = enumerate(tuple.__iter__(value))
+            found = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
+            return _PARTS, class_key(type(value)), found
+        buffered = buffer_key(value)
+        if buffered is not None:
+            self.buffers.append(value)
+        if id(value) in opened:
+            self.inside.append(id(value))
+        if buffered is not None:
+            return buffered
+        if id(value) in opened:
+            kind = class_key(type(value))
+            if issubclass(type(value), collections.deque):
+                return kind, collections.deque.maxlen.__get__(value)
+            return _identity(value) if type(value) is types.MethodType else kind
+        if type(value) in DICTS and not value:
+            self.inside.append(id(value))
+            empty.append((way, value))
+            return class_key(type(value))
+        return _identity(value)
 
     def part(self, left_out: Collection[Place]) -> frozenset[Any]:
         """Return the entries as a part of a key, but for those at some places."""
         if self._part is None or self._part[0] != left_out:
             counted = {} if (self.name, ALL) in left_out else self.entries
             counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
-            ordered = [(ORDER, tuple(counted))] * (self.is_container and len(counted) > 1)
+            ordered = [(ORDER, tuple(counted))] * (self._is_ordered and len(counted) > 1)
             self._part = set(left_out), frozenset((*counted.items(), *ordered))
         return self._part[1]
 
@@ -227,17 +311,21 @@ def _length(container: Any) -> int:
 def _items(held: Any) -> list[tuple[Any, Any]]:
     """List the keys and values of what a holder finds; of a set its items, each being there."""
     if issubclass(type(held), dict):
-        return list(dict.items(held))
+        return items_in_order(held)
     items = kind_of(type(held)).__iter__(held)
     return [(item, True) for item in items] if issubclass(type(held), set) else list(enumerate(items))
 
 
-def _tuple_entry(value: Any) -> Hashable | None:
-    """Return what tells a tuple of plain values, tensors and modules from others; None if it holds anything else."""
-    items = [(item, value_key(item)) for item in tuple.__iter__(value)]
-    if any(key is NOT_PLAIN and not issubclass(type(item), _ELSEWHERE) for item, key in items):
-        return None
-    return class_key(type(value)), tuple(None if key is NOT_PLAIN else key for _, key in items)
+def has_object(entry: Hashable) -> bool:
+    """True if an entry tells an object from others that may lead to more."""
+    if type(entry) is tuple and entry and entry[0] is _PARTS:
+        return any(map(has_object, entry[2]))
+    return type(entry) is SameObject
+
+
+def _parts_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the code and the defaults of a function."""
+    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _code_of(function), strict=True))
 
 
 class Comparison:
@@ -251,24 +339,28 @@ class Comparison:
 
     def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
         self.root, self.holders, self.key = root, holders, key
-        rest = [holder for holder in holders if holder is not root or dict_version is None or holder.arrays]
+        rest = [holder for holder in holders if holder is not root or dict_version is None or holder.buffers]
         by_version = [
             holder
             for holder in rest
-            if issubclass(type(holder.held), dict) and type(holder.mark[1]) is int and not holder.arrays
+            if issubclass(type(holder.held), dict) and type(holder.mark[1]) is int and not holder.buffers
         ]
-        quick = [holder for holder in rest if not (holder.is_wide or holder.arrays)]
+        quick = [holder for holder in rest if not (holder.is_wide or holder.buffers)]
         by_items = [
             holder
             for holder in quick
             if type(holder.held) in _ITERATED or (type(holder.held) is dict and not holder.held)
         ]
         cells = [holder for holder in quick if holder.cell is not None]
-        known = {*map(id, by_version), *map(id, by_items), *map(id, cells)}
+        functions = [holder for holder in quick if holder.function is not None]
+        known = {*map(id, by_version), *map(id, by_items), *map(id, cells), *map(id, functions)}
         self._others = [holder for holder in rest if id(holder) not in known]
         self._marks = [holder.mark for holder in self._others]
         self._version = root.mark[1] if root is not None and root not in rest else None
-        self._owners = [(holder.owner, holder.held) for holder in by_version if holder.owner is not None]
+        owned = [(holder.owner, holder.held) for holder in (*by_version, *by_items) if holder.owner is not None]
+        self._owners = [(owner, held, type(owner())) for owner, held in owned]
+        self._functions = [holder.function for holder in functions]
+        self._codes = list(_chain(map(_code_of, self._functions)))
         self._by_version = by_version
         self._dicts = [holder.held for holder in by_version]
         self._versions = [holder.mark[1] for holder in by_version]
@@ -286,9 +378,13 @@ class Comparison:
             return False
         if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
             return False
-        for owner, held in self._owners:
-            if own_dict(owner()) is not held:
+        for owner, held, kind in self._owners:
+            thing = owner()
+            if type(thing) is not kind or own_dict(thing) is not held:
                 return False
+        # Each as it is, past the equality of defaults.
+        if self._functions and not all(map(operator.is_, _chain(map(_code_of, self._functions)), self._codes)):
+            return False
         if self._lists:
             items = list(_chain(self._lists))
             if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
@@ -323,7 +419,7 @@ class Comparison:
     def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
         """Return the comparison with these holders as they were read again."""
         known = {*map(id, self._by_version), id(self.root)}
-        if any(id(holder) not in known or holder.arrays or type(holder.mark[1]) is not int for holder in moved):
+        if any(id(holder) not in known or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
             return Comparison(self.root, self.holders, key)
         later = copy.copy(self)  # another thread may be comparing with this one
         later.key = key
@@ -354,6 +450,7 @@ class Holders:
         root: the holder of the first root's own attributes, which are not kept.
         opened: ids of what was opened.
         code: below a call.
+        refused: says why nothing can tell what a call reads.
     """
 
     def __init__(
@@ -363,6 +460,7 @@ class Holders:
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
+        self.refused = ""
         self._module, self._gone = plain(module), gone
         self._classes: dict[type, None] = {}
         self._functions: dict[int, Any] = {}
@@ -378,14 +476,18 @@ class Holders:
             self._read(holder)
 
     def _read(self, holder: ValueHolder) -> None:
-        for key, value in holder.read(self.opened):
+        for way, value in holder.read(self.opened):
             self.opened.add(id(value))
-            held = holder.find()
+            held, name, find = holder.find(), holder.name, holder.find
             base = kind_of(type(held)) if type(held) is not dict else dict
-            find = functools.partial(_item, holder.find, base, key)
-            self._read(self._add(ValueHolder(_dotted(holder.name, key), find=find, is_container=True)))
+            for key in way:
+                name, find, base = _dotted(name, key), functools.partial(_item, find, base, key), tuple
+            keys = None if holder.keys is None else (*holder.keys, *way)
+            self._read(self._add(ValueHolder(name, find=find, is_container=True), keys))
 
-    def _add(self, holder: ValueHolder) -> ValueHolder:
+    def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
+        """Add a holder to which a module leads by these keys, or code."""
+        holder.keys = keys
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
@@ -401,6 +503,7 @@ class Holders:
         self.opened |= {id(thing) for thing, _ in found}
         kept = self._kept(found)
         ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and what finds it or its attributes
+        named: dict[int, tuple[Any, ...] | None] = {}  # by id: by which keys a module leads to it; None for code
         unseen: set[int] = set()  # by surveys of the module: below slots and sets, or where code leads to
         behind: set[int] = set()  # below what leads back to the module, such as a trainer, and below our own
         for thing, held in found:
@@ -414,13 +517,25 @@ class Holders:
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
+            keys = () if names is None else None
+            if names is None and above and not issubclass(type(thing), nn.Module):
+                keys = (*(named[above] or ()), key)
+            named[id(thing)] = keys
             if above in behind or (type(key) is str and key.startswith(_OURS)):
                 behind.add(id(thing))
-            elif type(thing) is types.MethodType:
-                ways[id(thing)] = name, functools.partial(_bound_by, find)
+            elif type(thing) in _VIEWS:
+                ways[id(thing)] = name, functools.partial(_viewed, _VIEWS[type(thing)], find)
+                unseen.add(id(thing))
+            elif (context := _context_of(type(thing))) is not None:
+                if context is _unseen:
+                    self.refused = f"{name} {_WITH_INIT}"
+                find = functools.partial(_viewed, context, self._reference(thing))
+                counts = functools.partial(_counts, names if context is _in_thread else None, (self._uncounted,))
+                ways[id(thing)] = name, find
+                self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
-                holder = self._add_object(thing, held, name, names)
+                holder = self._add_object(thing, held, name, names, keys)
                 holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
@@ -428,16 +543,18 @@ class Holders:
                 if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
                     behind.add(id(thing))
             elif not (of_torch or issubclass(type(thing), tuple)):
-                container, finding = (thing, None) if id(thing) in kept else (None, find)
+                # What a view shows is asked for each time: another view may have the place of one that is gone.
+                is_kept = id(thing) in kept and type(owner) not in _VIEWS
+                container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
                 if names is not None or above in unseen or issubclass(type(thing), set):
                     unseen.add(id(thing))
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
-                self._add(holder)
+                self._add(holder, keys)
                 attributes = own_dict(thing)  # of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-                    self._add_object(thing, {}, name, names)
+                    self._add_object(thing, {}, name, names, keys)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -452,25 +569,37 @@ class Holders:
                 kept.add(id(thing))
         return kept
 
+    def _reference(self, thing: Any) -> Callable[[], Any]:
+        """Return what returns a thing; a weak reference, if there may be one."""
+        if not can_be_referenced(type(thing)):
+            return lambda: thing
+        self.deaths.append(weakref.ref(thing, self._gone))
+        return self.deaths[-1]
+
     def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool], *, by_code: bool) -> ValueHolder:
         """Make the holder of an object's attributes, which does not keep the object alive."""
         attributes = own_dict(thing)
         has_slots = bool(slots_of(type(thing))) or attributes is None
-        make = functools.partial(ValueHolder, name, counts=counts, has_tensors=by_code or has_slots)
-        if not can_be_referenced(type(thing)):
-            return make(find=functools.partial(held_by, thing), is_view=True)
-        weakly = weakref.ref(thing, self._gone)
-        self.deaths.append(weakly)
-        if has_slots:
-            return make(find=functools.partial(_held_by, weakly), is_view=True)
+        make = functools.partial(
+            ValueHolder,
+            name,
+            counts=counts,
+            has_tensors=by_code or has_slots,
+            is_ordered=not issubclass(type(thing), nn.Module),
+        )
+        reference = self._reference(thing)
+        if has_slots or not can_be_referenced(type(thing)):
+            return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
         if thing is self._module:
-            self.root = make(find=functools.partial(_own_attributes, weakly))
+            self.root = make(find=functools.partial(_viewed, own_dict, reference))
             return self.root
-        # A module that is given other attributes is noticed by its tensors.
-        owner = None if issubclass(type(thing), nn.Module) else weakly
-        return make(held=attributes, owner=owner)
+        if issubclass(type(thing), nn.Module):  # one that is given other attributes is noticed by its tensors
+            return make(held=attributes)
+        return make(held=attributes, owner=reference)
 
-    def _add_object(self, thing: Any, held: Any, name: str, names: Collection[str] | None) -> ValueHolder:
+    def _add_object(
+        self, thing: Any, held: Any, name: str, names: Collection[str] | None, keys: tuple[Any, ...] | None
+    ) -> ValueHolder:
         self._classes[type(thing)] = None
         for key, value in held.items() if names is None else ():
             if (type(value) in _LEADING or issubclass(type(value), type)) and key not in _OF_TORCH:
@@ -478,8 +607,10 @@ class Holders:
         skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
         if str(type(thing).__module__).startswith("simplegraph."):
             skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
+        for hooks in map(held.get, HOOKS) if names is None and issubclass(type(thing), nn.Module) else ():
+            self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
         counts = functools.partial(_counts, names, (skipped, self._uncounted))
-        return self._add(self._attributes_of(thing, name, counts, by_code=names is not None))
+        return self._add(self._attributes_of(thing, name, counts, by_code=names is not None), keys)
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
@@ -499,6 +630,11 @@ class Holders:
             ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
             for function in code.functions
             if vars(function) and not is_library(function.__module__)
+        ]
+        holders += [
+            ValueHolder(function.__qualname__, function=function, has_tensors=True)
+            for function in code.functions
+            if not (is_library(function.__module__) or is_packaged(function.__code__))
         ]
         roots = []
         for holder in holders:
@@ -529,20 +665,12 @@ def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:
     return base.__getitem__(find(), key)
 
 
-def _bound_by(find: Callable[[], Any]) -> dict[str, Any]:
-    return _bound(find())
+def _viewed(view: Callable[[Any], Any], find: Callable[[], Any]) -> Any:
+    return view(find())
 
 
 def _nothing() -> Any:
     raise LookupError("what a search begins at is found by its owner")
-
-
-def _own_attributes(found: weakref.ref[Any]) -> Any:
-    return own_dict(found())
-
-
-def _held_by(found: weakref.ref[Any]) -> Any:
-    return held_by(found())
 
 
 def _class_dict(kind: type) -> Any:

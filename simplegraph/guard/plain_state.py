@@ -17,8 +17,8 @@ from typing import Any
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot
-from simplegraph.guard.values import PlainValues, SameObject, place_name, shown_entry
+from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot, has_object
+from simplegraph.guard.values import PlainValues, place_name, shown_entry
 from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
@@ -74,7 +74,9 @@ class PlainState:
         self._roots: list[int] = []
         self._code: CodeBelow | None = None
         self._opened: set[int] = set()
+        self._refused = ""  # why there is no key
         self._containers: set[str] = set()  # the names of the holders that are some
+        self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # the same holders: by which a module leads to each
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
@@ -115,6 +117,8 @@ class PlainState:
             self._settle()
             if not self._held:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
+            if self._refused:
+                raise CannotBind(Reason.PYTHON_STATE, self._refused)
             if self._restless:
                 raise CannotBind(Reason.PYTHON_STATE, self._why(next(iter(self._restless))))
             return self._key
@@ -205,12 +209,13 @@ class PlainState:
                     return False
                 known = entries[holder.name]
                 opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
-                if empty or holder.inside != inside or any(type(entry) is SameObject for entry in opened):
+                if empty or holder.inside != inside or any(map(has_object, opened)):
                     return False
                 entries[holder.name] = holder.entries
             if any(holder.mark is None for holder in moved):
                 return False
-            is_same = all(entries[holder.name] == self._entries[holder.name] for holder in moved)
+            before = ((holder.entries, self._entries[holder.name]) for holder in moved)
+            is_same = all(list(now.items()) == list(then.items()) for now, then in before)
             # As where a file's other globals are set: its version moved, and nothing that counts did.
             self._hold(comparison.after(moved, comparison.key if is_same else None))
             if not is_same:
@@ -233,8 +238,10 @@ class PlainState:
 
         holders = Holders(roots, module, gone, breaks=self._breaks)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
+        self._refused = holders.refused
         self._entries = {holder.name: holder.entries for holder in holders.all}
         self._containers = {holder.name for holder in holders.all if holder.is_container}
+        self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive
         self._hold(Comparison(holders.root, holders.all, None))
 
@@ -246,7 +253,7 @@ class PlainState:
     def _settle(self) -> None:
         """Make the key of the values that there are now, or take the one that these had before."""
         for comparison in self._held[:1]:
-            if comparison.key is not None:
+            if comparison.key is not None or self._refused:
                 return
             parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
             found = self._keys.pop(parts, None) or PlainValues(dict(parts))
@@ -325,8 +332,11 @@ class PlainState:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
     def _is_named(self, place: Place) -> bool:
-        names = self._code.names if self._code is not None else ()
-        return any(part in names for part in (*place[0].split(".")[-1:], place[1]) if type(part) is str)
+        """True if code may lead to a place: it names it, or a key on the way to it."""
+        names, keys = self._code.names if self._code is not None else (), self._keys_to.get(place[0], ())
+        return keys is None or any(
+            part in names for part in (*keys, *place[0].split(".")[-1:], place[1]) if type(part) is str
+        )
 
     def _why(self, place: Place) -> str:
         values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))

@@ -21,9 +21,8 @@ from simplegraph.guard.values import NOT_PLAIN, value_key
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 _OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # looked at by themselves
-_CODE = frozenset(
-    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
-)
+_CODE = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType})
+_CODE |= {types.CodeType, functools.partial}
 _CLOSED = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, Optimizer)
 _CONTAINERS = (collections.OrderedDict, dict, list, tuple, collections.deque)
 _PRODUCTS = frozenset({torch.float16, torch.bfloat16, torch.float32})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import datetime
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import sys
 import uuid
@@ -126,11 +128,42 @@ def class_key(kind: type) -> Hashable:
     return kind if type(kind) is type and kind.__module__ == "builtins" else SameObject(kind)
 
 
+def buffer_key(value: Any) -> Hashable | None:
+    """Return what tells a small array, or bytes that may change, from others now; None for all else."""
+    read = _buffer_reader(type(value))
+    return None if read is None else read(value)
+
+
 def is_small_array(value: Any) -> bool:
     """True for an array of NumPy whose values count."""
     numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and type(value) is numpy.ndarray
-    return is_array and value.nbytes <= _MAX_BYTES and not value.dtype.hasobject
+    return numpy is not None and type(value) is numpy.ndarray and buffer_key(value) is not None
+
+
+@by_class
+def _buffer_reader(kind: type) -> Callable[[Any], Hashable | None] | None:
+    """Return what reads the values of arrays of a class; None if it has none."""
+    if kind in (bytearray, array.array):
+        return _bytes_key
+    numpy = sys.modules.get("numpy")
+    bases = () if numpy is None else (numpy.ndarray, numpy.void)
+    base = next((base for base in bases if issubclass(kind, base)), None)
+    return None if base is None else functools.partial(_array_key, base)
+
+
+def _bytes_key(value: Any) -> Hashable:
+    """Return the values of few bytes or numbers, and the length of more."""
+    length = len(value)
+    is_small = length * getattr(value, "itemsize", 1) <= _MAX_BYTES
+    return type(value), getattr(value, "typecode", ""), bytes(value) if is_small else length
+
+
+def _array_key(base: Any, value: Any) -> Hashable | None:
+    """Return the values of a small array of NumPy, past what its class makes of them."""
+    dtype, size = base.dtype.__get__(value), base.nbytes.__get__(value)
+    if size > _MAX_BYTES or dtype.hasobject:
+        return None
+    return class_key(type(value)), str(dtype), base.shape.__get__(value), base.tobytes(value)
 
 
 def shown_entry(entry: Hashable) -> str:
