@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import pathlib
 import re
 import runpy
 import statistics
+import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,6 +40,23 @@ def declare_torchvision() -> torch.library.Library | None:
     return library
 
 
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds mocks for packages that are imported, but not called: of sound files, videos, tables."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        found = name.split(".")[0] in self.packages
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return mock.MagicMock(spec=None, __path__=[], __version__="0")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: a mock answers everything."""
+
+
 def waited(call: Callable[[], object]) -> float:
     """Return ms of one call and of the wait for its answer: the median of some."""
     times = []
@@ -53,8 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=pathlib.Path)
     parser.add_argument("times", type=pathlib.Path)
+    parser.add_argument("--absent", nargs="*", default=[], metavar="PACKAGE")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
+    sys.meta_path.insert(0, Absent(options.absent))
     kept = declare_torchvision()
     calls = runpy.run_path(str(options.recipe))["main"]()
     times = {kind: waited(call) for kind, call in calls.items()} if options.time else {}
