@@ -471,7 +471,9 @@ class MemoryObserver(OperatorMode):
         for key in given.keys() - self._own if self._made_inside is None else ():
             self.regions.setdefault(key, set())
         self._note_given(given, "a kernel of Triton")
-        yield
+        shown = getattr(self._next, "launching", None)
+        with contextlib.nullcontext() if shown is None else shown(tensors):
+            yield
         if device is not None:
             self._look_for_unseen(device, known=tensors is not None)
             self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
