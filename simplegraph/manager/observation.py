@@ -72,7 +72,7 @@ def _eagerly(
         from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
 
         tracer = BreakTracer(breaking_operators(), observer, table.device.torch_device, inputs)
-    host = HostWarmup(table.device.torch_device, arguments)
+    host = HostWarmup(table.device.torch_device, arguments, inputs)
     following = contextlib.nullcontext() if run.key is None else host.following(observer)
     # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -396,14 +396,17 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
     Args:
         device: where the forward runs.
         arguments: the CPU tensors that it is passed.
+        inputs: storage keys of the tensors that it is passed on the device.
 
     Attributes:
         copies: device copies of what was moved, by content.
         sources: the CPU tensors from before among what was moved.
     """
 
-    def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
-        super().__init__(device, arguments, SteadyReads(device))
+    def __init__(
+        self, device: torch.device, arguments: HostArguments | None = None, inputs: Collection[int] = ()
+    ) -> None:
+        super().__init__(device, arguments, SteadyReads(device, inputs=inputs))
         self.copies: dict[Hashable, Tensor] = {}
         self.sources: list[Tensor] = []
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class SteadyReads:
         device: what the run computes on. A CPU tensor beside a GPU is followed elsewhere.
         answers: of a capture, what warmups read, by computation.
         held: of a capture, lists the tensors of the module that lie in the memory of a tensor.
+        inputs: of a warmup, storage keys of its inputs.
 
     Attributes:
         used: what answers of this capture follow from.
@@ -55,8 +56,9 @@ class SteadyReads:
         device: torch.device,
         answers: Mapping[bytes, Answer] | None = None,
         held: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
+        inputs: Collection[int] = (),
     ) -> None:
-        self._device, self._answers, self._held = device, answers, held
+        self._device, self._answers, self._held, self._inputs = device, answers, held, inputs
         self._made: dict[int, _Origin | None] = {}  # by storage key; None for what follows from data
         self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before as they were met first, and versions
         self._written: set[int] = set()
@@ -158,6 +160,7 @@ class SteadyReads:
         is_steady = (
             tensor.device.type == self._device.type
             and key not in self._written
+            and key not in self._inputs
             and not tensor.is_inference()  # which has no version
             and not is_written_by_graphs(tensor)
         )
