@@ -84,18 +84,44 @@ def all_rows() -> str:
     )
 
 
+def names() -> str:
+    """List the models of each category by how they run, each with how many times faster than eager."""
+    lines = []
+    for category in CATEGORIES:
+        served: dict[tuple[str, str], list[str]] = {}
+        for name, row in rows().items():
+            if row["category"] == category:
+                short = name.removeprefix(f"{category}/")
+                served.setdefault((_served(row), row["column"]), []).append(f"{short} ({_said(row)})")
+        lines += [[category, *way, ", ".join(models)] for way, models in served.items()]
+    return grid(["from", "served by", "runs", "models"], lines).replace("---:", "---")  # words, not numbers
+
+
+def _said(row: Row) -> str:
+    parts = f"{row['in_parts']:.0%} of its layers" if "in_parts" in row else ""
+    return "; ".join(filter(None, [_faster(row), parts, _because(row)]))
+
+
 def _cells(name: str, row: Row) -> list[str]:
     times = [f"{row[figure]:.3f}" if "ms" in row else "" for figure in ("eager_ms", "ms", "kernel_ms")]
-    faster = f"{row['eager_ms'] / row['ms']:.1f}" if "ms" in row and row["column"] != EAGER else ""
+    runs = row["column"] + (f", {row['in_parts']:.0%} of its layers" if "in_parts" in row else "")
+    return [name, _served(row), runs, *times, _faster(row), _because(row), row["commit"]]
+
+
+def _served(row: Row) -> str:
     served = f"`{row['integration']}`" + (f" of `{row['part']}`" if "part" in row else "")
     if row["category"] == "sentence-transformers":
         served = "`graph_encoder`"
-    if "tokens_per_launch" in row:
-        served += f", `tokens_per_launch={row['tokens_per_launch']}`"
-    runs = row["column"] + (f", {row['in_parts']:.0%} of its layers" if "in_parts" in row else "")
+    return served + (f", `tokens_per_launch={row['tokens_per_launch']}`" if "tokens_per_launch" in row else "")
+
+
+def _faster(row: Row) -> str:
+    return f"{row['eager_ms'] / row['ms']:.1f}" if "ms" in row and row["column"] != EAGER else ""
+
+
+def _because(row: Row) -> str:
     said = [] if row["column"] == FULL else [row.get("reason", "").splitlines()[0]] if row.get("reason") else []
-    because = "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")
-    return [name, served, runs, *times, faster, because, row["commit"]]
+    return "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")
 
 
 def _broken(row: Row) -> list[str]:

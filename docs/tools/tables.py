@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
     ROOT / "docs" / "audit.md",
-    ROOT / "docs" / "how_it_works.md",
+    ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
@@ -538,6 +538,7 @@ def _modes() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "model-table": model_table.all_rows,
+    "model-table-names": model_table.names,
     "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,

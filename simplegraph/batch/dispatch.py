@@ -105,7 +105,7 @@ class Dispatcher:
             self._graphs.append(_Graphs(CudaGraphMode.FULL, sizes, config.uniform_query_len, config))
         if mixed is not CudaGraphMode.NONE:
             self._graphs.append(_Graphs(mixed, mixed_sizes(config), None, config))
-        self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
+        self._answers: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
 
     def dispatch(
         self,
@@ -131,13 +131,13 @@ class Dispatcher:
             InputError: the numbers do not fit each other; see `BatchDescriptor`.
         """
         asked = (num_tokens, num_reqs, uniform_query_len, num_active_loras, allow_full)
-        known = self._known.get(asked)
-        if known is not None:
-            return known
+        answer = self._answers.get(asked)
+        if answer is not None:
+            return answer
         answer = self._decide(BatchDescriptor(*asked[:4]), allow_full)
-        if len(self._known) >= _MAX_REMEMBERED:
-            self._known.clear()
-        self._known[asked] = answer
+        if len(self._answers) >= _MAX_REMEMBERED:
+            self._answers.clear()
+        self._answers[asked] = answer
         return answer
 
     def agreed(self, mode: CudaGraphMode, size: int, num_active_loras: int, *, num_tokens: int) -> Dispatch:
@@ -153,23 +153,23 @@ class Dispatcher:
             CaptureSizeError: no rank has anything to run.
         """
         lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)
-        found = CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=num_active_loras)
+        chosen = CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=num_active_loras)
         for graphs in self._graphs:
             padded = padded_size(graphs.sizes, size)
             allowed = mode is not CudaGraphMode.NONE and graphs.mode in (mode, CudaGraphMode.PIECEWISE)
             if allowed and padded is not None and lora_case is not None:
-                found = graphs.mode, graphs.key(padded, lora_case, requests=self._requests)
+                chosen = graphs.mode, graphs.key(padded, lora_case, requests=self._requests)
                 break
-        return Dispatch(*found, Reason.OTHER_RANKS, found[1].num_tokens - num_tokens)
+        return Dispatch(*chosen, Reason.OTHER_RANKS, chosen[1].num_tokens - num_tokens)
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         """List everything to capture as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
-        found = [
+        pairs = [
             (graphs.mode, graphs.key(size, lora_case, requests=self._requests))
             for graphs, lora_case in itertools.product(self._graphs, self.lora_cases)
             for size in graphs.sizes
         ]
-        return sorted(found, key=lambda pair: pair[1], reverse=True)
+        return sorted(pairs, key=lambda pair: pair[1], reverse=True)
 
     def advice(self, batch: Dispatch) -> str:
         """Describe a batch that no graph serves, and name the setting that would change that, if there is one."""

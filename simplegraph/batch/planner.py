@@ -161,7 +161,7 @@ class _Costs:
             layer: entry i is the least cost of exactly k sizes that hold the first i points.
         """
         costs, origins = [self.impossible] * len(layer), [0] * len(layer)
-        # More points never draw the best origin back, so each entry bounds the search on both of its sides.
+        # The best origin never moves back as points are added, so each entry bounds the search on both of its sides.
         ranges = [(1, len(layer), 0, len(layer) - 1)]
         while ranges:
             low, high, first, last = ranges.pop()

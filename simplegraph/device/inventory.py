@@ -17,7 +17,7 @@ _MOST_FORMER = 1 << 11  # ranges; each costs every inventory half a microsecond
 
 
 def take_inventory(
-    device: GraphDevice, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
+    device: GraphDevice, pool: GraphPool, segments: Sequence[Any], named: Sequence[KnownMemory], *, every: bool = False
 ) -> Inventory | None:
     """Read what captured segments of a pool touch.
 
@@ -25,8 +25,8 @@ def take_inventory(
         device: where they were captured.
         pool: what they were captured into.
         segments: captured, and not reset.
-        known: what their owner keeps alive.
-        every: list also what kernels touch that touch only memory which is accounted for.
+        named: what their owner keeps alive.
+        every: also list kernels that touch only memory which is accounted for.
 
     Returns:
         None where there is no driver that could tell: a replay of the emulator refuses freed memory by itself.
@@ -42,9 +42,9 @@ def take_inventory(
     def places() -> Places:
         present = [segment for segment in allocator.segments() if segment["device"] == cuda.index]
         own, others = pool.handle.anchors, cuda.allocations.workspaces
-        found = Places(present, own, others, known, cuda.former, device_memory(driver))
-        cuda.former = found.present | (cuda.former if len(cuda.former) < _MOST_FORMER else set())
-        return found
+        current = Places(present, own, others, named, cuda.former, device_memory(driver))
+        cuda.former = current.present | (cuda.former if len(cuda.former) < _MOST_FORMER else set())
+        return current
 
     try:
         with torch.cuda.device(cuda.torch_device):

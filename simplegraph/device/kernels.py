@@ -33,10 +33,10 @@ def launched_by_torch(kernel: str) -> bool:
 @functools.cache
 def readable(kernel: str) -> str:
     """Return a kernel's name without what a template was made for, and without its arguments."""
-    text, found = _demangle(kernel) if kernel.startswith("_Z") else kernel, 1
+    text, replaced = _demangle(kernel) if kernel.startswith("_Z") else kernel, 1
     if text == kernel:
         return kernel
     text = text.replace("(anonymous namespace)::", "")
-    while found:
-        text, found = re.subn("<[^<>]*>", "", text)
+    while replaced:
+        text, replaced = re.subn("<[^<>]*>", "", text)
     return re.sub(r"(?<!operator)\(.*", "", text).removeprefix("void ").strip()

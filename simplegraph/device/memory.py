@@ -26,7 +26,7 @@ def random_states(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 
 def put_random_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    """Put generators into states that `random_states` gave, but for those that are in them already.
+    """Put generators into states that `random_states` returned; those that are in them already are left alone.
 
     A capture of another thread refuses to have its generator set.
     """
@@ -106,13 +106,13 @@ class SavedMemory:
         self.keys, self.nbytes = self._bytes.keys(), sum(view.numel() for view in self._bytes.values())
 
     def copy(self, keys: Collection[int] | None = None) -> list[Tensor]:
-        """Copy everything as it is now, or what is given by storage keys; a run may have given back the end of it."""
+        """Copy everything as it is now, or the memory of these storage keys; a run may have shortened it."""
         views = map(self._bytes.__getitem__, self.keys if keys is None else keys)
         with torch.inference_mode(False):
             return [view[: view.untyped_storage().nbytes()].clone() for view in views]
 
     def put(self, copies: Sequence[Tensor], keys: Collection[int] | None = None) -> None:
-        """Let everything, or what is given by storage keys, be as it was when it was copied."""
+        """Restore everything, or the memory of these storage keys, from the copies."""
         for key, copy in zip(self.keys if keys is None else keys, copies, strict=True):
             storage = self._bytes[key].untyped_storage()
             if storage.nbytes() < len(copy):
@@ -120,9 +120,9 @@ class SavedMemory:
             self._bytes[key][: len(copy)].copy_(copy)
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
-        """Copy some of it, given by storage keys, for breaks; what is returned puts it back."""
-        known = [key for key in keys if key in self.keys]
-        return functools.partial(self.put, self.copy(known), known)
+        """Copy the memory of these storage keys, for breaks, and return a function that restores it."""
+        held = [key for key in keys if key in self.keys]
+        return functools.partial(self.put, self.copy(held), held)
 
     def seen_in(self, copies: Sequence[Tensor], tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """View `tensors`, or `inputs`, as they were when they were copied."""

@@ -100,7 +100,7 @@ class GraphPool:
         lock: held while a graph of this pool is captured or replayed.
         stream: the stream that used the pool last, as a raw handle. Another stream must wait for it.
         managers: those whose graphs live in it, where a manager made it; it is released when none has any.
-        watched: what the next captures leave alive is to be told; listing that takes milliseconds in a large pool.
+        watched: True to list what the next captures leave alive, which takes milliseconds in a large pool.
     """
 
     device: GraphDevice

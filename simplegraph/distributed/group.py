@@ -32,7 +32,7 @@ logger = logging.getLogger("simplegraph")
 _ALL_CAME = "all"
 _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
 _torch: Any = dist  # for attributes without types; builds without distributed do not have them
-_made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
+_made: collections.Counter[str] = collections.Counter()  # RankGroups by process group: ranks number them alike
 
 
 class Rendezvous:
@@ -131,7 +131,7 @@ class Rendezvous:
                 raise RankError(f"rank {rank} left with {word['left']}, where rank {self.rank} was at {question}.")
         questions = [word["question"] for word in words]
         if len(set(questions)) > 1:
-            places = "; ".join(f"rank {rank} at {found}" for rank, found in enumerate(questions))
+            places = "; ".join(f"rank {rank} at {place}" for rank, place in enumerate(questions))
             raise RankError(
                 f"the ranks are not at the same place: {places}. Every rank must make the same calls, with batches of "
                 "the same sizes, in the same order."
@@ -153,15 +153,15 @@ def require_group(group: Any, timeout: float = 1.0) -> Any:
         raise ConfigError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group before, on every rank."
         )
-    found = group if group is not None else dist.group.WORLD
-    if not isinstance(found, dist.ProcessGroup):
+    process_group = group if group is not None else dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
             f"group is {group!r}; expected a process group that this rank is in, from torch.distributed.new_group, or "
             "None for all ranks."
         )
-    if found not in _torch.distributed_c10d._world.pg_map:
+    if process_group not in _torch.distributed_c10d._world.pg_map:
         raise ConfigError("the process group was destroyed; make a new one.")
-    return found
+    return process_group
 
 
 class RankGroup(SingleRank):
@@ -185,7 +185,7 @@ class RankGroup(SingleRank):
     def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
         super().__init__()
         self._group = require_group(group, timeout)
-        self._groups = [self._group, *(require_group(each) for each in communicators)]
+        self._groups = [self._group, *(require_group(communicator) for communicator in communicators)]
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         name = str(self._group.group_name)
@@ -233,16 +233,16 @@ class RankGroup(SingleRank):
         self.check_alive()
         self._check_backends(device.torch_device.type)
         answers = self._ask("a capture", [dict(settings), captures])
-        for name in dict.fromkeys(name for each, _ in answers for name in each):
-            if found := _difference([each.get(name, "") for each, _ in answers]):
+        for name in dict.fromkeys(name for rank_settings, _ in answers for name in rank_settings):
+            if difference := _difference([rank_settings.get(name, "") for rank_settings, _ in answers]):
                 raise ConfigError(
-                    f"ranks differ in {name}: {found}. Graphs with collectives must be captured alike; give every rank "
-                    "the same settings."
+                    f"ranks differ in {name}: {difference}. Graphs with collectives must be captured alike; give every "
+                    "rank the same settings."
                 )
-        if found := _difference([captures for _, captures in answers]):
+        if difference := _difference([captures for _, captures in answers]):
             raise RankError(
-                f"ranks are about to capture different graphs: {found}. Every rank must run batches of the same sizes "
-                "in the same order; data parallel ranks agree on a size with a ShapeConsensus."
+                f"ranks are about to capture different graphs: {difference}. Every rank must run batches of the same "
+                "sizes in the same order; data parallel ranks agree on a size with a ShapeConsensus."
             )
         with self.seconds.timed("communicators"):
             self._connect(device.torch_device)
@@ -267,11 +267,11 @@ class RankGroup(SingleRank):
     def _check_backends(self, device_type: str) -> None:
         for group in self._groups:
             backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
-            found = backends.get(device_type)
-            if found is None or (device_type == "cuda" and found != "nccl"):
+            backend = backends.get(device_type)
+            if backend is None or (device_type == "cuda" and backend != "nccl"):
                 wanted = "nccl" if device_type == "cuda" else "gloo"
                 raise ConfigError(
-                    f"the process group has {found or 'no backend'} for {device_type} tensors, whose collectives no "
+                    f"the process group has {backend or 'no backend'} for {device_type} tensors, whose collectives no "
                     f"graph can hold; make it with {wanted}, such as init_process_group('cpu:gloo,cuda:nccl')."
                 )
 

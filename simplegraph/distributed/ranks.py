@@ -66,11 +66,11 @@ class SingleRank:
             RankError: a rank did not come, or is at another point of the program.
         """
         words = self._ask(f"the result of {what}", {name: str(error) for name, error in errors.items()})
-        found: dict[str, tuple[int, str]] = {}
+        failed: dict[str, tuple[int, str]] = {}
         for rank, messages in enumerate(words):
             for name, message in messages.items():
-                found.setdefault(name, (rank, message))
-        return found
+                failed.setdefault(name, (rank, message))
+        return failed
 
     def any(self, what: str, flag: bool) -> bool:
         """True if `flag` is True on any rank.

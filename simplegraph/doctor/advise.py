@@ -49,7 +49,7 @@ _WORTH, _GAIN = 0.02, 1.1  # share of the time, and times as fast as what counts
 
 _READS = re.compile(r"\.(item|cpu|numpy|tolist)\(")  # lines that no graph can hold
 
-# A trial in one rank would wait for the others; of code that runs under a mode, as in a trial, dynamo lets go.
+# A trial in one rank would wait for the others; dynamo drops its code if that runs under a mode, as trials do.
 _RANKS = "not watched, because torch.distributed has several ranks; calls: "
 _COMPILED = "not watched, because the program uses torch.compile, whose code a trial would disturb; calls: "
 
@@ -97,7 +97,7 @@ class Watched:
 
     @property
     def change(self) -> str:
-        """The change that a graph takes, for all shapes that came."""
+        """The change that gives these calls a graph, for all shapes that came."""
         if self.trial is None:
             return self.more or "too few to try graphs for"
         # The code has no name for it that can be assigned to, if a library or a table of functions makes the call.
@@ -140,8 +140,8 @@ class Watched:
             return f"{said}: nothing to gain, {'the GPU is busy' if trial.eager_ms else 'there is little to launch'}"
         if trial.problem:
             return f"{said}; no graph: {trial.problem}"
-        found = "serves it" if trial.gain is None else f"takes {trial.graph_ms:.3g} ms, {trial.gain:.1f} times as fast"
-        return f"{said}; one graph {found}\n   {self.change}"
+        effect = "serves it" if trial.gain is None else f"takes {trial.graph_ms:.3g} ms, {trial.gain:.1f} times as fast"
+        return f"{said}; one graph {effect}\n   {self.change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -240,7 +240,7 @@ class Advisor:
         return call
 
     def _watches(self) -> bool:
-        """False in a watched call, a trial, a forked process or a capture, and where trials would do harm."""
+        """True unless in a watched call, a trial, a forked process or a capture, or where trials would do harm."""
         if _THREAD.inside is not None or os.getpid() != self._process:
             return False
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
@@ -254,7 +254,7 @@ class Advisor:
         return not (_on_gpu() and torch.cuda.is_current_stream_capturing())
 
     def _copies(self, method: Method | None, passed: Any) -> bool:
-        """False, and it is watched no longer, for a method that is passed what cannot be copied without doing harm."""
+        """True if a method's arguments can be copied without harm; if not, it is no longer watched."""
         if method is None or method.name in self._entries:
             return True
         if all(issubclass(type(leaf), (Tensor, *ATOMS)) for leaf in flatten(passed)[0]):
@@ -311,7 +311,7 @@ class Advisor:
         """Try graphs for a call, once no method of a module is to be tried first that makes the call."""
         if (site := find_site(sys._getframe(3))) is None:
             return
-        outer = next((found for found in reversed(site.methods) if self._methods.get(found, True)), None)
+        outer = next((candidate for candidate in reversed(site.methods) if self._methods.get(candidate, True)), None)
         if outer is not None:
             if outer not in self._methods:
                 self._methods[outer] = True
@@ -333,12 +333,12 @@ class Advisor:
                 trial = parts if parts is not None and not parts.problem else trial
             watched.trial = trial
         if method is not None:
-            made = [each for each in self._calls.values() if method in each.site.methods]
+            made = [call for call in self._calls.values() if method in call.site.methods]
             if trial.problem and entry is None:
                 self._leave(method)
                 made = [watched]
-            for each in made:
-                each.covered = True
+            for call in made:
+                call.covered = True
 
     # Training steps.
 
@@ -432,9 +432,9 @@ class Advisor:
         for one in (one for one in ranked if one.trial is None):
             alike = few.setdefault((one.name, str(one.site)), dataclasses.replace(one, calls=0))
             alike.calls += one.calls
-        found = [*map(str, first), *notes, *rest, *map(str, few.values())]
+        lines = [*map(str, first), *notes, *rest, *map(str, few.values())]
         nothing = "no torch.nn.Module was called in this process: to functions of tensors, sg.wrap gives graphs, too"
-        return found or [nothing]
+        return lines or [nothing]
 
     def __str__(self) -> str:
         return "\n".join(f"{number}. {line}" for number, line in enumerate(self.lines(), 1))
@@ -493,7 +493,7 @@ def _name(site: Site, target: object, method: str) -> str:
 
 
 def _step_change(step: Watched, first: Site | None) -> str:
-    """Say how a training step becomes one graph: as the function that it is, or as one that its lines are put into."""
+    """Say how a training step becomes one graph: its function as it is, or its lines put into a function."""
     site = step.site
     settings = f"optimizers={step.name.removesuffix('.step')}"
     settings = "optimizers=<the optimizer>, scaler=<the scaler>" if site.scaled else settings

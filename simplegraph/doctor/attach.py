@@ -81,7 +81,7 @@ class CaptureReading:
 
 
 class Watcher(Protocol):
-    """Is told of every graph of the process. A graph is known by its object."""
+    """Receives events of every graph of the process. A graph is identified by its object."""
 
     def capture_begins(self, graph: Any) -> None: ...
 
@@ -98,7 +98,7 @@ class CudaGraphs:
     """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
 
     Attributes:
-        span: between which addresses words of parameters are read.
+        span: the lowest and the highest address of words of parameters that are read.
 
     Raises:
         ConfigError: the driver lacks a call that reading graphs needs.
@@ -202,7 +202,7 @@ class CudaGraphs:
         return reset
 
     def _replaying(self, original: Any) -> Any:
-        # A bound method that was taken meanwhile may outlive the audit; the watcher knows nothing of it then.
+        # A bound method taken meanwhile may outlive the audit; then it tells the watcher nothing.
         begins, ended = self._watcher.replay_begins, self._watcher.replay_ended
 
         def replay(graph: Any) -> None:
@@ -221,7 +221,7 @@ class CudaGraphs:
         return 0 if failed else graph.value or 0
 
     def _read(self, handle: int) -> CaptureReading:
-        """Keep a copy of a graph, which is gone after its capture; its nodes are read from that when somebody asks."""
+        """Keep a copy of a graph, which is gone after its capture, to read its nodes from when they are needed."""
         started, reading, copy = time.perf_counter(), CaptureReading(), ctypes.c_void_p()
         if handle and not self._driver.cuGraphClone(ctypes.byref(copy), ctypes.c_void_p(handle)):
             drop = weakref.finalize(reading, self._driver.cuGraphDestroy, ctypes.c_void_p(copy.value))
@@ -279,7 +279,7 @@ class _ShapedReader(NodeReader):
         self._shapes[index] = function, tuple(kernel.sizes)
         if function.layout:
             self._passed.append((index, function, kernel.params or 0, kernel.extra or 0))
-        elif not function.known:
+        elif not function.has_layout:
             self._miss(index, function)
 
     def _miss(self, index: int, function: KernelFunction) -> None:
@@ -289,16 +289,16 @@ class _ShapedReader(NodeReader):
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
         # Parameters lie where a list of addresses says, or, as cuBLAS passes them, in one buffer.
         places = [(at, 8 * len(it.layout)) if at else (extra, 32) for _, it, at, extra in self._passed]
-        pieces = [
+        by_launch = [
             _pieces(function, words, packed=not params)
             for (_, function, params, _), words in zip(self._passed, self.memory.read(places), strict=True)
         ]
-        parts = iter(self.memory.read([piece for each in pieces for piece in each]))
+        contents = iter(self.memory.read([piece for pieces in by_launch for piece in pieces]))
         read = []
-        for (index, function, *_), each in zip(self._passed, pieces, strict=True):
-            found = [next(parts) for _ in each]
-            if found and None not in found:
-                read.append((index, function, function.unpack(joined(function, found))))
+        for (index, function, *_), pieces in zip(self._passed, by_launch, strict=True):
+            parts = [next(contents) for _ in pieces]
+            if parts and None not in parts:
+                read.append((index, function, function.unpack(joined(function, parts))))
             else:
                 self._miss(index, function)
         return read
@@ -309,13 +309,13 @@ class _ShapedReader(NodeReader):
         for index, (function, sizes) in self._shapes.items():
             grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
             named[index] = function.name, f"{grid} · {block}"
-        found: dict[int, tuple[list[int], list[int]]] = {}
+        by_node: dict[int, tuple[list[int], list[int]]] = {}
         for node in self.words(low, high, list):
-            parts = found[node[0][0]] = ([], [])
+            parts = by_node[node[0][0]] = ([], [])
             for _, _, value, certain, _ in node:
                 parts[not certain].append(value)
         nothing: tuple[list[int], list[int]] = ([], [])
-        return [Node(*named.get(at, ("event", "")), *found.get(at, nothing)) for at in range(self.nodes)]
+        return [Node(*named.get(at, ("event", "")), *by_node.get(at, nothing)) for at in range(self.nodes)]
 
 
 def _pieces(function: KernelFunction, told: bytes | None, *, packed: bool) -> Sequence[Piece]:

@@ -83,7 +83,7 @@ class AuditedGraph:
         uses: memory that it uses; watched: tensors of its modules, if it has kernels that could not be read.
         fresh: what the memory was when its capture began, until it is settled.
         addresses: by which node they are used first, while it is not known whose they are; words: that may be some.
-        settled: True once it was said whose the addresses are.
+        settled: True once the owners of the addresses are known.
         dropped: True once it was reset, or is gone.
     """
 
@@ -114,7 +114,7 @@ class AuditedGraph:
         return [(node.name, node.shape, self.modules.get(at, "")) for at, node in enumerate(self.reading.nodes)]
 
     def settle(self, survey: MemorySurvey) -> None:
-        """Say whose the addresses are, by the survey from before the capture, or else by one from after."""
+        """Find the owners of the addresses in the survey from before the capture, else in one from after it."""
         nodes, self.settled = self.reading.nodes, True
         for certain in (True, False):
             first: dict[int, int] = {}
@@ -130,7 +130,7 @@ class AuditedGraph:
 
     def _settle(self, address: int, node: int, survey: MemorySurvey, *, certain: bool) -> None:
         then, owner = None if self.fresh is None else self.fresh.find(address), survey.find(address)
-        # What a pool has was not there before; a tensor may not have been seen, if objects were frozen.
+        # The pool's memory is newer than the survey; a tensor may be missing from it if objects were frozen.
         unseen = owner is not None and owner.state is State.TENSOR
         if then is not None and (then.state is State.TENSOR or (then.state is State.WORKSPACE and not unseen)):
             owner = then
@@ -194,12 +194,13 @@ class Audit:
         self.survey_seconds = 0.0
         self._source = graph_source(self)
         self._by_id: dict[int, AuditedGraph] = {}
-        self._found: dict[tuple[str, int, str], AuditFinding] = {}
+        self._by_place: dict[tuple[str, int, str], AuditFinding] = {}
         self._begun: dict[int, tuple[float, MemorySurvey | None]] = {}
         self._survey: MemorySurvey | None = None
         self._next_survey, self._hurried = 0.0, 0
         self._watching = False
-        # By process: a thread that has the lock when another one forks is not in the child, to give it back.
+        # One by process: a thread that holds the lock when another one forks does not exist in the child, to release
+        # it.
         self._locks: collections.defaultdict[int, Any] = collections.defaultdict(threading.RLock)
         self._process = os.getpid()
         self._checked: AuditedGraph | None = None
@@ -245,8 +246,8 @@ class Audit:
         """Check every graph that can still be replayed, now; return what is wrong with them."""
         with self._locks[os.getpid()]:
             survey = self._settle()
-            found = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
-        return [finding for findings in found for finding in findings]
+            by_graph = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
+        return [finding for findings in by_graph for finding in findings]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one HTML file that needs nothing else, and as JSON beside it; return the HTML's path."""
@@ -348,7 +349,7 @@ class Audit:
                 self._look_for_nan(checked)
 
     def _check_before(self, graph: AuditedGraph) -> None:
-        known = len(self.findings)
+        before = len(self.findings)
         if not graph.settled:
             if self.every != 1 and self._hurried >= _AT_ONCE and time.perf_counter() < self._next_survey:
                 return  # at a later replay
@@ -358,14 +359,14 @@ class Audit:
         for other in list(self._by_id.values()) if not self.every else [graph]:
             self._check(other, blocks)
         if self.every:
-            # Not all graphs at one time: the first interval of each is another one.
+            # The first intervals differ, so that not all graphs are checked at one time.
             graph.due += self.every - (graph.number % self.every if graph.due == 1 else 0)
             self._checked = graph if self.nan else None
         elif self._watching:
             self._watching = False
             self._source.watch_replays(False)
         # A forked process has no report: the path is its parent's.
-        if self.path is not None and len(self.findings) > known and self._process == os.getpid():
+        if self.path is not None and len(self.findings) > before and self._process == os.getpid():
             self.save(self.path)
 
     @contextlib.contextmanager
@@ -381,7 +382,7 @@ class Audit:
         return Blocks(self._source.segments(), self._source.is_device_memory)
 
     def _look_around(self) -> MemorySurvey:
-        """Survey the memory; captures and replays do so seldom enough that it takes a small part of the time."""
+        """Survey the memory; captures and replays call this seldom enough for it to take a small part of the time."""
         started = time.perf_counter()
         self._survey = self._survey_now()
         taken = time.perf_counter() - started
@@ -390,7 +391,7 @@ class Audit:
         return self._survey
 
     def _settle(self) -> MemorySurvey:
-        """Say whose the addresses of graphs are that were captured since the last time."""
+        """Find the owners of the addresses of graphs captured since the last time."""
         survey = self._look_around()
         for graph in list(self._by_id.values()):
             if not graph.settled:
@@ -399,16 +400,16 @@ class Audit:
 
     def _check(self, graph: AuditedGraph, blocks: Blocks) -> list[AuditFinding]:
         self.checks += 1
-        found, survey = [], functools.cache(self._survey_now)
+        findings, survey = [], functools.cache(self._survey_now)
         for use in graph.uses.values():
             verdict = judge(use, blocks, survey)
             if verdict is not None:
-                found.append(self._report(graph, use, *verdict))
+                findings.append(self._report(graph, use, *verdict))
         for use in (use for uses in graph.watched.values() for use in uses if (use.owner, use.slot) not in graph.uses):
             verdict = judge(use, blocks, survey)
             if verdict is not None and verdict[0] == "stale":
-                found.append(self._report(graph, use._replace(node=graph.reading.unread), *verdict))
-        return found
+                findings.append(self._report(graph, use._replace(node=graph.reading.unread), *verdict))
+        return findings
 
     def _survey_now(self) -> MemorySurvey:
         return MemorySurvey(self._blocks(), self._source.device)
@@ -416,7 +417,7 @@ class Audit:
     def _report(self, graph: AuditedGraph, use: Use, kind: str, now: str) -> AuditFinding:
         then = use.owner.described(use.address)
         place = kind, use.owner.block.start if use.owner.block is not None else use.address, then
-        finding = self._found.get(place)
+        finding = self._by_place.get(place)
         if finding is None:
             shown = readable(graph.reading.nodes[use.node].name)
             if use.node == graph.reading.unread:
@@ -425,7 +426,7 @@ class Audit:
                 shown += f" of {graph.modules[use.node]}"
             where = use.owner.block.where if use.owner.block is not None else ""
             finding = AuditFinding(kind, use.address, then, now, shown, where, [graph.number])
-            self._found[place] = finding
+            self._by_place[place] = finding
             self.findings.append(finding)
             FOUND[kind] += 1
             logger.warning("simplegraph audit: %s", finding)

@@ -86,8 +86,8 @@ def _group(
     nodes = graphs[0]["nodes"]
     modules = [names[module] for *_, module in nodes if names[module]]
     extent = f": {modules[0]}" + (f" to {modules[-1]}" if modules[-1] != modules[0] else "") if modules else ""
-    each = counted(len(nodes), "node") + " each" * bool(graphs[1:])
-    yield f"<details><summary>{count}, {each}{text(extent)}{mark}</summary>"
+    length = counted(len(nodes), "node") + " each" * bool(graphs[1:])
+    yield f"<details><summary>{count}, {length}{text(extent)}{mark}</summary>"
     yield _timeline(nodes, names, shown)
     yield table(_HEADER, map(_row, graphs))
     yield "</details>"

@@ -1,4 +1,4 @@
-"""Find the line of the user's that makes a call, and how its code names what is called."""
+"""Find the user's line that makes a call, and how its code names what is called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Method(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A line of the user's that calls something.
+    """A user's line that calls something.
 
     Attributes:
         called: as the code says it, such as "self.policy"; empty if it cannot be read.
@@ -59,21 +59,21 @@ class Site(NamedTuple):
 
 def find_site(frame: types.FrameType | None) -> Site | None:
     """Find the user's line that makes a call, nearest to a frame; None if this library makes it."""
-    frames = [each for each, _ in traceback.walk_stack(frame)]
-    files = [each.f_code.co_filename for each in frames]
+    frames = [caller for caller, _ in traceback.walk_stack(frame)]
+    files = [caller.f_code.co_filename for caller in frames]
     if any(file.startswith(_OWN) and not file.startswith(_DOORS) for file in files):
         return None
     others = [
-        each
-        for each, file in zip(frames, files, strict=True)
+        caller
+        for caller, file in zip(frames, files, strict=True)
         if not file.startswith((_OWN, _TORCH, "<frozen")) and "runpy" not in file
     ]
     if not others:
         return None
-    users = next((each for each in others if is_own(each.f_code.co_filename)), others[0])
-    codes = {each.f_code: each.f_lineno for each in reversed(others)}
+    users = next((caller for caller in others if is_own(caller.f_code.co_filename)), others[0])
+    codes = {caller.f_code: caller.f_lineno for caller in reversed(others)}
     scaled, direct = any("grad_scaler" in file for file in files), users is others[0]
-    methods = [method for each in others if (method := _method(each)) is not None]
+    methods = [method for caller in others if (method := _method(caller)) is not None]
     line = users.f_code.co_filename, users.f_lineno, users.f_code
     return Site(_called(users), direct, *line, codes, methods, scaled)
 

@@ -268,8 +268,8 @@ def _problem(
     trials: Sequence[ModuleTrial], mode: Literal["FULL", "PIECEWISE"] = "FULL", inlined: Collection[Any] = ()
 ) -> str | None:
     """Return the first problem that any of the batches has; None if there is none."""
-    found = (trial.problem(mode, inlined) for trial in trials)
-    return next((problem for problem in found if problem is not None), None)
+    problems = (trial.problem(mode, inlined) for trial in trials)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 class ModuleTrial:
@@ -374,7 +374,7 @@ class ModuleTrial:
 
     @contextlib.contextmanager
     def _undone(self, memory: SavedMemory) -> Iterator[Undo]:
-        """Put back what runs in here change."""
+        """Put back what runs in the block change."""
         with Undo(memory, self._generators) as undo:
             undo.watch(self._module)
             yield undo
@@ -398,11 +398,11 @@ class ModuleTrial:
         first, second = (self._effects(self._leaves).outputs for _ in range(2))
         if first_difference(first, second) is not None:
             return None
-        found = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
-        return found or self._written_by_padding() or ""
+        mixed = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
+        return mixed or self._written_by_padding() or ""
 
     def _written_by_padding(self) -> str | None:
-        """Say what of the module's memory rows of padding write otherwise than real rows do; it holds other values."""
+        """Say what memory padding rows write differently from real rows, if it holds other values before."""
         written = {name: self._state[name] for name in self.state_written if self._state[name].is_floating_point()}
         start = {name: -tensor.detach() - 1 for name, tensor in written.items()}
         try:
@@ -412,8 +412,8 @@ class ModuleTrial:
             logger.debug("the forward fails with other values in %s: %s", ", ".join(start), error)
             return None
         names = [name for name, _ in self._memory.tensors]
-        found = (first_difference(other, tried[0], names=names) for other in tried[1:])
-        return next((f"rows of padding write to the module's memory: {text}" for text in found if text), None)
+        differences = (first_difference(other, tried[0], names=names) for other in tried[1:])
+        return next((f"rows of padding write to the module's memory: {text}" for text in differences if text), None)
 
     def _mixed(self, leaves: Sequence[Any]) -> str | None:
         """Say how the rows of a batch differ if it is padded to twice its rows or cut to half of them, or None."""
@@ -428,9 +428,9 @@ class ModuleTrial:
             if len(outputs) != len(alone):
                 return f"it returns {len(outputs)} values for {rows} rows, and {len(alone)} for {self._rows}"
             pairs = list(zip(outputs, alone, strict=True))
-            found = first_difference([_head(*pair) for pair in pairs], [_head(*pair[::-1]) for pair in pairs])
-            if found is not None:
-                return found
+            difference = first_difference([_head(*pair) for pair in pairs], [_head(*pair[::-1]) for pair in pairs])
+            if difference is not None:
+                return difference
         return None
 
     def _part(self, leaves: Sequence[Any], rows: Iterable[int]) -> list[Any]:
@@ -456,7 +456,7 @@ class ModuleTrial:
         return padded
 
     def problem(self, mode: Literal["FULL", "PIECEWISE"] = "FULL", inlined: Collection[Any] = ()) -> str | None:
-        """Say what prevents a capture, or is wrong about its replays; None if nothing is.
+        """Say what prevents a capture, or is wrong with its replays; None if nothing is.
 
         Args:
             mode: FULL captures one graph, with its breaks inline; PIECEWISE runs them eagerly.
@@ -470,7 +470,7 @@ class ModuleTrial:
             self.failed_at = ""
             with inlining(inlined), self._capture(wrapped):
                 rounds = itertools.product(range(3), self._batches)
-                return next(filter(None, (self._difference(wrapped, *each) for each in rounds)), None)
+                return next(filter(None, (self._difference(wrapped, turn, number) for turn, number in rounds)), None)
         except VerificationError as error:
             said, _, _ = str(error).partition("\n")  # the advice is to call `check`
             return f"{said} Python state that changes from call to call is frozen."
@@ -482,22 +482,22 @@ class ModuleTrial:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
 
     def obstacle(self) -> Obstacle | None:
-        """Return what no piecewise graph can have: a part, or the results of one that breaks."""
+        """Return what keeps the module from piecewise graphs: a part, or the results of an eager break."""
         problem = self.problem("PIECEWISE")
         if problem is not None:
             return Obstacle(self.failed_at, problem)
         expected = self._breaks_with(1)
         for factor in _FILLS:
             try:
-                found = self._breaks_with(factor)
+                other_run = self._breaks_with(factor)
             except Exception as error:
                 logger.debug("the forward fails with floating-point inputs times %s: %s", factor, error)
                 continue
-            for call, other in zip(expected.calls, found.calls, strict=False):
+            for call, other in zip(expected.calls, other_run.calls, strict=False):
                 if not same_results(call, other):
                     passed = [it.kind() for it in (call.arguments or ())[:1] if isinstance(it.kind, weakref.ref)]
                     return Obstacle(self._pattern_of(passed), f"eager break {name_of(call.function)} {_VARIES}.")
-            if len(expected.calls) != len(found.calls):
+            if len(expected.calls) != len(other_run.calls):
                 return Obstacle("", "other eager breaks run for other inputs, and a graph calls the same ones.")
         return None
 
@@ -560,18 +560,20 @@ class ModuleTrial:
             others = [reason for reason in stats.eager if reason is not Reason.PROOF]
             reasons, commands = (", ".join(getattr(reason, name) for reason in others) for name in ("text", "command"))
             return f"the call did not replay: {reasons}. See: {commands}"
-        found = first_difference(effects.outputs, expected.outputs)
-        if found is not None:
-            return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."
+        difference = first_difference(effects.outputs, expected.outputs)
+        if difference is not None:
+            return (
+                f"a replay does not equal eager: {difference}. Python state that changes from call to call is frozen."
+            )
         names = [name for name, _ in self._memory.tensors]
-        found = first_difference(effects.memory, expected.memory, names=names)
-        return found and f"after a replay {found} from eager's."
+        difference = first_difference(effects.memory, expected.memory, names=names)
+        return difference and f"after a replay {difference} from eager's."
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:
     """Name the plain tensors that an entry consists of, after the entry; numbered if there are several."""
-    found = list(parts(entry.tensor))
-    return [(entry.name if len(found) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(found)]
+    tensors = list(parts(entry.tensor))
+    return [(entry.name if len(tensors) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(tensors)]
 
 
 def _form(leaf: Any) -> Any:

@@ -20,8 +20,8 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 def sections() -> dict[str, str]:
     """Return the text of each section of the troubleshooting page, by its name."""
     page = _PACKAGED if _PACKAGED.is_file() else _IN_CHECKOUT
-    found = _SECTION.finditer(page.read_text(encoding="utf-8"))
-    return {section["name"]: _LINK.sub(_named, section["text"]).strip() for section in found}
+    matches = _SECTION.finditer(page.read_text(encoding="utf-8"))
+    return {section["name"]: _LINK.sub(_named, section["text"]).strip() for section in matches}
 
 
 def explain(name: str) -> str:
@@ -30,19 +30,19 @@ def explain(name: str) -> str:
     Raises:
         ConfigError: there is no such section.
     """
-    known = sections()
+    texts = sections()
     wanted = name.lower().replace("_", "-")
-    if wanted not in known:
-        near = did_you_mean([wanted], known)
+    if wanted not in texts:
+        near = did_you_mean([wanted], texts)
         raise ConfigError(f"nothing is called {name!r}{near}; expected a name that `simplegraph explain --all` lists.")
-    return f"{wanted}\n\n{known[wanted]}"
+    return f"{wanted}\n\n{texts[wanted]}"
 
 
 def all_names() -> str:
     """List the names of all sections, each with the beginning of its text."""
-    known = sections()
-    width = max(map(len, known))
-    return "\n".join(f"{name:<{width}}  {_first_sentence(text)}" for name, text in known.items())
+    texts = sections()
+    width = max(map(len, texts))
+    return "\n".join(f"{name:<{width}}  {_first_sentence(text)}" for name, text in texts.items())
 
 
 def _first_sentence(text: str) -> str:
@@ -50,7 +50,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _named(link: re.Match[str]) -> str:
-    """Name the section or the page that a link leads to: a terminal follows no link."""
+    """Name the section or the page that a link leads to, since a terminal follows no links."""
     text, target = link.groups()
     if target.startswith("#"):
         return text

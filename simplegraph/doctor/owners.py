@@ -1,4 +1,4 @@
-"""Tell who owns device memory at a moment, and later if a graph's addresses are still theirs."""
+"""Tell who owns device memory at a moment, and later whether a graph's addresses are still theirs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Blocks:
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of a module by name: the memory that it was in, and how to find the module's tensor of now.
+    """A tensor of a module by name: the memory that it was in, and how to find the module's current tensor.
 
     Attributes:
         root: the id of the outermost module that has it.
@@ -115,7 +115,7 @@ class MemoryOwner:
 
     @property
     def alive(self) -> bool:
-        """True if something holds it as it did, as far as Python sees: its storages live, and are where they were."""
+        """True if its holders still hold it, as far as Python sees: its storages are alive, where they were."""
         return not self.storages or any(map(self._holds, self.storages))
 
     def _holds(self, reference: Any) -> bool:
@@ -130,7 +130,7 @@ class MemoryOwner:
         return self.slots[at] if at >= 0 and address < self.slots[at].end else None
 
     def described(self, address: int) -> str:
-        """Name it as a reader would."""
+        """Describe it for a reader."""
         slot = self.slot(address)
         name = slot.name if slot is not None else self.name
         return f"{name} ({self.state.value})" if name else self.state.value
@@ -159,7 +159,7 @@ class MemorySurvey:
         self.blocks = blocks
         self.modules: dict[int, list[Use]] = {}
         self._owners: dict[int, MemoryOwner] = {}
-        self._found: dict[int, MemoryOwner | None] = {}
+        self._by_address: dict[int, MemoryOwner | None] = {}
         chosen = all_tensors(nn.Module)
         for held in (it for it in chosen if issubclass(type(it), Tensor)):
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
@@ -191,9 +191,9 @@ class MemorySurvey:
 
     def find(self, address: int) -> MemoryOwner | None:
         """Find who has the memory at an address; None if it is no address of the device."""
-        if address not in self._found:
-            self._found[address] = self._look_up(address)
-        return self._found[address]
+        if address not in self._by_address:
+            self._by_address[address] = self._look_up(address)
+        return self._by_address[address]
 
     def _look_up(self, address: int) -> MemoryOwner | None:
         block = self.blocks.find(address)
@@ -243,9 +243,9 @@ def _user_line(frames: Iterable[dict[str, Any]]) -> str:
 def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) -> bool:
     """True if a word in a kernel's parameters is surely an address that the kernel uses.
 
-    A word of a struct is not certain: it may be padding that holds anything, unless it is where a tensor begins.
-    Libraries that torch calls leave arguments that a kernel does not use as they were, so what was given back before is
-    none of theirs.
+    A word of a struct may be padding that holds anything, so it counts only where a tensor begins. Libraries that torch
+    calls do not reset arguments that a kernel does not use, so their words do not count for memory that was freed
+    before.
     """
     if owner.state in (State.OUTSIDE, State.FREED):
         return certain and not launched_by_torch(kernel)
@@ -283,7 +283,7 @@ def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> tuple[st
 
 
 def _moved(use: Use) -> str:
-    """Say where the module's tensor is that was at an address; nothing if one by another name is there still."""
+    """Say where the module's tensor that was at an address is now; empty if one of another name is still there."""
     if use.slot is None:
         return ""
     places = {

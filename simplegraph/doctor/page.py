@@ -111,7 +111,7 @@ def _tiles(stats: GraphStats) -> str:
 
 
 def tiles(shown: Mapping[str, str]) -> str:
-    """Show figures by what they say."""
+    """Show figures, each with its meaning."""
     return (
         f'<div class="tiles">{"".join(f"<div><b>{value}</b>{text(name)}</div>" for name, value in shown.items())}</div>'
     )
@@ -123,7 +123,7 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
         yield paragraph("Nothing is captured.")
         return
     most, memory = max(graph.replays for graph in graphs), max(graph.bytes for graph in graphs)
-    inputs, *told = told_apart(graphs)  # none, where they do not differ
+    inputs, *told = told_apart(graphs)  # none if they do not differ
     rows = [
         (
             f"{graph.mode} {graph.size}",

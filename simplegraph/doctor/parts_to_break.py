@@ -1,4 +1,4 @@
-"""Find, by trying, the parts of a module that have to run eagerly for all else to be captured."""
+"""Find, by trying, the parts of a module that must run eagerly so that the rest can be captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict)  # they only hold others
 
 @contextlib.contextmanager
 def broken_at(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Make these parts eager breaks in here."""
+    """Make these parts eager breaks in the block."""
     kinds: list[tuple[Any, Any]] = [(child, type(child)) for child in module.modules()]
     try:
         if patterns:
@@ -62,14 +62,14 @@ def find_parts(
     """
     patterns: list[str] = []
     last = ""
-    # No pattern names these as a whole: for a module the root, for a function what it reaches.
+    # No pattern may name these as a whole: of a module the root, of a function the modules that it reaches.
     wholes = [name for name, _ in module.named_children()] if isinstance(module, FunctionModule) else [""]
     for _ in range(_TRIES):
         with broken_at(module, patterns):
-            found = find_obstacle()
-        if found is None:
+            obstacle = find_obstacle()
+        if obstacle is None:
             return _by_model(module, patterns, wholes), ""
-        part, last = found
+        part, last = obstacle
         covering = next((pattern for pattern in patterns if f"{part}.".startswith(f"{pattern}.")), None)
         if covering is not None:
             part = _around(module, covering)
@@ -80,14 +80,14 @@ def find_parts(
 
 
 def _by_model(module: nn.Module, patterns: Sequence[str], wholes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Sort the patterns by where they match first, and take them apart by what the user's code calls the models."""
+    """Sort the patterns by their first match, and group them by the names that the user's code has for the models."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    found: dict[str, tuple[str, ...]] = {}
+    by_model: dict[str, tuple[str, ...]] = {}
     for pattern in sorted(patterns, key=lambda it: next(at for at, name in enumerate(names) if fnmatchcase(name, it))):
         whole = max((name for name in wholes if not name or pattern.startswith(f"{name}.")), key=len)
         model = whole.rstrip("'") or "model"
-        found[model] = (*found.get(model, ()), pattern[len(whole) :].lstrip("."))
-    return found
+        by_model[model] = (*by_model.get(model, ()), pattern[len(whole) :].lstrip("."))
+    return by_model
 
 
 def _around(module: nn.Module, pattern: str) -> str:

@@ -18,30 +18,30 @@ from simplegraph.manager.table import ProgramTable
 
 
 def touched_lines(module: nn.Module, manager: CudaGraphManager | None) -> tuple[str, ...]:
-    """Say what the graphs of a module touch of which something was read before, asking the driver again."""
+    """Describe what a module's graphs touch, by asking the driver again about those that were read before."""
     lines: list[str] = []
     if manager is not None:
         names = _named_memory(module)
         _read_touches(manager.table)
         for graph in manager.report().graphs():
-            if (found := graph.inventory) is not None:
-                told = f"as {found.nodes} nodes tell (read in {found.seconds * 1e3:.1f} ms):"
+            if (inventory := graph.inventory) is not None:
+                told = f"as {inventory.nodes} nodes tell (read in {inventory.seconds * 1e3:.1f} ms):"
                 lines += [f"  {graph.mode} {graph.size} touches, {told}"]
-                lines += [f"    {line}" for line in report_lines(found, names)]
+                lines += [f"    {line}" for line in report_lines(inventory, names)]
     return tuple(lines) or ("  what graphs touch is not known: only a GPU's driver can be asked",)
 
 
 def _named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
     """Name the memory of every tensor that a module holds."""
-    found = []
+    named = []
     for held in held_tensors(module):
         for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
-            found.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
-    return tuple(found)
+            named.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
+    return tuple(named)
 
 
 def _read_touches(table: ProgramTable) -> None:
-    """Read all that graphs touch of which something was read before, for a report."""
+    """Read, for a report, all that graphs touch about which something was read before."""
     for graph in table.graphs.values():
         before = graph.counters.inventory
         if before is not None:
@@ -56,7 +56,7 @@ def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Ite
 
     Args:
         inventory: of a graph.
-        names: of memory, better ones than the driver's reader had.
+        names: of memory; preferred to those that the driver's reader had.
     """
     modules: dict[str, dict[str, dict[str, None]]] = {}
     for _, touches in itertools.groupby(inventory.touches, operator.attrgetter("number")):
@@ -77,7 +77,7 @@ def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Ite
 def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:
     if touch.place is MemoryKind.POOL:
         return ""
-    return next((each.name for each in names if each.start <= touch.address < each.end), touch.name)
+    return next((memory.name for memory in names if memory.start <= touch.address < memory.end), touch.name)
 
 
 def _shown(touch: Touch, name: str) -> str:

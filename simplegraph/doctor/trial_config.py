@@ -8,7 +8,7 @@ from simplegraph.base.config import CudaGraphConfig
 
 
 class TrialConfig(CudaGraphConfig):
-    """Settings that no environment variable replaces: a check tries graphs also where SIMPLEGRAPH_MODE=off is set."""
+    """Settings that environment variables do not replace: a check tries graphs even if SIMPLEGRAPH_MODE=off is set."""
 
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
         """Return these settings as they are."""

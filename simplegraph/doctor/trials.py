@@ -39,7 +39,7 @@ SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKN
 
 @dataclasses.dataclass
 class Trial:
-    """Graphs for one call, tried.
+    """The outcome of trying graphs for one call.
 
     Attributes:
         eager_ms: median time of an eager call whose result is waited for; None without a GPU, as all times.
@@ -97,7 +97,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
-    """Put random generators back afterwards; what is printed, warned of or logged in here is dropped."""
+    """Put random generators back afterwards, and drop what is printed, warned of or logged in the block."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     generators = [torch.default_generator, *on_gpu]
     states, host, ours = random_states(generators), HostRandom(), logging.getLogger("simplegraph")
@@ -131,7 +131,7 @@ def observe(trial: Trial, eager: Callable[[], object], own: Any) -> None:
     """Run eagerly on copies, count the operators, and time it if they are on a GPU.
 
     Args:
-        trial: is given the figures.
+        trial: receives the figures.
         eager: the call.
         own: the copies that it uses.
 
@@ -193,11 +193,11 @@ def measure(trial: Trial, graphed: Callable[[], object], stats: Callable[[], Seq
     replays = []
     for _ in range(_RUNS):
         graphed()
-        replays.append(sum(each.replays for each in stats()))
+        replays.append(sum(graph_stats.replays for graph_stats in stats()))
     if len(replays) < 2 or replays[-1] == replays[-2]:
         trial.problem = "; ".join(dict.fromkeys(map(in_the_way, stats()))) or "no part of it can have a graph"
         return trial
-    trial.launches = sum(graph.nodes or 0 for each in stats() for graph in each.graphs.values())
+    trial.launches = sum(graph.nodes or 0 for graph_stats in stats() for graph in graph_stats.graphs.values())
     if trial.eager_ms is not None:
         trial.graph_ms = waited_ms(graphed)
         trial.gpu_ms = min(trial.gpu_ms or 0.0, trial.graph_ms)
@@ -206,7 +206,7 @@ def measure(trial: Trial, graphed: Callable[[], object], stats: Callable[[], Seq
 
 @contextlib.contextmanager
 def trying(trial: Trial) -> Iterator[None]:
-    """Note an error as what is in the way; afterwards the copies are collected as garbage."""
+    """Note an error as the problem; collect the copies as garbage afterwards."""
     try:
         with undone():
             yield
@@ -238,7 +238,7 @@ def try_call(
 
 
 def _validated_or_not(attempt: Callable[[], Trial]) -> Trial:
-    """Try; where distributions look at their arguments, which no graph can, also without."""
+    """Try a graph; if distributions check their arguments, which no graph can hold, also try without these checks."""
     trial = attempt()
     if "validate_args" not in trial.problem:
         return trial
@@ -301,7 +301,7 @@ def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole
             own.step()
 
         observe(trial, step, (own_calls, own))
-        found = trial
+        observed = trial
         if whole:
             _measure_step(sg, trial, step, own)
         if "pass fused=True" in trial.problem:
@@ -310,7 +310,7 @@ def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole
             trial = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
             _measure_step(sg, trial, step, own)
         if (trial.problem or not whole) and not any(call.method for call in calls):
-            parts = dataclasses.replace(found, problem="", whole=False)
+            parts = dataclasses.replace(observed, problem="", whole=False)
             _measure_parts(sg, parts, step, own_calls)
             trial = trial if parts.problem and whole else parts
     return trial
@@ -331,7 +331,7 @@ def _measure_parts(sg: Any, trial: Trial, step: Callable[[], None], calls: list[
     trial.way = f"wrap what the step calls, {names}: model = sg.wrap(model, training=True)"
     calls[:] = [(wrapped[id(module)], *rest) for module, *rest in calls]
     try:
-        measure(trial, step, lambda: [each.graph_stats for each in wrapped.values()])
+        measure(trial, step, lambda: [model.graph_stats for model in wrapped.values()])
     finally:
-        for each in wrapped.values():
-            each.reset_graphs()
+        for model in wrapped.values():
+            model.reset_graphs()

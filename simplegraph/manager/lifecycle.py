@@ -1,7 +1,7 @@
 """The lifecycle of calls: the stage of each size, the verdict of each row count, and refusals; every change of them.
 
 A `ModuleRecord` is about all calls of a module, a `SignatureRecord` about all sizes of a signature, a `SizeRecord`
-about one size of it. docs/how_it_works.md draws `EDGES`, `VERDICT_EDGES` and `REFUSALS`.
+about one size of it. docs/design.md draws `EDGES`, `VERDICT_EDGES` and `REFUSALS`.
 """
 
 from __future__ import annotations

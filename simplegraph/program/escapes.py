@@ -27,7 +27,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
 from simplegraph.program.snapshot import Note, Snapshot, in_memory
 
-_Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
+_Located = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _GRACE = 20  # ms in which other threads may let go of a tensor
 
 
@@ -54,12 +54,12 @@ class PythonState(Probe):
         self._notes: dict[tuple[int, Any], Note] = {}
         self._notes_before: dict[tuple[int, Any], Note] = {}
         self._by_recordings: set[tuple[int, Any]] = set()  # those that a recording made
-        self._recorded = False  # a recording ended, and its notes are there
+        self._recorded = False  # a recording ended, and its notes are still in place
         self._earlier: PythonState | None = None  # before a second try
 
     def before_captures(self, *, again: bool = False) -> None:
-        """Remember it as it is: what real runs changed stays."""
-        self.put_back_notes()  # of a run that was undone, if this was remembered before
+        """Remember the present state: what real runs changed stays."""
+        self.put_back_notes()  # of a run that was undone, if the state was remembered before
         if not again:
             self._notes_before, self._notes = self._notes, {}
             self._by_recordings.clear()
@@ -84,7 +84,7 @@ class PythonState(Probe):
             return
         gc.collect(0)  # a cycle is no escape
         kept = _tensors_at(device.left_alive(pool) - held)
-        if kept and not self.collected:  # once: it takes longer than twenty captures
+        if kept and not self.collected:  # once, since it takes longer than twenty captures
             self.collected = True
             gc.collect()
         # A thread of autograd lets go of its last gradient a moment after `backward` has returned.
@@ -102,15 +102,15 @@ class PythonState(Probe):
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
     def remedy(self, names: Iterable[str]) -> str:
-        """Say what to do about places of these names that would keep a tensor."""
+        """Return the advice for places of these names that would keep a tensor."""
         roots = [root for root in self._roots if isinstance(root, nn.Module)]
         for name, root in itertools.product(names, roots):
             owner, _, attribute = name.rpartition(".")
             hooks = getattr(dict(root.named_modules()).get(owner), "_forward_pre_hooks", {}).values()
             if any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks):
                 return _NORM_REMEDY
-            if found := remedy_for_library(root, name):
-                return found
+            if library_remedy := remedy_for_library(root, name):
+                return library_remedy
         return _KEPT_REMEDY
 
     def undo(self, what: Undone, runs: Sequence[Run]) -> None:
@@ -131,7 +131,7 @@ class PythonState(Probe):
             vars(self).update(vars(earlier))
 
     def inspect(self, capture: Any, summary: Any) -> Any:
-        """Let another thread's notes be there again, and remember nothing, so that nothing lives for that alone."""
+        """Restore another thread's notes, and forget everything, so that nothing is kept alive."""
         if self._notes_before:
             for key in self._notes.keys() ^ self._notes_before.keys():
                 note = (self._notes_before | self._notes)[key]
@@ -145,7 +145,7 @@ class PythonState(Probe):
         return []
 
     def put_back_notes(self) -> None:
-        """Put back notes: what they say is done, as that memory is filled, is undone."""
+        """Put back notes: they say that something is done, such as memory filled, which was undone."""
         notes = {(id(note.place), note.key): note for note in self.snapshot.take_notes()}
         self._notes = notes | self._notes
         self._by_recordings |= notes.keys() if self._recorded else set()
@@ -160,7 +160,7 @@ class PythonState(Probe):
         return sorted({self._notes[key].name for key in self._by_recordings & self._notes_before.keys()})
 
     def release(self, runs: Iterable[MakesMemory]) -> None:
-        """Let places hold what they held where they came to hold tensors that these runs made."""
+        """Restore places that came to hold tensors made by these runs."""
         self.snapshot.release(
             functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
         )
@@ -168,22 +168,22 @@ class PythonState(Probe):
 
 def holds_graph_memory(value: Any, device: GraphDevice, pool: GraphPool) -> bool:
     """True if a value is, or holds, a tensor that a capture into the pool made: it means nothing outside a replay."""
-    found = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
-    return any(device.in_pool(pool, part) for part in found)
+    tensors = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
+    return any(device.in_pool(pool, part) for part in tensors)
 
 
-def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Sequence[str]]:
-    """Let places hold what they held; the names of those that held tensors, and of those that hold them still.
+def _put_back(kept: Sequence[_Located], state: PythonState) -> tuple[list[str], Sequence[str]]:
+    """Restore places; return the names of those that held tensors, and of those that still do.
 
-    Nothing is taken away from a place whose former content is not known. What such a place holds is undefined, and as
-    NaN it shows.
+    A place whose former content is not known is left alone. Its tensor is undefined, and filled with NaN so that it
+    shows.
     """
     names = state.put_back()
-    if not (found := _living(kept)):
+    if not (tensors := _living(kept)):
         return names, []
-    released = state.snapshot.release(lambda thing: any(thing is tensor for tensor in found))
+    released = state.snapshot.release(lambda thing: any(thing is tensor for tensor in tensors))
     names += [name for name in released if name not in names]
-    found.clear()
+    tensors.clear()
     still = _living(kept)
     for tensor in still:
         if tensor.is_floating_point():
@@ -214,7 +214,7 @@ def kept_by(names: Iterable[str]) -> str:
 
 
 def _tensors_of(own: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in these objects, and in what they hold; what a module holds is not theirs."""
+    """Yield the tensors in these objects and in what they hold, but for what modules hold."""
     for tensor in Walk(own, Policy(_kind_of_owned)).found():
         yield from parts(tensor)
 
@@ -223,23 +223,23 @@ def _kind_of_owned(kind: type) -> Any:
     return None if issubclass(kind, nn.Module) else referring_kind(kind)
 
 
-def _tensors_at(addresses: set[int]) -> list[_Found]:
-    """Find every tensor of Python that owns memory at one of these addresses; looks at all objects there are."""
+def _tensors_at(addresses: set[int]) -> list[_Located]:
+    """Find every Python tensor that owns memory at one of these addresses; looks at all objects of the process."""
     if not addresses:
         return []
     with torch._C.DisableTorchFunctionSubclass():
         return [(weakref.ref(tensor), _address(tensor)) for tensor in all_tensors() if _address(tensor) in addresses]
 
 
-def _holds_gradient(found: Sequence[Tensor]) -> bool:
-    """True if one of these tensors is the gradient of a leaf, which may be none that the code leads to."""
+def _holds_gradient(tensors: Sequence[Tensor]) -> bool:
+    """True if one of these tensors is the gradient of a leaf, also of one that the code does not lead to."""
     with torch._C.DisableTorchFunctionSubclass():
         leaves = (tensor for tensor in all_tensors() if tensor.is_leaf and tensor.grad is not None)
-        return any(leaf.grad is tensor for leaf in leaves for tensor in found)
+        return any(leaf.grad is tensor for leaf in leaves for tensor in tensors)
 
 
-def _living(tensors: Iterable[_Found]) -> list[Tensor]:
-    """Return the tensors that live, in the memory where they were found: a parameter may have its own again."""
+def _living(tensors: Iterable[_Located]) -> list[Tensor]:
+    """Return the tensors that are alive and still in the same memory: a parameter may have its own again."""
     living = ((reference(), address) for reference, address in tensors)
     return [tensor for tensor, address in living if tensor is not None and _address(tensor) == address]
 

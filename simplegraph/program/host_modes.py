@@ -168,7 +168,7 @@ class _PythonReads(TorchFunctionMode):
         elif func in self.SPLITS:
             read = (*args[1:], *kwargs.values())
         elif func in self.LISTS:
-            read = flatten([each for each in (*args, *kwargs.values()) if not issubclass(type(each), Tensor)])[0]
+            read = flatten([value for value in (*args, *kwargs.values()) if not issubclass(type(value), Tensor)])[0]
         for tensor in read:
             if issubclass(type(tensor), Tensor):
                 self._mode.read_by_python(tensor, func)
@@ -253,7 +253,7 @@ class HostMode(OperatorMode, abc.ABC):
         host = [tensor for tensor in tensors if tensor.is_cpu]
         if tensors and not host:
             result = func(*args, **kwargs)
-            self._note_made(result, known=False)
+            self._note_made(result, constant=False)
             return defined(result)
         if host and facts_of(func).is_composite:  # under inference_mode it comes whole
             return self.take_apart(func, args, kwargs)
@@ -262,34 +262,34 @@ class HostMode(OperatorMode, abc.ABC):
             for tensor in self.arguments.note(func, args, kwargs, host):
                 self._check_argument(tensor)
         self._check(func, args, kwargs, host, on_host=on_host)
-        known = func is _LIFT or all(map(self._is_known, host))
+        constant = func is _LIFT or all(map(self._is_constant, host))
         result = self._move(func, args, kwargs) if host and func in _MOVES else func(*args, **kwargs)
-        made = self._note_made(result, () if func is _LIFT else host, known=known)
+        made = self._note_made(result, () if func is _LIFT else host, constant=constant)
         self.met_host = self.met_host or made or bool(host)
         for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
             key = storage_key(tensor)
             if key in self._made:
-                self._made[key] = self._made[key] and known and on_host
+                self._made[key] = self._made[key] and constant and on_host
         return defined(result)
 
-    def _note_made(self, result: Any, given: Sequence[Tensor] = (), *, known: bool) -> bool:
+    def _note_made(self, result: Any, given: Sequence[Tensor] = (), *, constant: bool) -> bool:
         """Note the CPU memory among an operator's results that it was not given; True if there is any."""
         made = {storage_key(tensor) for tensor in strided_tensors((result,)) if tensor.is_cpu}
         made = made.difference(map(storage_key, given)) if made else made
-        self._made.update(dict.fromkeys(made, known))
+        self._made.update(dict.fromkeys(made, constant))
         return bool(made)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; what it moves to the device is a constant, as far as it is known."""
+        """Run an operator; a constant that it moves to the device is read from a device copy."""
         first = args[0]
         if func is _TO_COPY:
             static = self._static(first)
             if static is not None and target_device(kwargs) != "cpu":
                 return func(static, *args[1:], **kwargs)
-            if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
-                # With what decides how a copy looks: its dtype, device and memory format.
+            if target_device(kwargs) != "cpu" and first.is_cpu and self._is_constant(first):
+                # The key includes the dtype, device and memory format of the copy.
                 key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
-                # The forward may write to what it gets, and every replay begins with the constant.
+                # A clone, since the forward may write to it, and every replay begins with the constant.
                 return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
         elif func is _WHERE:
             like = next((tensor for tensor in args if not tensor.is_cpu), first)
@@ -308,21 +308,21 @@ class HostMode(OperatorMode, abc.ABC):
 
     def _indices(self, indices: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
         """Return indices on the device; masks as the indices they stand for, which the device cannot count."""
-        found: list[Tensor | None] = []
+        on_device: list[Tensor | None] = []
         for index in indices:
-            if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_known(index):
+            if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_constant(index):
                 with without_modes():
                     columns = index.nonzero().unbind(1)
-                found += [self._copied(column, device, index) for column in columns]
+                on_device += [self._copied(column, device, index) for column in columns]
             else:
-                found.append(index if index is None else self._on_device(index, index.dtype, device))
-        return found
+                on_device.append(index if index is None else self._on_device(index, index.dtype, device))
+        return on_device
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         static = self._static(tensor)
         if static is not None:
             return static
-        if device.type == "cpu" or not tensor.is_cpu or not self._is_known(tensor):
+        if device.type == "cpu" or not tensor.is_cpu or not self._is_constant(tensor):
             return tensor
         value = tensor
         if tensor.dtype is not dtype:  # converted on the CPU, as torch does
@@ -334,14 +334,14 @@ class HostMode(OperatorMode, abc.ABC):
         """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
         return self._copy((content(value), device), source, lambda: value.to(device))
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        """True if a tensor's value follows from Python data and from values of before that can be watched."""
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """True if a tensor's value follows from Python data and from earlier values that can be watched."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
-        if self._is_input(tensor):  # another one at every call
+        if self._is_input(tensor):  # other memory at every call
             return False
-        known = self._made.get(storage_key(tensor))
-        return is_watchable(tensor) if known is None else known
+        constant = self._made.get(storage_key(tensor))
+        return is_watchable(tensor) if constant is None else constant
 
     def _is_input(self, tensor: Tensor) -> bool:
         """True for a tensor of an argument that has a static input on the device."""
@@ -492,18 +492,18 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         if on_host and torch.Tag.inplace_view not in func.tags:
             for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
                 if storage_key(tensor) not in self._made:
-                    found = f"{self._named(tensor)} is on the CPU and the forward writes to it ({func.overloadpacket})"
-                    self._refuse(f"{found}, which a replay would not do", "Keep state on the device.", breaks=True)
+                    cause = f"{self._named(tensor)} is on the CPU and the forward writes to it ({func.overloadpacket})"
+                    self._refuse(f"{cause}, which a replay would not do", "Keep state on the device.", breaks=True)
         if facts_of(func).reads_no_value:
             return
         for tensor in host:
-            known = self._made.get(storage_key(tensor))
-            if known is None:
+            constant = self._made.get(storage_key(tensor))
+            if constant is None:
                 if not self._is_input(tensor):
                     self._note_read(tensor)
-            elif on_host and not known:
-                found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
-                self._refuse(found, "Keep it on the device.", breaks=True)
+            elif on_host and not constant:
+                cause = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
+                self._refuse(cause, "Keep it on the device.", breaks=True)
 
     def _check_argument(self, tensor: Tensor) -> None:
         if self.arguments is not None and self._is_input(tensor):
@@ -512,15 +512,15 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
 
     def _note_read(self, tensor: Tensor) -> None:
         if not is_watchable(tensor):
-            found = f"{self._named(tensor)} is on the CPU and has {span(tensor)} bytes"
+            cause = f"{self._named(tensor)} is on the CPU and has {span(tensor)} bytes"
             limit = "memory shared with NumPy, and an inference tensor, is compared at every call up to"
-            found += (
+            cause += (
                 f", of {LARGEST_BYTES} at most" if span(tensor) > LARGEST_BYTES else f"; {limit} {WATCHED_BYTES} bytes"
             )
             remedy = "Keep it on the device (register_buffer), so that the graph reads what it holds at each replay."
-            self._refuse(found, remedy, breaks=True)
+            self._refuse(cause, remedy, breaks=True)
         place = storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        self.reads.setdefault(place, tensor)  # itself: made here, a view of it would have a version of its own
+        self.reads.setdefault(place, tensor)  # the tensor itself: a view made here would have its own version
 
     def _named(self, tensor: Tensor) -> str:
         return self._name(tensor) or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"

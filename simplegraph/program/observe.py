@@ -1,4 +1,4 @@
-"""Observe the memory that a forward reads and writes and that is not its own.
+"""Observe the memory from outside that a forward reads and writes.
 
 Torch's dispatcher does not see launches of Triton's kernels, so an observer is shown which tensors they are passed. A
 graph of operators and such kernels reads nothing that neither was passed. Work of any other kind may read anything.
@@ -50,7 +50,7 @@ _NUMBER_REMEDY = (
     "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
 )
 _ROWS_REMEDY = "Add the sizes of your batches to capture_sizes, or pick or sort in each row."
-_MAX_SIZES = 3  # of as many batch sizes the latest run is remembered
+_MAX_SIZES = 3  # batch sizes whose latest run is remembered
 
 
 class PassedNumbers(NamedTuple):
@@ -118,11 +118,11 @@ class NumbersSeen:
             self._note_data(args[0])
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
             numeric = [(argument(args, kwargs, *place), default) for place, default in facts_of(func).numeric]
-            found = [(number, default) for number, default in numeric if number.__class__ in _NUMBERS]
+            passed = [(number, default) for number, default in numeric if number.__class__ in _NUMBERS]
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-            if found and (_makes_number(func, args, kwargs) or any(inexact)):
+            if passed and (_makes_number(func, args, kwargs) or any(inexact)):
                 # Torch passes a default only where something else follows it.
-                numbers = tuple(number for number, default in found if number != default)
+                numbers = tuple(number for number, default in passed if number != default)
                 self.segments.append(PassedNumbers(func, numbers, running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
@@ -187,8 +187,8 @@ class NumbersBySize:
         before = self._seen.pop(rows, None)
         if before is not None and before.other(seen) is not None:
             self._seen.clear()  # it changes at one size, too, so other sizes tell nothing
-        found = ((size, known.other(seen)) for size, known in self._seen.items())
-        differ = next(((size, *pair) for size, pair in found if pair is not None), None)
+        differences = ((size, earlier.other(seen)) for size, earlier in self._seen.items())
+        differ = next(((size, *pair) for size, pair in differences if pair is not None), None)
         chosen = next(filter(None, map(seen.choice, self._seen.values())), None)
         self._seen[rows] = seen
         while len(self._seen) > _MAX_SIZES:
@@ -218,7 +218,7 @@ def _place(line: tuple[str, int] | None) -> str:
 def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """True if an operator makes a tensor of numbers for another one, as torch.where does without gradients.
 
-    The values of linspace and logspace follow their number of steps.
+    The values of linspace and logspace depend on their number of steps.
     """
     if func is not _SCALAR and (func is not _FULL or args[0]):
         return facts_of(func).name.endswith("space")
@@ -250,7 +250,7 @@ _NO_ADDRESSES = frozenset({torch.bool, torch.int16, torch.int32})
 def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
     """Show launches of Triton's kernels to the innermost mode that has `launching`, whose context surrounds them.
 
-    That is passed the tensors that a kernel can touch, None if they are not known.
+    The context is passed the tensors that the kernel can touch; None if they are not known.
     """
 
     def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,8 +260,8 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
         own = str(getattr(self, "module", "")).partition(".")[0] == _OWN
         # Beside the arguments of the kernel, `kwargs` has the grid and options of the compiler.
         given = [*args, *(value for name, value in kwargs.items() if name != "grid"), *_default_tensors(self)]
-        known = own or all(map(_holds_no_address, given))  # no argument, and no element, may be an address
-        with launching(strided_tensors(given) if known else None):
+        shown_arguments = own or all(map(_holds_no_address, given))  # no argument, and no element, may be an address
+        with launching(strided_tensors(given) if shown_arguments else None):
             return run(self, *args, **kwargs)
 
     return shown
@@ -270,7 +270,7 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
 def _default_tensors(kernel: Any) -> list[Tensor]:
     """List the tensors that a kernel is passed where its caller leaves an argument out."""
     parameters = getattr(getattr(kernel, "signature", None), "parameters", {})
-    return [each.default for each in parameters.values() if isinstance(each.default, Tensor)]
+    return [parameter.default for parameter in parameters.values() if isinstance(parameter.default, Tensor)]
 
 
 def _holds_no_address(arg: Any) -> bool:
@@ -319,8 +319,8 @@ class MemoryObserver(OperatorMode):
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
         reads_anything: the same, if some of that work did not show which tensors it can touch.
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
-        left: storage key -> which eager break made that memory and did not return it.
-        found: that break -> what the forward did with such memory nevertheless.
+        left_by_break: storage key -> which eager break made that memory and did not return it.
+        uses_of_left: that break -> what the forward did with such memory nevertheless.
         numbers: what Python numbers operators are passed.
         dtypes: of what operators return; gpu: the first GPU that some of it is on; None if none is.
         operators: a hash of which operators ran, in their order.
@@ -347,8 +347,8 @@ class MemoryObserver(OperatorMode):
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = self.differentiates = False
         self.refused: HostError | None = None
-        self.left: dict[int, int] = {}
-        self.found: dict[int, str] = {}
+        self.left_by_break: dict[int, int] = {}
+        self.uses_of_left: dict[int, str] = {}
         self.numbers = NumbersSeen(rows)
         self.dtypes: set[torch.dtype] = set()
         self.gpu: torch.device | None = None
@@ -384,11 +384,11 @@ class MemoryObserver(OperatorMode):
             self._made_inside = None
 
     def find(self, tensors: Iterable[Any], use: str) -> None:
-        """Note which of these tensors, that the forward uses in this way, a break left behind."""
-        for tensor in strided_tensors(tensors) if self.left else ():
-            number = self.left.get(storage_key(tensor))
+        """Note which of these tensors a break left behind, since the forward uses them in this way."""
+        for tensor in strided_tensors(tensors) if self.left_by_break else ():
+            number = self.left_by_break.get(storage_key(tensor))
             if number is not None:
-                self.found.setdefault(number, use)
+                self.uses_of_left.setdefault(number, use)
 
     def _refuse(self, cause: str) -> None:
         """Note an operator that a capture may not come to, and raise it in a capture."""
@@ -444,7 +444,7 @@ class MemoryObserver(OperatorMode):
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
                 (self.blank.add if facts.is_uninitialised else self.blank.discard)(key)
-                self.left.pop(key, None)
+                self.left_by_break.pop(key, None)
                 if inside is not None:
                     inside.add(key)
         return defined(result)
@@ -454,7 +454,7 @@ class MemoryObserver(OperatorMode):
         if self._follows:
             self.given.update(given)
         if self._made_inside is None:
-            if self.left:
+            if self.left_by_break:
                 self.find(list(given.values()), f"reads it ({reader})")
             for key, tensor in given.items():
                 if key not in self._own and key not in self.external:
@@ -462,7 +462,7 @@ class MemoryObserver(OperatorMode):
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton of a kernel that is passed these tensors; which it writes to is not known."""
+        """Surround a launch by Triton of a kernel that is passed these tensors, and may write to any of them."""
         device = self._device
         if device is not None:
             self._look_for_unseen(device)
@@ -475,20 +475,20 @@ class MemoryObserver(OperatorMode):
         with contextlib.nullcontext() if shown is None else shown(tensors):
             yield
         if device is not None:
-            self._look_for_unseen(device, known=tensors is not None)
-            self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
+            self._look_for_unseen(device, tensors_shown=tensors is not None)
+            self._last = device.recorded()  # so that launches by Triton's hooks in this one count as seen
 
-    def _look_for_unseen(self, device: GraphDevice, *, known: bool = False) -> None:
+    def _look_for_unseen(self, device: GraphDevice, *, tensors_shown: bool = False) -> None:
         """Note if more was recorded since the last operator, or since the segment began.
 
         Args:
             device: where.
-            known: the work showed which tensors it can touch.
+            tensors_shown: the work showed which tensors it can touch.
         """
         now, last = device.recorded(), self._last
         if now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0):
             self.unseen = device.torch_device.type
-            if not known:
+            if not tensors_shown:
                 self.reads_anything = self.unseen
 
     def __enter__(self) -> MemoryObserver:

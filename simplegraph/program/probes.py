@@ -138,7 +138,7 @@ def around(probes: Sequence[Probe], run: Run) -> Iterator[None]:
 
 
 def undo(probes: Sequence[Probe], what: Undone, runs: Sequence[Run] = ()) -> None:
-    """Let all probes undo something, from the last to the first, each even if another raises."""
+    """Let all probes undo a stage, from the last to the first, each even if another raises."""
     with contextlib.ExitStack() as stack:
         for probe in probes:
             stack.callback(probe.undo, what, runs)

@@ -85,25 +85,25 @@ class Program:
             step.keeps = kept
 
     def take_returned(self) -> list[Any]:
-        """Let go of what breaks returned in a replay that is over; return it, as far as it was kept."""
-        found = [step.returned for step in self.breaks]
+        """Release what breaks returned in a replay that is over, and return it, as far as it was kept."""
+        returned = [step.returned for step in self.breaks]
         for step in self.breaks:
             step.returned = None
-        return found
+        return returned
 
     def cut_breaks_by(self, dims: Sequence[BreakRows | None], padded: int) -> str | None:
-        """Let breaks be passed the real rows alone, in these dimensions; say why they cannot be, or return None."""
+        """Pass breaks only the real rows, in these dimensions; return why that is impossible, or None."""
         if len(dims) != len(self.breaks):
             return f"{len(self.breaks)} eager breaks run at {padded} rows"
         pairs = list(zip(self.breaks, dims, strict=True))
         hindrances = (step.hindrance(rows, padded) for step, rows in pairs if rows is not None)
-        found = next(filter(None, hindrances), None)
-        for step, rows in pairs if found is None else ():
+        hindrance = next(filter(None, hindrances), None)
+        for step, rows in pairs if hindrance is None else ():
             step.dims = step.dims or rows
-        return found
+        return hindrance
 
     def pass_rows(self, rows: int) -> None:
-        """Let breaks be passed so many rows from now on; 0 for all there are."""
+        """Pass breaks so many rows from now on; 0 for all rows."""
         if rows != self._rows:
             self._rows = rows
             for step in self.breaks:
@@ -115,7 +115,7 @@ class Program:
         return [self.outputs, *[(step.whole, step.accepts) for step in self.breaks]]
 
     def costs(self) -> list[StepCost]:
-        """List its steps; the second replay of several steps was timed, and this waits for it to be over."""
+        """List its steps with their costs; waits for the second replay, which is timed if there are several steps."""
         marks = zip(self._marks, self._marks[1:], strict=False)
         times: Sequence[float | None] = [after.ms_since(before) for before, after in marks] or [None] * len(self.steps)
         return [
@@ -151,7 +151,7 @@ class Program:
 def _replay_first(program: weakref.ref[Any]) -> None:
     """Replay each step for the first time, and learn how to replay it from now on.
 
-    Random states show if a segment's kernels draw: no operator need show it.
+    Random states show if a segment's kernels draw, even if no operator shows it.
     """
     owner: Any = program()
     replays: list[Callable[[], None]] = []
@@ -199,7 +199,7 @@ def _refuse_dropped() -> None:
 
 
 def _replay_drawing(device: GraphDevice, segment: Segment) -> None:
-    """Replay a segment that draws random numbers, beside no other one and no capture: they share generators."""
+    """Replay a segment that draws random numbers, while no other one and no capture runs: they share generators."""
     with CAPTURE_LOCK:
         if device.current_stream() != device.drawing_stream:
             order_draws(device)
@@ -261,7 +261,7 @@ class SegmentRecorder:
             raise
 
     def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._known(function, name)
+        warmup_call = self._warmup_call(function, name)
         if self.device.current_stream() != self._stream:
             raise BreakError(
                 f"eager break {name} is called on another stream than the forward's; join that stream and leave its "
@@ -270,7 +270,7 @@ class SegmentRecorder:
         args, kwargs = wait_collectives((args, kwargs))
         self._end_segment()
         leaves, spec = flatten((args, kwargs))
-        made_here = known.made_here if len(known.made_here) == len(leaves) else (True,) * len(leaves)
+        made_here = warmup_call.made_here if len(warmup_call.made_here) == len(leaves) else (True,) * len(leaves)
         with recording_breaks(None):
             held = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
@@ -278,12 +278,12 @@ class SegmentRecorder:
         self.device.begin(self.pool, self.generators, continues=True)
         place = Place(leaves, held, self._keep, self._cells)
         with recording_breaks(None):
-            entered = [result.enter(place) for result in known.results]
-        step.spec, step.accepts = known.spec, [accept for _, accept in entered]
-        return known.spec.unflatten([value for value, _ in entered])
+            entered = [result.enter(place) for result in warmup_call.results]
+        step.spec, step.accepts = warmup_call.spec, [accept for _, accept in entered]
+        return warmup_call.spec.unflatten([value for value, _ in entered])
 
-    def _known(self, function: Callable[..., Any], name: str) -> BreakCall:
-        """Look up what the warmup saw of this call."""
+    def _warmup_call(self, function: Callable[..., Any], name: str) -> BreakCall:
+        """Return the call of the warmup that this call repeats."""
         index, self._breaks = self._breaks, self._breaks + 1
         calls = self.trace.calls if self.trace is not None else []
         if index >= len(calls) or calls[index].function != function:
@@ -349,10 +349,10 @@ def _passed(call: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any
         values = arguments if type(arguments) is tuple else arguments.values()
         children: list[TreeSpec] = []
         for value, child in zip(values, outer.children, strict=True):
-            found = _without_graph_memory(value, child, held, leaves, start)
-            children.append(found.nested)
-            parts += found.parts
-            places += found.leaves
+            rebuilt = _without_graph_memory(value, child, held, leaves, start)
+            children.append(rebuilt.nested)
+            parts += rebuilt.parts
+            places += rebuilt.leaves
             start += child.num_leaves
         nested.append(dataclasses.replace(outer, children=tuple(children)))
     return BreakArguments(dataclasses.replace(spec, children=tuple(nested)), parts, places)

@@ -49,13 +49,14 @@ class CaptureSession:
 
     def __enter__(self) -> CaptureSession:
         refuse_inside_capture(self.device.is_capturing())
-        wait_before_captures()  # before the locks, which what is called there may need
+        wait_before_captures()  # before the locks are taken, since the callbacks may need them
         with contextlib.ExitStack() as stack:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(without_collections())
-            # What this session makes, all of it young with collection off: memory that cycles held shows as freed then.
+            # With collection off, everything that this session makes is young: memory that cycles held then shows as
+            # freed.
             stack.callback(gc.collect, 0)
             if self.thorough:
                 gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures

@@ -1,4 +1,4 @@
-"""Read what objects hold, running none of their code; remember it, find what changed of it, name that, and put it back.
+"""Read what objects hold without running their code; remember it, find and name changes, and put them back.
 
 A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
 tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
@@ -46,12 +46,12 @@ _FLAGS = (bool, type(None))
 
 
 def put(place: Any, key: Any, value: Any) -> None:
-    """Let a place hold a value by a key, or nothing if it is `ABSENT`.
+    """Set `place[key]`, or delete it if the value is `ABSENT`.
 
     Args:
         place: anything that `held_by` returns a dict of, a list or a set.
         key: as `held_by` gives it; an index of a list, an item of a set.
-        value: what it shall hold there.
+        value: the new value.
     """
     kind, gone = type(place), value is ABSENT
     base: Any = next((base for base in (*DICTS, list, set, type) if issubclass(kind, base)), object)
@@ -67,7 +67,7 @@ def put(place: Any, key: Any, value: Any) -> None:
 
 
 def value_at(place: Any, key: Any) -> Any:
-    """Return what a place holds by a key, as `put` takes it; `ABSENT` if nothing."""
+    """Return `place[key]`, with a key as `put` takes it; `ABSENT` if there is none."""
     held = held_by(place)
     if isinstance(held, dict):
         return held.get(key, ABSENT)
@@ -75,7 +75,7 @@ def value_at(place: Any, key: Any) -> Any:
 
 
 def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> None:
-    """Let a place hold by these keys, or by all and in the same order, what `held_by` returned before."""
+    """Restore these keys of a place, or all in the same order, from what `held_by` returned before."""
     if isinstance(before, tuple):
         base = kind_of(type(place))
         rest = [] if keys is None else [value for at, value in enumerate(base.__iter__(place)) if at not in keys]
@@ -114,7 +114,7 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def is_equal(now: Any, before: Any) -> bool:
-    """True for what is the same, and for lists of such values: a forward may make the list that it begins with anew."""
+    """True for what is the same, and for lists of such values: a forward may make its first list again at each run."""
     if type(now) is list and type(before) is list and len(now) == len(before):
         return all(map(is_equal, now, before))
     return is_same(now, before)
@@ -126,7 +126,7 @@ def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
 
 
 class Note(NamedTuple):
-    """A plain value that a place came to hold by a key, in place of another; `ABSENT` if there is none.
+    """A plain value that replaced another one in a place; `ABSENT` if there is none.
 
     Attributes:
         name: of the place.
@@ -140,13 +140,13 @@ class Note(NamedTuple):
 
     @property
     def tells(self) -> bool:
-        """True if it may say that something is done; texts and other numbers are results."""
+        """True if the value may say that something is done; texts and other numbers are results."""
         kinds = {type(self.now), type(self.before)}
         changes = ABSENT in (self.now, self.before) or type(self.place) is list or not kinds.isdisjoint(_FLAGS)
         return changes and all(value is ABSENT or type(value) in (int, *_FLAGS) for value in (self.now, self.before))
 
     def exchange(self, held: Any, value: Any) -> None:
-        """Let the place hold another value, if it holds this one."""
+        """Replace the value by another one, if the place still holds it."""
         if is_same(value_at(self.place, self.key), held):
             put(self.place, self.key, value)
 
@@ -163,7 +163,7 @@ class Snapshot:
         breaks: False leaves out the code of eager breaks.
 
     Attributes:
-        walk: what led to everything that was come to.
+        walk: what led to everything that was reached.
     """
 
     @without_collections()
@@ -173,21 +173,21 @@ class Snapshot:
         self._places: dict[int, tuple[Any, Any, bool]] = {id(opened[0]): opened for opened in walk}
         near = (thing for thing, _, own in self._places.values() if own)
         self._modules = [(thing, type(thing)) for thing in near if issubclass(type(thing), nn.Module)]
-        found = walk.tensors if tensors else ()
-        held = [(tensor, part) for tensor in found for part in parts(tensor) if has_address(part)]
+        walked = walk.tensors if tensors else ()
+        held = [(tensor, part) for tensor in walked for part in parts(tensor) if has_address(part)]
         self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
 
     def changes(self, *, code: bool = False) -> dict[str, Any]:
-        """Return what every place without code on the way holds that held something else, and tensors that were moved.
+        """Return the changed values of places without code on the way, by name, and tensors that were moved.
 
-        By name. A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal
-        numbers, texts, and tuples and lists of them are the same; a list that was changed itself is a place that was.
+        A dict, and hence an object, is compared key by key; a list, a set or a deque is one place. Equal numbers,
+        texts, and tuples and lists of them are the same; a list that was changed itself is a place that was.
 
         Args:
             code: add numbers and texts, and lists of them, of places with code on the way, and what containers gained
                 there; globals that it names.
         """
-        found: dict[str, Any] = {}
+        changed: dict[str, Any] = {}
         named = {
             name
             for thing, *_ in self.walk.ways.values()
@@ -203,17 +203,16 @@ class Snapshot:
                     if (own or (_counts_beyond(now, before, key) and (key in named or not is_globals(now))))
                     and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
-                found |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
+                changed |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
             elif not is_same(now, before) and (own or _gained_plain(now, before)):
-                found[self.walk.path(holder)] = now
-        return found | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
+                changed[self.walk.path(holder)] = now
+        return changed | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
     def put_back(self, names: Collection[str] = ()) -> None:
-        """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
+        """Restore what modules held, the tensors that any place held, and where tensors lay.
 
         Args:
-            names: of places, as `changes` gives them, that shall hold again whatever they held; others with code on the
-                way stay.
+            names: places, as `changes` names them, to restore whatever they held; others with code on the way stay.
         """
         for module, kind in self._modules:
             if type(module) is not kind:
@@ -238,9 +237,9 @@ class Snapshot:
     def take_notes(self) -> list[Note]:
         """Put back the plain values of containers and objects, and return them, if one of them may be a note.
 
-        That is a flag or a whole number, if it was not there before or is no longer: it may say that memory is filled,
-        which neither a capture nor a run that is undone does. What another thread may wait for, in a list that grew or
-        shrank or a deque, stays.
+        A note is a flag or a whole number that was not there before or is gone: it may say that memory is filled, while
+        a capture, or a run that is undone, fills none. What another thread may wait for, in a deque or in a list that
+        grew or shrank, stays.
         """
         notes = [
             Note(self.walk.path_of(key, place), place, key, now, then)
@@ -255,7 +254,7 @@ class Snapshot:
         return notes
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
-        """List the places, those with `code` on the way or not, that hold other objects now, and what they held."""
+        """List the places that hold other objects now, and what they held; with `code` also those beyond code."""
         for holder, own in self.walk.filled():
             self._places[id(holder)] = holder, {}, own
         return [
@@ -268,10 +267,10 @@ class Snapshot:
         return [entry for entry in self._tensors if lies_at(entry[0]) != entry[2]]
 
     def release(self, unwanted: Callable[[Any], bool], *, caches: bool = True) -> list[str]:
-        """Let every place hold what it held where it came to hold something unwanted, or what leads to that.
+        """Restore every place that came to hold something unwanted, or what leads to that.
 
         Args:
-            unwanted: returns True for what no place shall hold.
+            unwanted: returns True for what no place may hold.
             caches: clear those of functools where they hold it.
 
         Returns:
@@ -295,7 +294,7 @@ class Snapshot:
         return list(dict.fromkeys(names))
 
     def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
-        """True if a value is unwanted, or holds what is; what is a place itself is asked by itself."""
+        """True if a value is unwanted or holds something unwanted; places inside it are asked by themselves."""
         walk = Walk([value], Policy(referring_kind, objects=MAX_BEYOND_CODE), self._places)
         return unwanted(value) or any(unwanted(item) for _, held, _ in walk for item in held)
 
@@ -311,7 +310,7 @@ def _gained_plain(now: Any, before: Any) -> bool:
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
-    """List by which keys a place holds something else than it held, and both; of a set the items that came or went.
+    """List the keys by which a place holds another value, with both values; of a set the items that came or went.
 
     None of a list that is longer or shorter, or of a deque: these pass things on, maybe to another thread.
     """

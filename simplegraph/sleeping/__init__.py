@@ -1,1 +1,1 @@
-"""Sleep: the memory of graphs, caches and weights goes back to the driver, and comes again at the same addresses."""
+"""Sleep: the memory of graphs, caches and weights is given back to the driver, and taken again at its addresses."""

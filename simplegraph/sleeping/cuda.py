@@ -64,7 +64,7 @@ def _release(address: int) -> None:
 
 
 def _allocate(size: int, index: int, _: int) -> int | None:
-    """Give torch's allocator memory at addresses of its own; None where there is none, which it raises as an error."""
+    """Give torch's allocator memory at reserved addresses; None if there is none, which torch raises as an error."""
     address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
     if cuda_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), zero, zero):
         return None
@@ -81,10 +81,10 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ct
 
 @functools.cache
 def _allocator() -> Any:
-    """Make what pools allocate with.
+    """Make the allocator of pools.
 
-    Its callback takes the interpreter's lock. Torch's allocator may not hold its own meanwhile: a thread that frees a
-    tensor has the one, and waits for the other.
+    Its callback takes the interpreter's lock, so torch's allocator may not hold its own lock meanwhile: a thread that
+    frees a tensor holds the first and waits for the second.
     """
     driver = cuda_driver()
     if driver is None or not hasattr(torch._C, "_cuda_customAllocator"):
@@ -106,7 +106,7 @@ class CudaRegion(MemoryRegion):
         self._index: int = device.torch_device.index or 0
         with torch.cuda.device(self._index):
             self._pool = torch.cuda.MemPool(_allocator())
-        # Never destroyed: that ends the process where anybody captures, or uses a pool, just then.
+        # Never destroyed: that ends the process if anything is capturing, or using a pool, at that moment.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
         self.pool_id: tuple[int, int] = self._pool.id
 

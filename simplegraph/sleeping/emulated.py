@@ -1,4 +1,4 @@
-"""Memory of the CPU that sleeps as a GPU's does: what is given back is poisoned, so that whoever reads it shows."""
+"""Memory of the CPU that sleeps as a GPU's does: what is given back is poisoned, so that reads of it show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simplegraph.device.emulator.memory import Arena, living
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_reference, storage_span
 
-# A NaN of float32 and bfloat16 that computing with turns into another one: so an update in place shows, too.
+# A NaN of float32 and bfloat16 that any computation turns into another NaN, so that updates in place show, too.
 _POISON = b"\xbf\xff"
 _storage: Callable[[Any], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
 
@@ -52,7 +52,9 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _INSIDE.running = inside
         made = () if inside else _storages(result)
-        self._made.update({each._cdata: storage_reference(each) for each in made if each._cdata not in given})
+        self._made.update(
+            {storage._cdata: storage_reference(storage) for storage in made if storage._cdata not in given}
+        )
         return result
 
 
@@ -69,14 +71,14 @@ class EmulatedRegion(MemoryRegion):
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         """List the storages that are alive."""
-        return [storage for each in self._made.values() if (storage := _storage(each.cdata)) is not None]
+        return [storage for reference in self._made.values() if (storage := _storage(reference.cdata)) is not None]
 
     def look(self, present: Segments) -> None:
         if not self.asleep:
             self.live = self.blocks = _spans(self.storages())
 
     def save(self, discards: Callable[[Span], bool]) -> None:
-        # What died since the last look is gone from the spans, and nothing dies while they are written to.
+        # Storages that died since the last look leave the spans, and none may die while the spans are written to.
         self._held = [*self.storages()]
         self.live = self.blocks = _spans(self._held)
         super().save(discards)
@@ -86,7 +88,7 @@ class EmulatedRegion(MemoryRegion):
         return not (self.live or self.open)
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
-        """Let them be used: what reads them meets poison, and what was written shows when it wakes."""
+        """Do nothing: reads meet poison, and writes show at waking."""
 
     def copy_out(self, host: int, span: Span) -> None:
         ctypes.memmove(host, *span)

@@ -1,4 +1,4 @@
-"""What holds graphs, and the memory that its graphs read: what sleeps with it, and what stays awake."""
+"""Find what holds graphs and which memory its graphs read: what sleeps with it, and what stays awake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 3  # names in a line
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Holder:
-    """Holder of graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
+    """Holds graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
 
     graphs: Any
     module: nn.Module | None = None
@@ -47,37 +47,40 @@ class Holder:
     @property
     def managers(self) -> list[CudaGraphManager]:
         """Its managers."""
-        return [self.graphs] if isinstance(self.graphs, CudaGraphManager) else [each.manager for each in self.builders]
+        if isinstance(self.graphs, CudaGraphManager):
+            return [self.graphs]
+        return [builder.manager for builder in self.builders]
 
     @property
     def modules(self) -> list[nn.Module]:
         """Its module, and those that its graphs were captured from."""
-        captured = [each.state.module() for each in self.builders if each.state is not None]
-        return list({id(each): each for each in (self.module, *captured) if each is not None}.values())
+        captured = [builder.state.module() for builder in self.builders if builder.state is not None]
+        return list({id(module): module for module in (self.module, *captured) if module is not None}.values())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that its module holds or its graphs read, with names."""
         for module in self.modules:
             yield from ((held.name, held.tensor) for held in held_tensors(module))
         for builder in self.builders:
-            yield from (("a tensor from elsewhere", each) for each in builder.seen.read.elsewhere.values())
+            yield from (("a tensor from elsewhere", tensor) for tensor in builder.seen.read.elsewhere.values())
             for inputs in builder.inputs_of.values():
-                yield from ((f"argument {name}", each.view(inputs.rows)) for name, each in inputs.inputs.items())
+                for name, static_input in inputs.inputs.items():
+                    yield f"argument {name}", static_input.view(inputs.rows)
         for manager in self.managers:
-            yield from (("a buffer of the engine", each) for each in manager.kept_alive)
-            yield from (("a tensor that no operator named", each) for each in manager.table.foreign)
+            yield from (("a buffer of the engine", tensor) for tensor in manager.kept_alive)
+            yield from (("a tensor that no operator named", tensor) for tensor in manager.table.foreign)
 
     def memory(self, kind: str) -> dict[Span, str]:
         """Name the memory of its tensors on a kind of device."""
-        found: dict[Span, str] = {}
+        names: dict[Span, str] = {}
         for name, tensor in self.tensors():
             for part in parts_of(tensor):
                 if has_address(part) and part.device.type == kind and refusing_region(part) is None:
-                    found.setdefault(storage_span(part.untyped_storage()), name)
-        return {span: name for span, name in found.items() if span.size}
+                    names.setdefault(storage_span(part.untyped_storage()), name)
+        return {span: name for span, name in names.items() if span.size}
 
     def loaded(self) -> Iterator[int]:
-        """Return where the memory begins that a checkpoint of its modules would load."""
+        """Return the addresses of the memory that a checkpoint of its modules would load."""
         values = [value for module in self.modules for value in module.state_dict(keep_vars=True).values()]
         parts = (part for value in values if issubclass(type(value), Tensor) for part in parts_of(value))
         return (part.untyped_storage().data_ptr() for part in parts if has_address(part))
@@ -90,7 +93,7 @@ def holders_of(owner: Any) -> list[Holder]:
         InputError: `owner` is something else.
     """
     if owner is None:
-        return [Holder(each) for each in wrappers()]
+        return [Holder(runner) for runner in wrappers()]
     if isinstance(owner, CudaGraphManager):
         return [Holder(owner)]
     if not isinstance(owner, nn.Module):
@@ -98,7 +101,7 @@ def holders_of(owner: Any) -> list[Holder]:
             f"owner is a {type(owner).__name__}; expected a wrapped module, a CudaGraphManager, or None for everything."
             " For one of several models, a function or a training step, call its own sleep() or wake()."
         )
-    return [Holder(each._graph_runner, each) for each in owner.modules() if isinstance(each, Graphed)]
+    return [Holder(module._graph_runner, module) for module in owner.modules() if isinstance(module, Graphed)]
 
 
 class RegionMap:
@@ -120,10 +123,10 @@ class RegionMap:
         for part in parts_of(tensor):
             if has_address(part):
                 asleep = refusing_region(part)
-                found = asleep if asleep in self.regions else None
-                found = self.find(part.data_ptr()) if asleep is None else found
-                if found is not None:
-                    return found
+                region = asleep if asleep in self.regions else None
+                region = self.find(part.data_ptr()) if asleep is None else region
+                if region is not None:
+                    return region
         return None
 
     def is_read_by(self, layer: nn.Module) -> bool:
@@ -133,7 +136,7 @@ class RegionMap:
 
     def of(self, holder: Holder) -> set[MemoryRegion]:
         """Find the regions that have memory of a holder's graphs."""
-        own = {region for each in holder.managers for region in self.regions if region.holds_graphs(each.pool)}
+        own = {region for manager in holder.managers for region in self.regions if region.holds_graphs(manager.pool)}
         named = [span.address for kind in ("cuda", "cpu") for span in holder.memory(kind)]
         return own | {region for region in map(self.find, (*named, *_addresses(holder))) if region is not None}
 
@@ -142,30 +145,35 @@ def _addresses(holder: Holder) -> Iterator[int]:
     """Yield addresses outside of the graphs' own memory that the driver said they touch."""
     for manager in holder.managers:
         for graph in manager.table.graphs.values():
-            found: Inventory | None = graph.counters.inventory
-            yield from (touch.address for touch in (found.touches if found is not None else ()) if touch.certain)
+            inventory: Inventory | None = graph.counters.inventory
+            touches = inventory.touches if inventory is not None else ()
+            yield from (touch.address for touch in touches if touch.certain)
 
 
 def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
-    """Say what a holder's graphs read and no region holds, so that it stays where it is."""
+    """List what a holder's graphs read outside of all regions: it stays awake."""
     kept: list[str] = []
     for kind in dict.fromkeys(manager.device.torch_device.type for manager in holder.managers):
         left = {span: name for span, name in holder.memory(kind).items() if places.find(span.address) is None}
         if left:
             names = ", ".join(list(dict.fromkeys(left.values()))[:_SHOWN])
-            kept.append(f"{holder.name}: {names} ({len(left)} in all, {gib(sum(each.size for each in left))} GiB)")
+            kept.append(f"{holder.name}: {names} ({len(left)} in all, {gib(sum(span.size for span in left))} GiB)")
     for manager in holder.managers:
         table = manager.table
         if table.graphs and not any(region.holds_graphs(manager.pool) for region in places.regions):
             kept.append(f"{holder.name}: memory of graphs from before the first sg.sleepable()")
-        known = [
+        named = [
             *(KnownMemory(span.address, sum(span), name) for span, name in holder.memory("cuda").items()),
-            *(KnownMemory(block.address, sum(block), each.part) for each in places.regions for block in each.blocks),
+            *(
+                KnownMemory(block.address, sum(block), region.part)
+                for region in places.regions
+                for block in region.blocks
+            ),
         ]
         for graph in table.graphs.values():
             if graph.program not in _TOUCHED:
-                found = take_inventory(table.device, table.pool, graph.program.segments, known)
-                _TOUCHED[graph.program] = () if found is None else tuple(_foreign(found))
+                inventory = take_inventory(table.device, table.pool, graph.program.segments, named)
+                _TOUCHED[graph.program] = () if inventory is None else tuple(_foreign(inventory))
             kept += [f"{holder.name}: {line}" for line in _TOUCHED[graph.program]]
     return list(dict.fromkeys(kept))
 

@@ -1,4 +1,4 @@
-"""Regions: memory that goes back to the driver and comes again together, whose addresses stay."""
+"""Regions: memory that is given back to the driver and taken again together, at the same addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("weights", "caches", "graphs")
 Segments = Mapping[Any, Sequence[Mapping[str, Any]]]  # of torch's allocator, by pool
 _CHUNK = 1 << 28  # bytes of one host buffer; a power of two, to which torch rounds pinned memory
 storage_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
-# Storages that refuse to be used while they sleep, by their keys: no other storage gets one while its reference lives.
+# Storages that refuse to be used while they sleep, by key: while its reference lives, no other storage gets that key.
 _REFUSING: dict[int, tuple[Any, MemoryRegion]] = {}
 # Torch has both, from some release on, where it is built for a GPU.
 _refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -47,10 +47,10 @@ class MemoryRegion(abc.ABC):
         device: where it is.
 
     Attributes:
-        asleep: its pages are with the driver.
-        open: a thread allocates from it.
+        asleep: True while the driver has its pages.
+        open: True while a thread allocates from it.
         blocks: all of it, as of the last `look`; live: what of it somebody uses.
-        written: something was written to it while it slept, which is lost.
+        written: True if something was written to it while it slept, which is lost.
     """
 
     written = False
@@ -80,7 +80,7 @@ class MemoryRegion(abc.ABC):
 
     @abc.abstractmethod
     def look(self, present: Segments) -> None:
-        """Find `blocks` and `live` again, where torch's allocator has such segments."""
+        """Update `blocks` and `live` from the segments of torch's allocator."""
 
     def holds_graphs(self, pool: GraphPool) -> bool:
         """True if it is the memory of a pool's graphs."""
@@ -92,11 +92,11 @@ class MemoryRegion(abc.ABC):
         """True if nothing of it is in use, as of the last `look`."""
 
     def close(self) -> None:  # noqa: B027
-        """Give unused memory back for good. Call once the device is idle: pages go whatever is queued."""
+        """Give unused memory back for good. Call once the device is idle: queued work would lose its pages."""
 
     @outside_modes()  # else an open region of the emulator would take it for its own
     def host_buffer(self, size: int) -> Tensor:
-        """Make a host buffer of so many bytes for copies."""
+        """Make a host buffer of this many bytes for copies."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=not self.device.emulated)
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class MemoryRegion(abc.ABC):
         """Take pages for a block again; False if there is no memory."""
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
-        """Let torch raise an error with this text whenever one of these storages is used, where torch can."""
+        """Make torch raise an error with this text whenever one of these storages is used, where it can."""
         if _refuse is None or _allow is None:
             return
         for storage in storages:
@@ -145,8 +145,8 @@ class MemoryRegion(abc.ABC):
         return sum(span.size for span, _ in self._copies)
 
     def save(self, discards: Callable[[Span], bool]) -> None:
-        """Queue copies of its contents to the host, but of what is discarded."""
-        spans = self.blocks if self.part == "graphs" else self.live  # static outputs lie in blocks that nobody owns
+        """Queue copies of its contents to the host, except of what is discarded."""
+        spans = self.blocks if self.part == "graphs" else self.live  # blocks without an owner hold static outputs
         self._discarded = [span for span in spans if discards(span)]
         pieces = list(_pieces(span for span in spans if not discards(span)))
         total = sum(span.size for span, _, _ in pieces)
@@ -184,7 +184,7 @@ def map_all(regions: Sequence[MemoryRegion], undo: contextlib.ExitStack) -> None
         for block in region.blocks:
             if not region.map(block):
                 undo.close()
-                needed, free = sum(each.size for each in regions), region.device.free_memory()
+                needed, free = sum(other.size for other in regions), region.device.free_memory()
                 raise AsleepError(
                     f"waking needs {gib(needed)} GiB, and {gib(free)} GiB is free on {region.device.torch_device}. "
                     "Nothing was woken: free memory, and wake again."
@@ -215,5 +215,5 @@ def storage_span(storage: torch.UntypedStorage) -> Span:
 
 def refusing_region(tensor: Tensor) -> MemoryRegion | None:
     """Return the region of a tensor that sleeps and refuses to be used, its address included; else None."""
-    found = _REFUSING.get(storage_key(tensor))
-    return None if found is None else found[1]
+    entry = _REFUSING.get(storage_key(tensor))
+    return None if entry is None else entry[1]

@@ -116,13 +116,13 @@ def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
     return [region for region in (*_REGIONS, *emulated) if region.blocks or region.open]
 
 
-def look(found: Sequence[MemoryRegion]) -> None:
-    """Let regions see what they hold now."""
+def look(chosen: Sequence[MemoryRegion]) -> None:
+    """Update what regions hold."""
     present: dict[Any, list[dict[str, Any]]] = collections.defaultdict(list)
-    if any(isinstance(region, CudaRegion) for region in found):
+    if any(isinstance(region, CudaRegion) for region in chosen):
         for segment in segments():
             present[tuple(segment["segment_pool_id"])].append(segment)
-    for region in found:
+    for region in chosen:
         region.look(present)
 
 
@@ -133,7 +133,7 @@ class SleepReport:
     Attributes:
         given_back: bytes of device memory that went to the driver.
         on_host: bytes whose contents are on the host.
-        kept: what stayed awake though graphs read it, and its size where that is known.
+        kept: what graphs read and stayed awake, with its size where that is known.
         seconds: the time it took.
     """
 
@@ -156,18 +156,18 @@ class Nap:
         self.regions, self._wake_on_call = list(asleep), wake_on_call
         self.name = " and ".join(sorted({holder.name for holder in holders})) or "the process's sleepable memory"
         self.graphs = weakref.WeakSet(holder.graphs for holder in holders)
-        self.ranks = {id(each.ranks): each.ranks for holder in holders for each in holder.managers}.values()
+        self.ranks = {id(manager.ranks): manager.ranks for holder in holders for manager in holder.managers}.values()
         self.places = RegionMap(self.regions)
         self._undo = contextlib.ExitStack()
 
     def close_doors(self, holders: Sequence[Holder]) -> None:
-        """Let every way to the memory `knock` first. Call with the pools' locks held."""
+        """Make every way to the memory `knock` first. Call with the pools' locks held."""
         for holder in holders:
             self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
-            # What a replay asks first with the pool's lock held, for which it may be waiting by now.
+            # The first call of a replay that holds the pool's lock, for which it may be waiting now.
             for manager in holder.managers:
                 self._close(manager.table, ["order_streams"])
-            for state in [each.state for each in holder.builders if each.state is not None]:
+            for state in [builder.state for builder in holder.builders if builder.state is not None]:
                 self._close(state, ["moved"])
             for module in holder.modules:
                 self._close(module, ["forward"])
@@ -182,7 +182,7 @@ class Nap:
                     )
 
     def refuse_use(self, holders: Sequence[Holder]) -> None:
-        """Let the tensors that sleep refuse to be used, where torch can."""
+        """Make the tensors that sleep refuse to be used, where torch can."""
         said = f"{self.name} is asleep: call wake() before its memory is read or written."
         storages: dict[MemoryRegion, list[torch.UntypedStorage]] = collections.defaultdict(list)
         for holder in holders:
@@ -191,8 +191,8 @@ class Nap:
                     region = self.places.region_of(part)
                     if region is not None:
                         storages[region].append(part.untyped_storage())
-        for region, found in storages.items():
-            region.refuse_use(found, said)
+        for region, sleeping in storages.items():
+            region.refuse_use(sleeping, said)
 
     def knock_for(self, tensors: Iterable[Tensor]) -> None:
         """Knock if one of these tensors is asleep. Raises AsleepError."""
@@ -293,16 +293,16 @@ def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args
 
 @contextlib.contextmanager
 def _agreed(ranks: Iterable[SingleRank], what: str) -> Iterator[None]:
-    """Let what fails in here on one rank fail on all that act together."""
+    """Make a failure in the block on one rank fail on all ranks that act together."""
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
         failed = error
-    for each in ranks:
-        found = each.failure(what, failed)
-        if found is not None and failed is None:
-            failed = AsleepError(f"{what} failed on rank {found[0]}, so nothing was done here:\n  {found[1]}")
+    for group in ranks:
+        failure = group.failure(what, failed)
+        if failure is not None and failed is None:
+            failed = AsleepError(f"{what} failed on rank {failure[0]}, so nothing was done here:\n  {failure[1]}")
     if failed is not None:
         raise failed
 
@@ -337,12 +337,12 @@ def sleep(
         RankError: a rank did not come.
     """
     started = time.perf_counter()
-    for name, value, known in (
+    for name, value, choices in (
         ("weights", weights, _CONTENTS),
         ("caches", caches, _CONTENTS),
         ("foreign", foreign, _FOREIGN),
     ):
-        _check(name, value, known)
+        _check(name, value, choices)
     kept_parts = {part for part, contents in (("weights", weights), ("caches", caches)) if contents == "keep"}
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError("sleep was called inside the forward of a wrapped module; call it before or after.")
@@ -351,10 +351,10 @@ def sleep(
         awake = [holder for holder in holders if not _sleeps(holder)]
         if len(awake) < len(holders) and (owner is not None or not awake):
             raise AsleepError(f"{holders[0].name} is asleep already; call wake() first.")
-        found = [each for each in regions(_pools(awake)) if not each.asleep]
-        places = RegionMap(found)
-        chosen = set(found) if owner is None else {region for holder in awake for region in places.of(holder)}
-        asleep = [region for region in found if region in chosen and region.part not in kept_parts]
+        present = [region for region in regions(_pools(awake)) if not region.asleep]
+        places = RegionMap(present)
+        chosen = set(present) if owner is None else {region for holder in awake for region in places.of(holder)}
+        asleep = [region for region in present if region in chosen and region.part not in kept_parts]
         nap = Nap(awake, asleep, wake_on_call=wake_on_call)
         try:
             with _agreed(nap.ranks, "going to sleep"):
@@ -411,10 +411,10 @@ def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
 _CONTENTS, _FOREIGN = ("host", "discard", "keep"), ("keep", "refuse")
 
 
-def _check(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
+def _check(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
         raise ConfigError(
-            f"{name} is {value!r}; expected one of {', '.join(known)}{did_you_mean([str(value)], known)}."
+            f"{name} is {value!r}; expected one of {', '.join(choices)}{did_you_mean([str(value)], choices)}."
         )
 
 
@@ -423,13 +423,13 @@ def _sleeps(holder: Holder) -> bool:
 
 
 def _pools(holders: Sequence[Holder]) -> list[Any]:
-    pools = {each.pool for holder in holders for each in holder.managers}
+    pools = {manager.pool for holder in holders for manager in holder.managers}
     return sorted(pools, key=id)  # two threads lock them in one order
 
 
 @contextlib.contextmanager
 def _paused(holders: Sequence[Holder]) -> Iterator[None]:
-    """Let no replay or capture of these run in here; what was queued is done."""
+    """Keep these from replaying and capturing in the block, and wait for their queued work."""
     with contextlib.ExitStack() as locks:
         devices = {region.device for region in [*_REGIONS]}.union(
             manager.device for holder in holders for manager in holder.managers
@@ -455,7 +455,7 @@ def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> N
         )
     own, pools = {id(holder.graphs) for holder in holders}, {id(pool) for pool in _pools(holders)}
     for other in [holder for holder in holders_of(None) if id(holder.graphs) not in own]:
-        if any(id(each.pool) in pools for each in other.managers) or not places.of(other).isdisjoint(nap.regions):
+        if any(id(manager.pool) in pools for manager in other.managers) or not places.of(other).isdisjoint(nap.regions):
             raise ConfigError(
                 f"{nap.name} shares sleepable memory with {other.name}, which is partly asleep; call wake() first."
                 if _sleeps(other)

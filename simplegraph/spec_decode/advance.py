@@ -67,8 +67,8 @@ def advance_step(live: CommonMetadata, grown: Tensor, query_len: int, page_size:
     positions = (live.seq_lens[:, None] + place).clamp_(min=0)
     column = (positions // page_size).clamp_(max=live.block_table.shape[1] - 1)
     slots = live.block_table.gather(1, column) * page_size + positions % page_size
-    known = live.slot_mapping.view(-1, query_len)
-    torch.where(grown[:, None] > 0, slots, known, out=known)
+    slot_mapping = live.slot_mapping.view(-1, query_len)
+    torch.where(grown[:, None] > 0, slots, slot_mapping, out=slot_mapping)
     return positions
 
 

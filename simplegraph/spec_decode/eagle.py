@@ -181,23 +181,23 @@ class EagleDrafter:
         buffers, rows = self._buffers, descriptor.num_tokens
         with attending(self._prefill_backend, mode, descriptor):
             fused = self.model.fuse(buffers.states[:rows])
-            found, hidden = self.model(buffers.input_ids[:rows], buffers.positions[:rows], fused)
-        self._begin(found, hidden)
+            outputs, hidden = self.model(buffers.input_ids[:rows], buffers.positions[:rows], fused)
+        self._begin(outputs, hidden)
 
     # An eager break: a piecewise graph does not know how many requests its rows belong to.
     @eager_break(padded=True)
-    def _begin(self, found: Tensor, hidden: Tensor) -> None:
+    def _begin(self, outputs: Tensor, hidden: Tensor) -> None:
         """Choose the first draft of each request: in a full graph of the padded requests, else of the real ones."""
         buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens
         last = buffers.last_rows(seq_lens)
-        tokens = self.model.choose(found.index_select(0, last))
+        tokens = self.model.choose(outputs.index_select(0, last))
         buffers.keep(tokens, buffers.positions.index_select(0, last), hidden.index_select(0, last))
         buffers.publish(seq_lens)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Run the steps after the first draft."""
         buffers, metadata, rows = self._buffers, self._metadata, descriptor.num_tokens
-        steps, found = self.num_draft_tokens - 1, []
+        steps, drafts = self.num_draft_tokens - 1, []
         with attending(self._decode_backend, mode, descriptor):
             live, most = metadata.view(rows, rows), metadata.max_model_len
             limits = follow(live, self._prefill_backend.metadata.view(rows, rows), steps, most)
@@ -209,8 +209,8 @@ class EagleDrafter:
                 live.seq_lens.copy_(seq_lens)
                 out, hidden = self.model(ids, positions, hidden)
                 ids = self.model.choose(out)
-                found.append(ids)
-        buffers.add(torch.stack(found, dim=1))
+                drafts.append(ids)
+        buffers.add(torch.stack(drafts, dim=1))
         buffers.publish(limits)
 
 

@@ -256,7 +256,7 @@ class TestHotPath:
         full = dispatcher()
         for size in range(1, 100):
             assert full.dispatch(size).mode is (FULL if size <= 8 else NONE)
-        assert len(full._known) <= 10
+        assert len(full._answers) <= 10
 
     def test_an_error_is_not_remembered(self):
         full = dispatcher()

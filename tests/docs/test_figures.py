@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from docs.tools import drawings, plots, quantities, ranges, raw, tables, wording
+from docs.tools import drawings, model_table, plots, quantities, ranges, raw, tables, wording
 from docs.tools import optimized as optimized_page
 from tests.docs.pages import DOCS, PAGES, ROOT, name_of, prose, text_of
 from tests.docs.test_headline import git
@@ -29,6 +29,13 @@ def test_tables_are_those_of_the_raw_figures(page: Path) -> None:
 def test_every_table_is_shown() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in pages] == []
+
+
+def test_every_model_that_was_tried_is_named_with_what_came_of_it() -> None:
+    page = (DOCS / "models_tried.md").read_text(encoding="utf-8")
+    names = [name.removeprefix(f"{row['category']}/") for name, row in model_table.rows().items()]
+    assert len(names) > 180
+    assert [name for name in names if not re.search(rf"[|,] {re.escape(name)} \([^)]", page)] == []
 
 
 def test_a_table_whose_figures_are_not_there_says_so_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -449,7 +449,7 @@ MUTANTS = [
     Mutant(
         "what replays pass to breaks is not compared",
         "program/breaks/eager.py",
-        "if found is not None:",
+        "if difference is not None:",
         "if False:",
         PROOFS,
     ),
@@ -575,8 +575,8 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton that may be passed an address is taken to read its tensors alone",
         "program/observe.py",
-        "        known = own or all(map(_holds_no_address, given))",
-        "        known = True",
+        "        shown_arguments = own or all(map(_holds_no_address, given))",
+        "        shown_arguments = True",
         UNSEEN,
     ),
     Mutant(
@@ -596,7 +596,7 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton is taken to write to nothing",
         "program/observe.py",
-        "            self._look_for_unseen(device, known=tensors is not None)\n",
+        "            self._look_for_unseen(device, tensors_shown=tensors is not None)\n",
         "            if tensors is None:\n                self._look_for_unseen(device)\n",
         UNSEEN,
     ),
@@ -1388,8 +1388,8 @@ MUTANTS = [
     Mutant(
         "ranks that agree run a graph for too few adapters",
         "batch/dispatch.py",
-        "        lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)\n        found",
-        "        lora_case = self.lora_cases[0]\n        found",
+        "lora_case = next((case for case in self.lora_cases if case >= num_active_loras), None)\n        chosen",
+        "lora_case = self.lora_cases[0]\n        chosen",
         AGREED,
     ),
     Mutant(

@@ -18,7 +18,7 @@ logger = logging.getLogger("simplegraph")
 
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
-# Private to torch. Where they are absent, allocations go where they go.
+# Private to torch. Without them, allocations are not diverted.
 _CAN_DIVERT = all(
     hasattr(torch._C, f"_cuda_{name}")
     for name in ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool")
@@ -28,9 +28,9 @@ _CAN_DIVERT = all(
 def segments(pool_ids: Container[PoolId] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the allocator's description of the memory of some pools, of all if None."""
     # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
-    # pools (crashes anywhere later, as from a reference too few on the id's numbers).
-    found: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
-    return (segment for segment in found if pool_ids is None or tuple(segment["segment_pool_id"]) in pool_ids)
+    # pools (later crashes anywhere, as if the id's numbers had lost a reference).
+    snapshot: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
+    return (segment for segment in snapshot if pool_ids is None or tuple(segment["segment_pool_id"]) in pool_ids)
 
 
 def owned_addresses(pool_id: PoolId) -> set[int]:
@@ -61,21 +61,25 @@ class Addresses:
 
     def find(self, address: int, pool_ids: Container[PoolId]) -> bool:
         """Return True for memory of the pools, and ask torch if need be."""
-        known = self.look_up(address)
-        if known is None:
+        is_ours = self.look_up(address)
+        if is_ours is None:
             ranges = [
-                (each["address"], each["address"] + each["total_size"], tuple(each["segment_pool_id"]) in pool_ids)
-                for each in segments()
+                (
+                    segment["address"],
+                    segment["address"] + segment["total_size"],
+                    tuple(segment["segment_pool_id"]) in pool_ids,
+                )
+                for segment in segments()
             ]
             self._ranges = sorted(ranges)
-            known = self.look_up(address)
-            if known is None:
+            is_ours = self.look_up(address)
+            if is_ours is None:
                 self._foreign.add(address)
-        return bool(known)
+        return bool(is_ours)
 
     def forget_others(self) -> None:
-        """Forget what is not the pools': it may be given back, and be theirs next."""
-        self._ranges = [each for each in self._ranges if each[2]]
+        """Forget memory outside the pools: it may be freed, and allocated to the pools next."""
+        self._ranges = [span for span in self._ranges if span[2]]
         self._foreign.clear()
 
 
@@ -95,7 +99,8 @@ class Allocations:
     def in_captures(self) -> Iterator[None]:
         """Let captures allocate from their own pool, though the thread is inside ``torch.cuda.use_mem_pool``.
 
-        That one's pool would come first: the graph's memory would lie in it, and go to others after the capture.
+        Otherwise that pool would come first: the graph's memory would lie in it, and be handed to others after the
+        capture.
         """
         taken: list[PoolId] = []
         index = self._device.index
@@ -130,11 +135,12 @@ class Allocations:
         return () if self._workspaces is None else (self._workspaces,)
 
     def keep_workspaces(self, dtype: torch.dtype) -> None:
-        """Let cuBLAS have its workspaces for this thread and stream in memory that is given to nothing else.
+        """Put cuBLAS's workspaces for this thread and stream into memory that is given to nothing else.
 
-        They live in a table that anyone may clear, as compiled modules with graphs of their own do, and graphs captured
-        before go on using them. So they come from a pool of their own, which is never released. The product that makes
-        cuBLASLt take one is of the forward's dtype: kernels of another one would take 0.1 s to load.
+        Torch keeps them in a table that anyone may clear, as compiled modules with graphs of their own do, while graphs
+        captured before still use them. So they come from a separate pool, which is never released. The product that
+        makes cuBLASLt allocate its workspace has the forward's dtype: kernels of another dtype would take 0.1 s to
+        load.
         """
         if not _CAN_DIVERT:
             return

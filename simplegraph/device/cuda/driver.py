@@ -14,14 +14,14 @@ _COMPUTES = (0, 1, 2, 4)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET and GRAPH;
 
 def captured_nodes(stream: int) -> int | None:
     """Count the operations captured so far on a stream (a raw handle); None where the driver does not say."""
-    found = captured_so_far(stream)
-    return None if found is None else found[1]
+    capture = captured_so_far(stream)
+    return None if capture is None else capture[1]
 
 
 def captured_so_far(stream: int) -> tuple[int, int] | None:
     """Return the capture's number and the count of its operations so far; see `captured_nodes`.
 
-    It is asked twice for each operator of a capture, hence with as little of Python as there can be.
+    Called twice for each operator of a capture, hence with as little Python as possible.
     """
     driver = cuda_driver()
     if driver is None:
@@ -32,7 +32,7 @@ def captured_so_far(stream: int) -> tuple[int, int] | None:
     return None if driver.cuGraphGetNodes(_GRAPH, None, _COUNT_AT) else (_NUMBER.value, _COUNT.value)
 
 
-# What it is told, of one capture at a time: a thread that captures has CAPTURE_LOCK.
+# Outputs of the driver's call, shared by all threads: a thread that captures holds CAPTURE_LOCK.
 _STATUS, _NUMBER, _GRAPH, _COUNT = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
 _CAPTURE_INFO, _COUNT_AT = (ctypes.byref(_STATUS), ctypes.byref(_NUMBER), ctypes.byref(_GRAPH)), ctypes.byref(_COUNT)
 
@@ -40,8 +40,8 @@ _CAPTURE_INFO, _COUNT_AT = (ctypes.byref(_STATUS), ctypes.byref(_NUMBER), ctypes
 def unjoined_operations(stream: int) -> int:
     """Count operations captured so far that a stream (a raw handle) does not wait for; 0 where the driver is silent.
 
-    To end a capture that has some is an error of CUDA's, but not if a library has set what its streams wait for, as
-    NCCL does: a collective on a stream of its own that was not waited for would run beside what reads its result.
+    CUDA refuses to end a capture that has some, unless a library has set what its streams wait for, as NCCL does: a
+    collective that nobody waited for would then run beside the operators that read its result.
     """
     driver = cuda_driver()
     if driver is None or not hasattr(driver, "cuStreamGetCaptureInfo_v3") or not hasattr(driver, "cuGraphGetEdges_v2"):
@@ -55,27 +55,27 @@ def unjoined_operations(stream: int) -> int:
     nodes, (starts, targets) = _nodes(driver, graph), _edges(driver, graph)
     if set(nodes).difference(starts) <= set(waited_for):
         return 0  # every path ends there; a walk takes a millisecond
-    reached = reaching(waited_for, starts, targets)
+    reached = nodes_reaching(waited_for, starts, targets)
     return sum(_computes(driver, node) for node in nodes if node not in reached)
 
 
-def reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
+def nodes_reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
     """Find the nodes from which a path leads to one of `ends`, these included.
 
     Args:
         ends: nodes.
-        starts: of each edge.
-        targets: of each edge.
+        starts: the first node of each edge.
+        targets: the second node of each edge.
     """
     before: dict[Any, list[Any]] = {}
     for start, target in zip(starts, targets, strict=True):
         before.setdefault(target, []).append(start)
-    found, left = set(ends), list(ends)
+    reached, left = set(ends), list(ends)
     while left:
-        new = [node for node in before.get(left.pop(), ()) if node not in found]
-        found.update(new)
+        new = [node for node in before.get(left.pop(), ()) if node not in reached]
+        reached.update(new)
         left += new
-    return found
+    return reached
 
 
 def _nodes(driver: Any, graph: Any) -> list[int]:
@@ -90,7 +90,7 @@ def _edges(driver: Any, graph: Any) -> tuple[list[int], list[int]]:
     """List the start of each edge, and its target."""
     count = ctypes.c_size_t()
     driver.cuGraphGetEdges_v2(graph, None, None, None, ctypes.byref(count))
-    # The third are 8 bytes of data, without a place for which the driver refuses edges that have some.
+    # The third output is 8 bytes of data for each edge; without room for it, the driver refuses edges that have data.
     starts, targets, data = ((ctypes.c_uint64 * count.value)() for _ in range(3))
     driver.cuGraphGetEdges_v2(graph, starts, targets, data, ctypes.byref(count))
     return list(starts), list(targets)
@@ -111,7 +111,7 @@ def new_stream() -> int | None:
 
 @functools.cache
 def cuda_driver() -> Any:
-    """Load the CUDA driver, which torch has loaded already, to call its functions by name; None where it is no such."""
+    """Load the CUDA driver, to call its functions by name; None if there is none. Torch has loaded it already."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         _ = driver.cuStreamCreate, driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes

@@ -11,8 +11,8 @@ import torch
 
 from simplegraph.device.cuda.allocator import Addresses
 
-# Graphs that are no longer used. Destroying one takes it out of its generators' books, which another
-# thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
+# Graphs that are no longer used. Destroying one unregisters it from its generators, which another thread's capture may
+# be changing without the interpreter's lock, so it waits for CAPTURE_LOCK.
 graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
 
 
@@ -49,7 +49,7 @@ class CudaPool:
     Attributes:
         id: what captures allocate from.
         anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
-            the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
+            the pool can be captured into; one whose last graph is gone cannot be (an internal assert).
         segments: by id, how many live graphs it has.
         addresses: what is known of whose memory an address is.
         owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.

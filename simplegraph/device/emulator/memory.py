@@ -126,7 +126,7 @@ def poison(memories: Iterable[Memory]) -> None:
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
-    """The values, whatever other threads add and drop meanwhile, which ``values()`` does not bear."""
+    """Copy the values; iterating over ``values()`` fails if other threads add and drop some meanwhile."""
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
 
 
@@ -150,13 +150,13 @@ class Streams:
     )
 
     def wait(self, stream: int, other: int) -> None:
-        """Let what comes next on a stream come after what another one got."""
+        """Order the next work on a stream after the work that another stream has."""
         self.waits.append((stream, other))
         self.seen[stream] |= self.seen[other]
 
 
 class EmulatedThread(threading.local):
-    """The emulator's state of each thread.
+    """The emulator's state in each thread.
 
     Attributes:
         stream: the current one.
@@ -167,10 +167,10 @@ class EmulatedThread(threading.local):
     recording: Any = None
     replaced: Sequence[tuple[Any, str]] = ()
 
-    def refuse_in_capture(self, found: str) -> None:
+    def refuse_in_capture(self, broken_rule: str) -> None:
         """Break the capture under way, if there is one."""
         if self.recording is not None:
-            self.recording.fail(found)
+            self.recording.fail(broken_rule)
 
 
 class Arena:
@@ -225,10 +225,10 @@ class Arena:
         """Take in a new segment and the memory it created; its place is (group, index)."""
         self.index += 1
         self.segments += 1
-        found = {memory.address: memory for memory in created if memory.address}
-        self.memories.update(found)
-        self.sizes.update({address: memory.storage.nbytes() for address, memory in found.items()})
-        self._group += map(weakref.ref, found.values())
+        by_address = {memory.address: memory for memory in created if memory.address}
+        self.memories.update(by_address)
+        self.sizes.update({address: memory.storage.nbytes() for address, memory in by_address.items()})
+        self._group += map(weakref.ref, by_address.values())
         return self.group, self.index
 
     def of_group(self, *, reusable: bool) -> list[Memory]:

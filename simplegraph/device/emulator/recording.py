@@ -63,7 +63,7 @@ class _FunctionMode(overrides.TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
             recording.named_hosts.append(result)
-        # A GPU would have the result of these, for all that they make or move on the host.
+        # On a GPU the result of these lies there, whatever they make or move on the host.
         moves = func is Tensor.new_tensor
         if func is Tensor.to or func in self.FACTORIES:
             given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
@@ -156,9 +156,9 @@ class EmulatedCapture(OperatorMode):
                 _operators._push_mode(self)
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def fail(self, found: str) -> NoReturn:
+    def fail(self, broken_rule: str) -> NoReturn:
         """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
-        error = EmulatorError(f"{found}.")
+        error = EmulatorError(f"{broken_rule}.")
         self.broken = self.broken or error
         raise error
 
@@ -225,7 +225,7 @@ class EmulatedCapture(OperatorMode):
             memory.save()
         call = as_recorded(func, facts)
         if facts.is_collective:
-            with _Unsent(self._works):  # without a word to the other ranks: one may fail to get here at all
+            with _Unsent(self._works):  # the other ranks are not asked: one may fail before it gets here
                 result = func(*args, **kwargs)
         else:
             result = _run_for_shapes(call, args, kwargs, written)

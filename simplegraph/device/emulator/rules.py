@@ -55,8 +55,8 @@ def reads_value(func: Any, name: str, args: Any, kwargs: dict[str, Any], is_numb
         is_number: True for a tensor that holds a number from Python, which is on the CPU there, too.
     """
     # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
-    is_known = name in {*TAKES_MASK, "equal"} or kwargs.get("output_size") is not None
-    if name in _READS or (not is_known and not _READING_TAGS.isdisjoint(func.tags)):
+    size_is_known = name in {*TAKES_MASK, "equal"} or kwargs.get("output_size") is not None
+    if name in _READS or (not size_is_known and not _READING_TAGS.isdisjoint(func.tags)):
         return True
     waits = _WAITS.get(name.removesuffix("_")) or _WAITS.get(name)
     if waits is None:
@@ -79,7 +79,7 @@ ON_HOST = {"_pack_padded_sequence": ("lengths", 1), "_pad_packed_sequence": ("ba
 
 
 def _reads(*names: str) -> _Waits:
-    """It reads these arguments where they are tensors."""
+    """Make the rule that an operator waits if one of these arguments is a tensor."""
     return lambda given: any(isinstance(given.get(name), Tensor) for name in names)
 
 
@@ -89,7 +89,7 @@ def _of_batch(given: dict[str, Any]) -> bool:
 
 
 def _isin_sorts(given: dict[str, Any]) -> bool:
-    """Elements are compared one by one with a few, and made unique if there are more."""
+    """True if there are too many elements to be compared one by one: they are then made unique."""
     elements, tested = given.get("elements"), given.get("test_elements")
     if not isinstance(elements, Tensor) or not isinstance(tested, Tensor) or given["assume_unique"]:
         return False

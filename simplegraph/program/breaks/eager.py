@@ -1,4 +1,4 @@
-"""Run breaks in an eager forward: trace them for a capture, or record their effects, to play them back in a replay."""
+"""Run breaks in an eager forward: trace them for a capture, or record their effects and play them back in a replay."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class BreakTracer:
         ]
         owners = list(map(_owners, rewritten))
         keys = {memory_of(leaf) for leaf in itertools.compress(arguments, made_here)}
-        # Blank until the break writes there: so its writes show.
+        # Blank until the break writes there, so that its writes show.
         blank, observer.blank = keys & observer.blank, observer.blank | keys
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
@@ -100,21 +100,21 @@ class BreakTracer:
         leaves, spec = flatten(result)
         tensors = (part for leaf in leaves if issubclass(type(leaf), Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
-        observer.left |= dict.fromkeys(made - returned, len(self.trace.calls))
-        found = [
+        observer.left_by_break |= dict.fromkeys(made - returned, len(self.trace.calls))
+        classified = [
             classify_result(leaf, leaves[:place], arguments, observer.made, self._device)
             for place, leaf in enumerate(leaves)
         ]
         more = map(operator.gt, map(_owners, rewritten), owners)
         kept = any(memory_of(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
-        # Autograd keeps what a backward needs, and a handle of work that was begun what it works on.
-        hands_on = any(map(_is_handed_on, found))
+        # Autograd keeps tensors that a backward needs, and a handle of started work keeps the tensors that it works on.
+        hands_on = any(map(_is_handed_on, classified))
         differentiable = torch.is_grad_enabled() or any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves)
         problem = _KEEPS if kept and not differentiable and not hands_on else None
         if before != [_geometry(leaf) for leaf in arguments]:
             problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
         elif _changed((args, kwargs), arguments, nesting):
-            # A replay would hand over the same container again, and the segments after it hold the tensors of now.
+            # A replay would pass the same container again, and the segments after it hold this run's tensors.
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
         elif torch.is_grad_enabled():
             others = [leaf for leaf in leaves if all(leaf is not argument for argument in arguments)]
@@ -122,9 +122,9 @@ class BreakTracer:
                 map(_node, arguments)
             ):
                 problem = _GRADIENTS
-        results = tuple(result for result in found if isinstance(result, Result))
-        problem = problem or next((said for said in found if isinstance(said, str)), None)
-        self._handed_on += [value for value, it in zip(leaves, found, strict=True) if _is_handed_on(it)]
+        results = tuple(result for result in classified if isinstance(result, Result))
+        problem = problem or next((said for said in classified if isinstance(said, str)), None)
+        self._handed_on += [value for value, it in zip(leaves, classified, strict=True) if _is_handed_on(it)]
         self.trace.calls.append(BreakCall(function, made_here, spec, results, problem, described))
         return result
 
@@ -143,7 +143,7 @@ class BreakTracer:
         """Return the trace of the run, which returned these outputs and is over."""
         if self._observer is not None:
             self._observer.find(flatten(outputs)[0], "returns it")
-            for number, use in self._observer.found.items():
+            for number, use in self._observer.uses_of_left.items():
                 # A replay would go on with the tensor that the warmup's call of the break made.
                 call = self.trace.calls[number]
                 self.trace.calls[number] = call._replace(problem=call.problem or _LEFT.format(use))
@@ -157,7 +157,7 @@ def _is_handed_on(result: Result | str) -> bool:
 
 
 def _key_of(leaf: Any) -> Any:
-    """Tell an object apart from that of another call, without keeping it alive."""
+    """Return a key that tells an object apart from that of another call, without keeping the object alive."""
     if issubclass(type(leaf), ATOMS):
         return leaf
     if issubclass(type(leaf), types.MethodType):
@@ -169,13 +169,13 @@ def _key_of(leaf: Any) -> Any:
 
 
 def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
-    """True if containers among the arguments hold something else than they did."""
+    """True if containers among the arguments hold other objects than before."""
     after, now = flatten(passed)
     return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
 
 
 def _owners(tensor: Tensor) -> int:
-    """Count what refers to a tensor, and the tensors of its memory if torch tells."""
+    """Count the references to a tensor, and the tensors that share its memory if torch tells."""
     return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else _use_count(storage_key(tensor)))
 
 
@@ -256,7 +256,7 @@ class BreakTape:
             observer.written |= written
         leaves, spec = flatten(result)
         arguments = [None if copy is None else leaf.clone() for leaf, copy in zip(passed, before, strict=True)]
-        # What it wrote may be what happened to be there; of kernels that no operator shows, only the change is seen.
+        # A write may leave the value that was there; of kernels that no operator shows, only a change is seen.
         filled = [
             empty and copy is not None and (storage_key(leaf) not in observer.blank or not torch.equal(copy, leaf))
             for leaf, copy, empty in zip(passed, before, blank, strict=True)
@@ -286,7 +286,7 @@ def _differ(leaf: Any, copy: Tensor | None) -> bool:
 
 
 class PlayedBreak(Break):
-    """A break whose effects are a recorded call's, and that must be passed what that call was."""
+    """A break that repeats the effects of a recorded call, and must be passed what that call was passed."""
 
     def __init__(self, step: Break, recorded: RecordedBreak, differs: Differs, repeats: Callable[[], bool]) -> None:
         super().__init__(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
@@ -304,9 +304,9 @@ class PlayedBreak(Break):
             raise self._refused("another structure in the eager run")
         passed, _ = flatten(self.rebuilt() if self.rebuilt else (self.args, self.kwargs))
         for target, given, copy in zip(passed, recorded.passed, recorded.arguments, strict=True):
-            found = None if given is None else self._differs(self._front(target, given), given)
-            if found is not None:
-                raise BreakError(f"what eager break {self.name} is passed {found}")
+            difference = None if given is None else self._differs(self._front(target, given), given)
+            if difference is not None:
+                raise BreakError(f"what eager break {self.name} is passed {difference}")
             if copy is not None and given is None:
                 self._fill(target, copy)
             elif copy is not None:  # the segments made its padding rows
@@ -315,7 +315,7 @@ class PlayedBreak(Break):
         for accept, leaf in zip(self.accepts, recorded.results, strict=True):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
-                # Of padded rows something as large: it may be made of all of them.
+                # A result of the same size with padded rows may be made of all of them.
                 if (
                     self.dims is None
                     and leaf.shape == bridge.target.shape
@@ -338,7 +338,7 @@ class PlayedBreak(Break):
             tail.repeat_last()
 
     def _fill(self, target: Tensor, copy: Tensor) -> None:
-        """Copy what a smaller batch left, and pad it: by zeros or, so that these are no constant, by it again."""
+        """Copy what a smaller batch left, and pad it: by zeros or, since zeros are a constant, by repeating it."""
         self._front(target.zero_(), copy).copy_(copy)
         if self._repeats() and copy.numel():
             times = [-(-padded // size) for padded, size in zip(target.shape, copy.shape, strict=True)]
@@ -367,13 +367,13 @@ class FinishedBreaks:
         if not self._left:
             with recording_breaks(None):
                 return function(*args, **kwargs)
-        known, result = self._left.pop(0)
-        if known != function:
-            raise BreakError(f"the forward called eager break {name_of(known)} before, and now {name_of(function)}.")
+        earlier, result = self._left.pop(0)
+        if earlier != function:
+            raise BreakError(f"the forward called eager break {name_of(earlier)} before, and now {name_of(function)}.")
         return result
 
     def check_done(self) -> None:
-        """Refuse a forward that did not come to all of the first ones. Raises BreakError."""
+        """Refuse a forward that did not reach all of the first ones. Raises BreakError."""
         if self._left:
             raise BreakError(f"the forward called eager break {name_of(self._left[0][0])} before, and now does not.")
 

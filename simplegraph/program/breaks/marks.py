@@ -1,8 +1,8 @@
 """Eager breaks: calls that run between two segments of a captured forward instead of inside one.
 
 A break is marked once, on a function, on modules by name, or by an operator's tag. The mark does
-nothing by itself: only the recorder of breaks that is active in the thread, of a piecewise capture or of the warmup
-before it, takes notice.
+nothing by itself: only the active recorder of breaks in the thread sees it, in a piecewise capture or the warmup before
+it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ACTIVE = _ThreadBreaks()
 
 
 def recorder_of(function: Any) -> BreakRecorder | None:
-    """Return what is to be told of a call of this break; None if it is a plain call.
+    """Return the recorder that serves a call of this break; None if it is a plain call.
 
-    It is one in a backward that the forward runs: on a GPU that runs in a thread of its own, which ends no segment.
-    And in a transform of torch.func, whose tensors have no memory.
+    It is a plain call in a backward that the forward runs, since on a GPU that runs in another thread, which ends no
+    segment; and in a transform of torch.func, whose tensors have no memory.
     """
     recorder = ACTIVE.recorder
     if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
@@ -57,7 +57,7 @@ def recorder_of(function: Any) -> BreakRecorder | None:
 
 @contextlib.contextmanager
 def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
-    """Tell `recorder` of every break of this thread in here; None makes breaks plain calls."""
+    """Let `recorder` serve every break of this thread in the block; None makes breaks plain calls."""
     before = ACTIVE.recorder
     ACTIVE.recorder = recorder
     try:
@@ -70,7 +70,7 @@ def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inlining(functions: Collection[Any]) -> Iterator[None]:
-    """Make these functions and operators plain calls in here, whatever marks they have."""
+    """Make these functions and operators plain calls in the block, whatever marks they have."""
     before, ACTIVE.inlined = ACTIVE.inlined, frozenset(functions)
     try:
         yield
@@ -91,23 +91,23 @@ _lock = threading.Lock()
 
 def breaking_operators() -> frozenset[Any]:
     """Return the operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``."""
-    found = _tagged(frozenset(torch._C._dispatch_get_all_op_names()))
+    operators = _tagged(frozenset(torch._C._dispatch_get_all_op_names()))
     with _lock:
-        for operator in found - _intercepted:
+        for operator in operators - _intercepted:
             _intercept(operator)
-    return found
+    return operators
 
 
 @functools.lru_cache(maxsize=1)
 def _tagged(names: frozenset[str]) -> frozenset[Any]:
     """Pick the operators with the tag; each name takes microseconds, so the last answer is kept."""
-    found: set[Any] = set()
+    operators: set[Any] = set()
     for name in names:
         packet, _, overload = name.partition(".")
         operation = torch._C._get_operation_overload(packet, overload)
         if operation is not None and _UNSAFE in operation[2]:
-            found.update(_overload(name))
-    return frozenset(found)
+            operators.update(_overload(name))
+    return frozenset(operators)
 
 
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -254,11 +254,11 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
         raise ConfigError(f"break_at got the patterns {patterns!r}; expected at least one, such as '*.self_attn'.")
     named = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
     matches = {pattern: fnmatch.filter(named, pattern) for pattern in patterns}
-    for pattern, found in matches.items():
-        if not found:
+    for pattern, matched in matches.items():
+        if not matched:
             kinds = ", ".join(sorted({"*." * ("." in name) + name.rsplit(".", 1)[-1] for name in named})[:12])
             raise ConfigError(f"break_at: no submodule is named {pattern!r}; there are, among others, {kinds}.")
-    names = [name for name in named if any(name in found for found in matches.values())]
+    names = [name for name in named if any(name in matched for matched in matches.values())]
     for name in names:
         if isinstance(named[name], torch.jit.ScriptModule):
             raise ConfigError(f"break_at: {name} is a TorchScript module; break at the Python module around it.")

@@ -32,11 +32,11 @@ def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> 
     (a, first), (b, second) = one, other
     if [call.function for call in first.calls] != [call.function for call in second.calls]:
         return f"other eager breaks run at {b} rows than at {a}"
-    found: list[BreakRows | None] = []
+    rows: list[BreakRows | None] = []
     for call, like in zip(first.calls, second.calls, strict=True):
         # Tagged operators are taken for attention, which is planned for the padded batch.
         if isinstance(call.function, (PaddedBreak, torch._ops.OpOverload)):
-            found.append(None)
+            rows.append(None)
             continue
         name = name_of(call.function)
         before, after = call.arguments or (), like.arguments or ()
@@ -48,12 +48,12 @@ def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> 
         except _FollowsOtherwise as why:
             return f"eager break {name} {why}"
         filled = (it.filled or also.filled for it, also in zip(before, after, strict=True))
-        found.append(BreakRows(arguments, results, tuple(filled)))
-    return found
+        rows.append(BreakRows(arguments, results, tuple(filled)))
+    return rows
 
 
 def alike_rows(one: BreakRows | None, other: BreakRows | None) -> bool:
-    """True if a break is passed and returns rows in the same dimensions."""
+    """True if two breaks are passed and return rows in the same dimensions."""
     return one is other or (one is not None and other is not None and one[:2] == other[:2])
 
 

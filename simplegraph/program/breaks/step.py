@@ -233,12 +233,12 @@ class Tail(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dim: int, rows: int) -> Tail:
-        """Find them in a tensor with so many real rows."""
+        """Return the padding rows of a tensor that has so many real rows."""
         padding = tensor.narrow(dim, rows, tensor.shape[dim] - rows)
         return cls(padding, tensor.narrow(dim, 0, rows), tensor.narrow(dim, rows - 1, 1), dim)
 
     def repeat_last(self) -> None:
-        """Repeat the last real row: what was left there may be indices that are out of range."""
+        """Repeat the last real row: indices that an earlier batch left may be out of range."""
         self.padding.copy_(self.last)
 
     def repeat_all(self) -> None:
@@ -389,7 +389,7 @@ class Break:
         return None
 
     def cut(self, rows: int) -> None:
-        """Pass so many rows from now on; 0 for all there are."""
+        """Pass so many rows from now on; 0 for all rows."""
         if self.dims is None:
             return
         if not self._forms:

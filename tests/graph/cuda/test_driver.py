@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simplegraph.device.cuda import driver as capturing
-from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, reaching, unjoined_operations
+from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, nodes_reaching, unjoined_operations
 
 KERNEL, HOST, RECORD = 0, 3, 7
 STREAM = 77
@@ -88,7 +88,7 @@ def test_a_driver_that_does_not_say_is_taken_at_its_silence(driver: Any, monkeyp
 
 def test_long_chains_are_followed_to_their_beginning() -> None:
     chain = list(range(50_000))
-    assert reaching([chain[-1]], chain[:-1], chain[1:]) == set(chain)
+    assert nodes_reaching([chain[-1]], chain[:-1], chain[1:]) == set(chain)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 Piece = tuple[int, int]  # an address, and how many bytes from there or, of a range, the end
-_MOST_APART = 1 << 12  # bytes that are read in between, since a read takes longer than they do
+_MOST_APART = 1 << 12  # gaps of so many bytes are read, too: another read would take longer
 _MOST_AT_ONCE = 1 << 18
-# Lines of what the host can read: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", and a file if it is one's.
+# Lines of what the host can read: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", then a file's name if it has one.
 _READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r[^/\n]*(?:/(?!dev/nvidia).*)?$", re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ class ProcessMemory:
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | None]:
         """Read pieces, those that lie near each other at once; None for one that is not there."""
-        found: list[bytes | None] = [None] * len(pieces)
+        contents: list[bytes | None] = [None] * len(pieces)
         order = sorted(range(len(pieces)), key=pieces.__getitem__)
         begin = 0
         while begin < len(order):
@@ -51,16 +51,16 @@ class ProcessMemory:
             for index in order[begin:last]:
                 address, size = pieces[index]
                 at = address - start
-                found[index] = self._read(address, size) if whole is None else whole[at : at + size]
+                contents[index] = self._read(address, size) if whole is None else whole[at : at + size]
             begin = last
-        return found
+        return contents
 
     def _read(self, address: int, size: int) -> bytes | None:
         try:
-            found = os.pread(self._file, size, address)
+            content = os.pread(self._file, size, address)
         except (OSError, OverflowError):
             return None
-        return found if len(found) == size else None
+        return content if len(content) == size else None
 
     @functools.cached_property
     def _mapped(self) -> list[Piece]:
@@ -68,10 +68,10 @@ class ProcessMemory:
             return readable_ranges(file.read())
 
     def holds(self, address: int) -> bool:
-        """True if the host has memory there, so that no device has: they share one space of addresses.
+        """True if host memory lies there, and so no device memory: both share one space of addresses.
 
-        A library passes kernels addresses on its stack which they do not use, such as cuBLAS for factors that it passes
-        by value, too. The host may have got there what a device had before.
+        Libraries pass kernels unused addresses of their stack, as cuBLAS does for factors that it also passes by value.
+        The host may have memory now where a device had some before.
         """
         at = bisect.bisect_right(self._mapped, (address, 1 << 64)) - 1
         return at >= 0 and address < self._mapped[at][1]
@@ -163,7 +163,7 @@ class KernelFunction:
     """
 
     def __init__(self, name: str, layout: list[Piece] | None) -> None:
-        self.name, self.known, self.layout = name, layout is not None, layout or []
+        self.name, self.has_layout, self.layout = name, layout is not None, layout or []
         self.start = self.layout[0][0] if self.layout else 0
         self.offsets = [offset - self.start for offset, _ in self.layout]
         self.size = max((offset + size - self.start for offset, size in self.layout), default=0)
@@ -176,7 +176,7 @@ class KernelFunction:
         self._counts = [size // 8 if not size % 8 and size <= _MOST_POINTERS else -1 for _, size in self.layout]
 
     def name_words(self, node: int, words: Sequence[int], low: int, high: int) -> list[Word]:
-        """Say what those words of a launch are that lie between two addresses: certain where all of a parameter does.
+        """Name the words of a launch that lie between two addresses; certain if all words of a parameter do.
 
         Args:
             node: the launch.
@@ -184,12 +184,12 @@ class KernelFunction:
             low: the lowest address that counts.
             high: the first above all of them.
         """
-        found = [(owner, word) for owner, word in zip(self._owners, words, strict=True) if low <= word < high]
+        owned_words = [(owner, word) for owner, word in zip(self._owners, words, strict=True) if low <= word < high]
         counts: dict[int, int] = {}
-        for owner, _ in found:
+        for owner, _ in owned_words:
             counts[owner] = counts.get(owner, 0) + 1
         name, all_of = self.name, self._counts
-        return [(node, name, word, counts[owner] == all_of[owner], owner) for owner, word in found]
+        return [(node, name, word, counts[owner] == all_of[owner], owner) for owner, word in owned_words]
 
 
 @dataclasses.dataclass
@@ -223,7 +223,7 @@ class NodeReader:
         self._kernel_at = ctypes.byref(self._kernel)
 
     def walk(self, graphs: Sequence[int]) -> bool:
-        """Meet the nodes of graphs, and of graphs inside; True if one of them is of interest."""
+        """Visit the nodes of graphs, and of graphs inside them; True if one of them is of interest."""
         for graph in graphs:
             self._walk(graph)
         return bool(self._launches or self._transfers)
@@ -240,13 +240,13 @@ class NodeReader:
         transfers = [[word for word in words if low <= word[2] < high] for words in self._transfers]
         every = {word for _, _, words in read for word in words}.union(word[2] for words in transfers for word in words)
         chosen = set(wanted([word for word in every if low <= word < high]))
-        found = [
+        nodes = [
             function.name_words(index, words, low, high)
             for index, function, words in read
             if not chosen.isdisjoint(words)
         ]
-        found += [words for words in transfers if not chosen.isdisjoint(word[2] for word in words)]
-        return sorted(found)
+        nodes += [words for words in transfers if not chosen.isdisjoint(word[2] for word in words)]
+        return sorted(nodes)
 
     def _walk(self, graph: int) -> None:
         """Ask for each node of a graph; launches are noted, and their parameters read all at once."""
@@ -308,7 +308,7 @@ class NodeReader:
         function = self._functions.get(handles)
         if function is None:
             function = self._functions[handles] = self._function(*handles)
-        if not function.known:
+        if not function.has_layout:
             self.notes[f"parameters of {function.name}"] += 1
         elif function.layout and not (self.plain is not None and self.plain(function.name)):
             self._launches.append((index, function, kernel.params))
@@ -317,14 +317,14 @@ class NodeReader:
         """Read what kernels are passed, by an address for each parameter; return the words."""
         # In steps, each of which reads for all launches: first where parameters lie, then what is there.
         lists = self.memory.read([(params or 0, 8 * len(function.layout)) for _, function, params in self._launches])
-        pieces = [
+        by_launch = [
             [] if told is None else places_of(function, struct.unpack(f"<{len(function.layout)}Q", told))
             for (_, function, _), told in zip(self._launches, lists, strict=True)
         ]
-        found = iter(self.memory.read([piece for each in pieces for piece in each]))
+        contents = iter(self.memory.read([piece for pieces in by_launch for piece in pieces]))
         read: list[tuple[int, KernelFunction, tuple[int, ...]]] = []
-        for (index, function, _), each in zip(self._launches, pieces, strict=True):
-            parts = [next(found) for _ in each]
+        for (index, function, _), pieces in zip(self._launches, by_launch, strict=True):
+            parts = [next(contents) for _ in pieces]
             if not parts or None in parts:
                 self.notes[f"parameters of {function.name}"] += 1
             else:
@@ -365,7 +365,7 @@ def places_of(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
 
 
 def joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
-    """Lay parameters as the function gets them; one part is all of them."""
+    """Lay parameters out as the function gets them; a single part holds all of them."""
     if len(parts) == 1:
         return parts[0] or b""
     whole = bytearray(function.size)

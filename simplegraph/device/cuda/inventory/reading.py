@@ -19,7 +19,7 @@ from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touc
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
 _UNACCOUNTED = {MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED}
-_LARGEST_NUMBER = 1 << 20  # in a struct: behind it, half of an address may be left that lay there before
+_LARGEST_NUMBER = 1 << 20  # in a struct: half of an older address may be left behind it
 
 
 class Block(NamedTuple):
@@ -38,7 +38,7 @@ class Places:
     Args:
         segments: as torch's allocator describes them.
         own: ids of the graph's pools; workspaces: ids of pools that hold libraries' workspaces.
-        known: memory that is kept alive, by whoever it is.
+        named: memory that something keeps alive, with its name.
         former: ranges that the allocator had before.
         is_device_memory: True for an address of the device that the driver knows.
 
@@ -54,7 +54,7 @@ class Places:
         segments: Iterable[dict[str, Any]],
         own: Collection[PoolId],
         workspaces: Collection[PoolId] = (),
-        known: Sequence[KnownMemory] = (),
+        named: Sequence[KnownMemory] = (),
         former: Collection[tuple[int, int]] = (),
         is_device_memory: Callable[[int], bool] = lambda _: False,
     ) -> None:
@@ -64,23 +64,23 @@ class Places:
             self.present.add((segment["address"], segment["address"] + segment["total_size"]))
             blocks += _blocks(segment, own, workspaces)
         self._blocks = _ordered(blocks)
-        self._known = _ordered(Block(each.start, each.end, MemoryKind.KNOWN, each.name) for each in known)
-        self._former = _ordered(Block(*each, MemoryKind.FREED) for each in set(former) - self.present)
+        self._named = _ordered(Block(memory.start, memory.end, MemoryKind.KNOWN, memory.name) for memory in named)
+        self._former = _ordered(Block(*span, MemoryKind.FREED) for span in set(former) - self.present)
         self._is_device_memory = is_device_memory
-        every = [*self._blocks, *self._known, *self._former]
-        kinds = (self._known, self._blocks, self._former)
+        every = [*self._blocks, *self._named, *self._former]
+        kinds = (self._named, self._blocks, self._former)
         self._ordered = [([block.start for block in blocks], blocks) for blocks in kinds]
-        self._found: dict[int, Block | None] = {}  # kernels share addresses
+        self._by_address: dict[int, Block | None] = {}  # kernels share addresses
         self.low = min((block.start for block in every), default=0)
         self.high = max((block.end for block in every), default=0)
 
     def find(self, address: int) -> Block | None:
         """Find the range that an address is in; None if it is no address of the device."""
         try:
-            return self._found[address]
+            return self._by_address[address]
         except KeyError:
-            found = self._found[address] = self._look_up(address)
-            return found
+            block = self._by_address[address] = self._look_up(address)
+            return block
 
     def _look_up(self, address: int) -> Block | None:
         for starts, blocks in self._ordered:
@@ -91,30 +91,31 @@ class Places:
 
     def ends_before(self, address: int) -> Block | None:
         """Find the range that ends where an address begins, as the end of a tensor does."""
-        return next((b for blocks in (self._known, self._blocks) for b in blocks if b.end == address), None)
+        return next((b for blocks in (self._named, self._blocks) for b in blocks if b.end == address), None)
 
     def unaccounted(self, addresses: Iterable[int]) -> list[int]:
-        """Return those of memory that nothing accounts for."""
+        """Return the addresses in memory that nothing accounts for."""
         blocks = ((address, self.find(address)) for address in addresses)
         return [address for address, block in blocks if block is not None and block.place in _UNACCOUNTED]
 
     def touches(self, words: Iterable[Word]) -> list[Touch]:
         """Say what a node touches by its words, each address once, without the ends of ranges.
 
-        A small number in a struct, behind which half of an older address may be left, is no address of freed memory.
+        A small number in a struct may be followed by half of an older address: such a word is not taken for an address
+        of freed memory.
         """
         once: dict[int, Word] = {}
         for word in words:
             _, _, address, certain, _ = word
             if certain or address not in once:
                 once[address] = word
-        found, find = [], self.find
+        touches, find = [], self.find
         for index, name, address, certain, parameter in once.values():
             block = find(address)
             if block is not None and (block.place is not MemoryKind.FREED or self._is_freed(address, certain, once)):
                 offset = address - block.start
-                found.append(Touch(name, address, offset, block.place, block.name, certain, parameter, index))
-        return found
+                touches.append(Touch(name, address, offset, block.place, block.name, certain, parameter, index))
+        return touches
 
     def _is_freed(self, address: int, certain: bool, beside: Iterable[int]) -> bool:
         """True unless it is a number, or the end of a range that another of the node's addresses is in."""
@@ -134,13 +135,13 @@ def _blocks(segment: dict[str, Any], own: Collection[PoolId], workspaces: Collec
         kind, end = MemoryKind.POOL if pool in own else MemoryKind.WORKSPACE, start + segment["total_size"]
         last = segment["blocks"][-1]  # what was given back is joined, so nobody can tell what ended there
         return [Block(start, end, kind, last=end - (0 if last["state"] == "inactive" else last["size"]))]
-    found = []
+    blocks = []
     for block in segment["blocks"]:
         end = start + block["size"]
         free = block["state"] == "inactive" and pool == _DEFAULT
-        found.append(Block(start, end, MemoryKind.FREED if free else MemoryKind.FOREIGN))
+        blocks.append(Block(start, end, MemoryKind.FREED if free else MemoryKind.FOREIGN))
         start = end
-    return found
+    return blocks
 
 
 _MEMORY_TYPE, _DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
@@ -179,7 +180,7 @@ def read_inventory(
                 where = places()
                 where.is_host_memory = read.holds
                 words = reader.words(where.low, where.high, list if every else where.unaccounted)
-                inventory.touches = [touch for each in words for touch in where.touches(each)]
+                inventory.touches = [touch for node_words in words for touch in where.touches(node_words)]
             inventory.nodes, inventory.notes = reader.nodes, reader.notes
     except Exception as error:  # whatever it is, a report is not worth a capture
         inventory.notes[f"{type(error).__name__}: {error}"] += 1
