@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from simplegraph.base.constants import WATCHED_BYTES, Answer, WatchedVersion, content, is_written_by_graphs, span
 from simplegraph.base.operators import facts_of, is_higher_order, strided_tensors, written_args
@@ -140,7 +141,8 @@ class SteadyReads:
 
     def _followed(self, tensor: Tensor, roots: set[int]) -> str | None:
         """Describe a tensor by what it follows from; None if from data. Adds its roots."""
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        layout = _layout(tensor, roots)
+        if layout is None or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
         key = storage_key(tensor)
         if key in self._made:
@@ -151,7 +153,7 @@ class SteadyReads:
             return None
         roots |= origin.roots
         at = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        return f"{origin.digest!r} {at} {_layout(tensor, roots)}"
+        return f"{origin.digest!r} {at} {layout}"
 
     def _meet(self, key: int, tensor: Tensor) -> bool:
         """Meet a tensor that a run did not make; True if it may hold the same at every call, as far as is known."""
@@ -191,7 +193,9 @@ class SteadyReads:
             self._written.add(key)
 
 
-def _layout(tensor: Tensor, _: set[int]) -> str:
+def _layout(tensor: Tensor, _: set[int]) -> str | None:
+    if tensor.is_nested or is_lazy(tensor):
+        return None
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}"
 
 
