@@ -1,4 +1,4 @@
-"""Device copies of what a forward makes on the CPU from Python data: made at warmups, served at captures."""
+"""What captures take from warmups: device copies of Python data, and values that were read back from the device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from simplegraph.base.operators import without_modes
+from simplegraph.base.tensors import storage_key
 
 # A CPU tensor that the forward did not make is compared by its bytes at every call, up to this many; of a larger one
 # the version is, and as many bytes spread over it.
@@ -46,11 +50,18 @@ class FrozenConstants:
         self.notes: dict[str, int] = {}
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
-        self._sources: dict[Hashable, list[WatchedValue]] = {}
+        self._answers: dict[Hashable, dict[bytes, Answer]] = {}
+        self._sources: dict[Hashable, list[WatchedValue | WatchedVersion]] = {}
         self._changes: collections.Counter[Hashable] = collections.Counter()
 
     def learn(
-        self, key: Hashable, copies: Mapping[Hashable, Tensor], sources: Sequence[Tensor] = (), *, met_host: bool
+        self,
+        key: Hashable,
+        copies: Mapping[Hashable, Tensor],
+        sources: Sequence[Tensor] = (),
+        *,
+        met_host: bool,
+        answers: Mapping[bytes, Answer],
     ) -> None:
         """Keep what a warmup of this graph moved to the device, instead of what an earlier one did.
 
@@ -59,12 +70,15 @@ class FrozenConstants:
             copies: what was moved, by content.
             sources: the CPU tensors from before among what was moved: the next warmup may find other values in them.
             met_host: True if the warmup met a CPU tensor.
+            answers: what it read back from memory that nothing writes, by computation.
         """
         self.met_host = bool(self.met_host) or met_host
         self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
         self._had_any = self._had_any or bool(copies)
         self._copies[key] = {content: self.find(content, copy) for content, copy in copies.items()}
-        self._sources[key] = list(map(WatchedValue, sources))
+        self._answers[key] = dict(answers)
+        roots = dict.fromkeys(root for answer in answers.values() for root in answer.roots)
+        self._sources[key] = [*map(WatchedValue, sources), *roots]
 
     def find(self, content: Hashable, otherwise: Tensor) -> Tensor:
         """Return a copy that another graph has already, so that equal constants take memory once."""
@@ -74,6 +88,11 @@ class FrozenConstants:
         """Return the copies that a capture of this graph may use: its own, or all if it had no warmup."""
         own = self._copies.get(key)
         return own if own is not None else {c: copy for copies in self._copies.values() for c, copy in copies.items()}
+
+    def answers(self, key: Hashable) -> Mapping[bytes, Answer]:
+        """Return the values that a capture of this graph may take: its own, or all if it had no warmup."""
+        own = self._answers.get(key)
+        return own if own is not None else {d: answer for each in self._answers.values() for d, answer in each.items()}
 
     def needs_warmup(self, key: Hashable) -> bool:
         """True if there are or were constants, and this graph had no warmup, or one that found other values.
@@ -85,11 +104,12 @@ class FrozenConstants:
         return self._had_any
 
     def _changed(self, key: Hashable) -> bool:
-        return not all(map(WatchedValue.is_same, self._sources.get(key, ())))
+        return not all(source.is_same() for source in self._sources.get(key, ()))
 
     def clear(self) -> None:
-        """Drop the copies; that there were some is kept."""
+        """Drop the copies and values; that there were copies is kept."""
         self._copies.clear()
+        self._answers.clear()
         self._sources.clear()
         self._changes.clear()
 
@@ -166,3 +186,64 @@ def _version_and_samples(tensor: Tensor, nbytes: int) -> Hashable:
     places = (start + (nbytes - 8) * index // (_SAMPLES - 1) for index in range(_SAMPLES)) if start else ()
     samples = tuple(ctypes.string_at(place, 8) for place in places)
     return tensor._version, tensor.untyped_storage().resizable(), samples
+
+
+class WatchedVersion:
+    """Tells if a tensor was written to by an operator, or is gone, without keeping it alive.
+
+    Args:
+        tensor: itself, since another view of its memory may have a version of its own.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._storage = storage_key(tensor)
+        self._before: tuple[int, int] | None = (tensor.data_ptr(), tensor._version)
+        with _LOCK:
+            _WATCHED.add(self)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor; None if it is gone."""
+        return self._tensor()
+
+    def is_same(self) -> bool:
+        """True if it is what it was."""
+        tensor = self._tensor()
+        return tensor is not None and (tensor.data_ptr(), tensor._version) == self._before
+
+    def end_if_in(self, storages: Collection[int]) -> None:
+        """Count it as another one from now on, if it lies in memory that graphs write: replays raise no version."""
+        if self._storage in storages:
+            self._before = None
+
+
+_LOCK = threading.Lock()
+_WATCHED: weakref.WeakSet[WatchedVersion] = weakref.WeakSet()
+_WRITTEN_BY_GRAPHS: dict[int, StorageWeakRef] = {}
+
+
+def note_graph_writes(tensors: Iterable[Tensor]) -> None:
+    """Note memory that a graph was recorded to write: what it holds is data from now on."""
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    with _LOCK:
+        for key in [key for key, storage in _WRITTEN_BY_GRAPHS.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+            del _WRITTEN_BY_GRAPHS[key]
+        for key, storage in storages.items():
+            if key not in _WRITTEN_BY_GRAPHS:
+                _WRITTEN_BY_GRAPHS[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        for watched in _WATCHED:
+            watched.end_if_in(storages.keys())
+
+
+def is_written_by_graphs(tensor: Tensor) -> bool:
+    """True if a graph was recorded to write to a tensor's memory."""
+    storage = _WRITTEN_BY_GRAPHS.get(storage_key(tensor))
+    return storage is not None and not storage.expired()  # type: ignore[no-untyped-call]
+
+
+class Answer(NamedTuple):
+    """A value that was read, and what it follows from."""
+
+    value: Any
+    roots: tuple[WatchedVersion, ...]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from simplegraph.base.constants import WatchedValue
+from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
@@ -378,11 +378,13 @@ class MemoryRead:
         elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
             owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
         values: CPU tensors whose values captures took, by their place in memory.
+        versions: what values follow from that captures took from warmups.
     """
 
     keys: set[int] = dataclasses.field(default_factory=set)
     elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
     unseen: str = ""
 
     def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
@@ -420,7 +422,7 @@ class CapturedState:
         self._reading: Reading | None = None
         self._places: dict[str, tuple[Any, ...]] = {}
         self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
-        self._values: dict[tuple[Any, ...], WatchedValue] = {}
+        self._values: dict[Any, WatchedValue | WatchedVersion] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
@@ -434,7 +436,9 @@ class CapturedState:
         """
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
-        self._values = {at: WatchedValue(tensor) for at, tensor in read.values.items()} | self._values
+        for at, tensor in read.values.items():
+            self._values.setdefault(at, WatchedValue(tensor))
+        self._values.update((id(watched), watched) for watched in read.versions)
         tensors = survey.tensors.values()
         covered = [each for each in tensors if self._read.covers(each)]
         for each in covered:
@@ -471,7 +475,7 @@ class CapturedState:
             reading is not None
             and module is not None
             and reading.same(vars(module))
-            and all(map(WatchedValue.is_same, self._values.values()))
+            and all(map(_is_same, self._values.values()))
         ):
             return False
         self._reading = None
@@ -513,10 +517,7 @@ class CapturedState:
         ]
         elsewhere = self._elsewhere.values()
         names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, laid in elsewhere if _place(t) != laid]
-        values = [value.tensor for value in self._values.values() if not value.is_same()]
-        names += [
-            f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
-        ]
+        names += [_what_changed(value, survey) for value in self._values.values() if not value.is_same()]
         before, after = self._generators, survey.generators
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
@@ -535,6 +536,17 @@ class CapturedState:
             elif not is_same(tuple(code_of(module)), code):
                 names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
+
+
+_is_same = operator.methodcaller("is_same")
+
+
+def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:
+    """Say that a value that graphs hold is another one by now."""
+    name = None if value.tensor is None else survey.name_of(value.tensor)
+    if isinstance(value, WatchedValue):
+        return f"{name or 'a CPU tensor from elsewhere'} (changed on the CPU)"
+    return f"{name or 'a tensor that is gone'} (written to; a value that was read from it is in a graph)"
 
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:

@@ -150,8 +150,12 @@ class Survey:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Name the place that holds a tensor's memory; None if there is none."""
+        return next((each.name for each in self.at(tensor)), None)
+
+    def at(self, tensor: Tensor) -> Iterator[HeldTensor]:
+        """Yield what lies in a tensor's memory."""
         keys = {storage_key(part) for part in parts(tensor) if has_address(part)}
-        return next((each.name for each in self.tensors.values() if not keys.isdisjoint(each.memory)), None)
+        return (each for each in self.tensors.values() if not keys.isdisjoint(each.memory))
 
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:

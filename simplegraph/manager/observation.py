@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.constants import WatchedVersion, note_graph_writes
 from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.tensors import wait_collectives
@@ -71,7 +72,7 @@ def _eagerly(
         from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
 
         tracer = BreakTracer(breaking_operators(), observer, table.device.torch_device, inputs)
-    host = HostWarmup(table.device.torch_device, arguments)
+    host = HostWarmup(table.device.torch_device, arguments, inputs)
     following = contextlib.nullcontext() if run.key is None else host.following(observer)
     # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
@@ -79,7 +80,8 @@ def _eagerly(
     with casts, recording_breaks(tracer), following, observer:
         yield observer
     if run.key is not None:
-        table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host)
+        answers = host.steady.learnt() if host.steady is not None else {}
+        table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host, answers=answers)
     if tracer is not None:
         run.trace = tracer.finish(run.outputs)
 
@@ -97,12 +99,14 @@ class Observation(Probe):
     Attributes:
         observers: of runs and recordings, in their order.
         reads: CPU tensors from before whose values recordings took, by their place in memory.
+        versions: what values follow from that recordings took from warmups.
         distrusts: True if two sizes read other memory, or one did what no capture may come to.
     """
 
     table: ProgramTable
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
     _host: HostCapture | None = None  # of the recording under way
 
     def before_capture(self, run: Run) -> None:
@@ -128,10 +132,11 @@ class Observation(Probe):
     @contextlib.contextmanager
     def _recorded(self, run: Run, job: CaptureJob) -> Iterator[None]:
         constants, device = self.table.constants, self.table.device
-        host = self._host = HostCapture(device.torch_device, constants.copies(job.key), job.name, job.arguments)
+        copies, answers = constants.copies(job.key), constants.answers(job.key)
+        host = self._host = HostCapture(device.torch_device, copies, job.name, job.arguments, answers, job.held)
         observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
         run.made = observer.made
-        followed = run.observed or constants.met_host or job.arguments
+        followed = run.observed or constants.met_host or job.arguments or answers
         try:
             with (
                 host.following(observer if run.observed else None) if followed else contextlib.nullcontext(),
@@ -144,6 +149,8 @@ class Observation(Probe):
                 self.distrusts = True
         host.check_refused()
         self.observers += [observer] if run.observed else []
+        written = observer.written | observer.launched
+        note_graph_writes(tensor for key, tensor in observer.external.items() if key in written)
         recorded = [observer for observer in self.observers if observer.captures]
         # A warmup shows what the first one reads, where its recording was not observed.
         seen = recorded if len(recorded) > 1 else [*self.observers[:1], *recorded]
@@ -156,6 +163,7 @@ class Observation(Probe):
         if self._host is not None:
             recorded.program.constants = list(self._host.served.values())
             self.reads |= self._host.reads
+            self.versions += self._host.answered_from
 
 
 @dataclasses.dataclass(eq=False)

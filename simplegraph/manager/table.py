@@ -49,6 +49,7 @@ class CaptureJob:
         inputs: what it is captured for, by argument, as text for the report.
         exact: it has no batch dimension, so that labels name the inputs instead.
         name: names a tensor that the forward found somewhere, for messages; None if it cannot.
+        held: lists the module's tensors that lie in a tensor's memory; none where no graph may take values of them.
         part: of a training call, "forward" or "backward"; "" for a whole call.
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
         refused: why it cannot be captured, if a run showed that.
@@ -64,6 +65,7 @@ class CaptureJob:
     generators: tuple[torch.Generator, ...] = ()
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     name: Callable[[torch.Tensor], str | None] = lambda _: None
+    held: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda _: ()
     exact: bool = False
     part: str = ""
     follows: Key | None = None

@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,8 @@ from simplegraph.base.constants import (
     LARGEST_TOTAL_BYTES,
     SERVING,
     WATCHED_BYTES,
+    Answer,
+    WatchedVersion,
     content,
     is_watchable,
     span,
@@ -54,6 +56,7 @@ from simplegraph.base.operators import (
 )
 from simplegraph.base.tensors import storage_key
 from simplegraph.program.breaks.marks import ACTIVE
+from simplegraph.program.steady_reads import SteadyReads
 
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
@@ -181,6 +184,7 @@ class HostMode(OperatorMode, abc.ABC):
     Args:
         device: where the forward runs.
         arguments: the CPU tensors that it is passed.
+        steady: follows what it reads back from the device; None if nothing is to be answered.
 
     Attributes:
         shows_python: reads of arguments that need no operator are noted, too.
@@ -189,10 +193,12 @@ class HostMode(OperatorMode, abc.ABC):
 
     shows_python = True
 
-    def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
+    def __init__(
+        self, device: torch.device, arguments: HostArguments | None = None, steady: SteadyReads | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met_host = False
-        self.arguments = arguments
+        self.arguments, self.steady = arguments, steady
         self._emulated = device.type == "cpu"
         # CPU memory that the run made, by storage key; True if it follows from Python data and watched values. Keys
         # only: memory from before lives throughout, so a key that is used again is again the run's own.
@@ -217,9 +223,26 @@ class HostMode(OperatorMode, abc.ABC):
             _set_lifting(lifts)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on plain tensors, and follow what it does with those on the CPU."""
+        """Run an operator on plain tensors, and follow what it does."""
         # Inside a break, or for one, no recorder of breaks is active.
-        if is_higher_order(func) or ACTIVE.recorder is not self._recorder or (self._emulated and func is not _LIFT):
+        if ACTIVE.recorder is not self._recorder:
+            result = defined(func(*args, **kwargs))
+            if self.steady is not None:
+                self.steady.forget(result)
+            return result
+        if self.steady is None:
+            return self._follow(func, args, kwargs)
+        return self.steady.run(self._follow, func, args, kwargs)
+
+    @contextlib.contextmanager
+    def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
+        """Surround a launch by Triton of a kernel that is passed these tensors."""
+        with contextlib.nullcontext() if self.steady is None else self.steady.launching(tensors):
+            yield
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and follow what it does with tensors on the CPU."""
+        if is_higher_order(func) or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:
             if args[0].dim() and args[0].numel():  # more than a number, which an operator can take along by itself
@@ -373,14 +396,17 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
     Args:
         device: where the forward runs.
         arguments: the CPU tensors that it is passed.
+        inputs: storage keys of the tensors that it is passed on the device.
 
     Attributes:
         copies: device copies of what was moved, by content.
         sources: the CPU tensors from before among what was moved.
     """
 
-    def __init__(self, device: torch.device, arguments: HostArguments | None = None) -> None:
-        super().__init__(device, arguments)
+    def __init__(
+        self, device: torch.device, arguments: HostArguments | None = None, inputs: Collection[int] = ()
+    ) -> None:
+        super().__init__(device, arguments, SteadyReads(device, inputs=inputs))
         self.copies: dict[Hashable, Tensor] = {}
         self.sources: list[Tensor] = []
 
@@ -404,6 +430,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         copies: device copies that a warmup made, by content.
         name: names a CPU tensor for messages, such as by the attribute that holds it.
         arguments: the CPU tensors that it is passed.
+        answers: what warmups read back from memory that nothing writes, by computation.
+        held: lists the tensors of the module that lie in the memory of a tensor.
 
     Attributes:
         served: the copies that the graph reads, by id; whoever replays it must own them.
@@ -420,8 +448,10 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         copies: Mapping[Hashable, Tensor],
         name: Callable[[Tensor], str | None] = lambda _: None,
         arguments: HostArguments | None = None,
+        answers: Mapping[bytes, Answer] | None = None,
+        held: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
     ) -> None:
-        super().__init__(device, arguments)
+        super().__init__(device, arguments, SteadyReads(device, answers, held) if answers else None)
         self._copies = copies
         self._name = name
         self._error: HostError | None = None
@@ -442,6 +472,11 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
+
+    @property
+    def answered_from(self) -> list[WatchedVersion]:
+        """What the answers that the capture was given follow from."""
+        return [] if self.steady is None else self.steady.used
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""

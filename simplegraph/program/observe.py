@@ -471,7 +471,9 @@ class MemoryObserver(OperatorMode):
         for key in given.keys() - self._own if self._made_inside is None else ():
             self.regions.setdefault(key, set())
         self._note_given(given, "a kernel of Triton")
-        yield
+        shown = getattr(self._next, "launching", None)
+        with contextlib.nullcontext() if shown is None else shown(tensors):
+            yield
         if device is not None:
             self._look_for_unseen(device, tensors_shown=tensors is not None)
             self._last = device.recorded()  # so that launches by Triton's hooks in this one count as seen

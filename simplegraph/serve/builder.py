@@ -449,6 +449,7 @@ class GraphBuilder:
         own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         self.keep_external(call, observation.observers, own)
         self.seen.read.values |= {place: tensor for place, tensor in observation.reads.items() if place[0] not in own}
+        self.seen.read.versions += observation.versions
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
@@ -509,6 +510,11 @@ class GraphBuilder:
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
+        trains, survey = computes_gradients(call.module), functools.cache(lambda: Survey(call.module))
+
+        def held(tensor: Tensor) -> list[Tensor]:
+            return [] if trains else [each.tensor for each in survey().at(tensor)]
+
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -517,11 +523,12 @@ class GraphBuilder:
                 generators,
                 described,
                 lambda tensor: Survey(call.module).name_of(tensor),
-                self.manager.config.exact_shapes,
+                held=held,
+                exact=self.manager.config.exact_shapes,
                 refused=call.binding.refused or refused,
                 arguments=arguments,
                 record=call.binding.size((call.binding.signature, *kind)),
-                trains=computes_gradients(call.module),
+                trains=trains,
             )
             for kind in todo
         ]

@@ -306,7 +306,7 @@ def test_numbers_tell_a_norm_of_a_library_that_computes_something_else(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recognition, "_ANSWERS", {})
-    monkeypatch.setattr(functions, "is_of_library", lambda function: True)
+    monkeypatch.setattr(provable, "is_of_library", lambda function: True)
     norms = [kind(), WithMethod()]
     assert list(rms_norms(nn.ModuleList(norms))) == norms[1:]
 
@@ -545,7 +545,7 @@ def test_calls_and_numbers_tell_a_layer_of_a_library_that_computes_something_els
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recognition, "_ANSWERS", {})
-    monkeypatch.setattr(functions, "is_of_library", lambda function: True)
+    monkeypatch.setattr(provable, "is_of_library", lambda function: True)
     others = [kind() for kind in (FromNormed, Parallel, WithoutMask, InTrainingLayer, ClampedHalf, Halved, Twice)]
     assert residuals(nn.ModuleList([*others, known := Decoder()])) == [known]
 
