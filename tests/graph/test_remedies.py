@@ -273,7 +273,7 @@ def forces(x: Tensor, part: Part) -> Tensor:
 
 
 def through_backward(x: Tensor) -> Tensor:
-    return forces(x, ReadsBackward.apply) * 2
+    return forces(x, lambda y: ReadsBackward.apply(y) * y) * 2
 
 
 def through_transform(x: Tensor) -> Tensor:
