@@ -29,6 +29,7 @@ from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import ProgramTable
+from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.probes import Probe, Run
 from simplegraph.program.snapshot import Snapshot
@@ -234,7 +235,8 @@ class Rehearsals(Probe):
                     undo.copy(tensor)
 
             run.before_write = copy
-            yield
+            with IndexChecks():
+                yield
 
 
 def invoke_watched(

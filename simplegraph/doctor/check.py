@@ -40,6 +40,7 @@ from simplegraph.manager.stats import CaptureSummary
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace, ResultChanged, same_results
+from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.serve.wrap import wrap
 
@@ -422,7 +423,8 @@ class ModuleTrial:
         tried += [(half, self._part(leaves, range(half)))] if half else []
         for rows, other in tried:
             try:
-                outputs = self._effects(other).outputs
+                with IndexChecks():
+                    outputs = self._effects(other).outputs
             except Exception as error:
                 return f"it fails with {rows} rows: {type(error).__name__}: {error}"
             if len(outputs) != len(alone):

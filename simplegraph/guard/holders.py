@@ -444,6 +444,7 @@ class Holders:
         roots: the module, or those that a function reaches.
         gone: called once an object ends whose attributes are kept.
         breaks: what eager breaks read counts as well, since graphs hold it.
+        closed: names of containers below which nothing counts.
 
     Attributes:
         all: they.
@@ -454,14 +455,20 @@ class Holders:
     """
 
     def __init__(
-        self, roots: Sequence[SearchRoot], module: Any, gone: Callable[[Any], object], *, breaks: bool
+        self,
+        roots: Sequence[SearchRoot],
+        module: Any,
+        gone: Callable[[Any], object],
+        *,
+        breaks: bool,
+        closed: Collection[str] = (),
     ) -> None:
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
         self.refused = ""
-        self._module, self._gone = plain(module), gone
+        self._module, self._gone, self._closed = plain(module), gone, closed
         self._classes: dict[type, None] = {}
         self._functions: dict[int, Any] = {}
         self._names: set[str] = set()
@@ -477,6 +484,8 @@ class Holders:
 
     def _read(self, holder: ValueHolder) -> None:
         for way, value in holder.read(self.opened):
+            if holder.name in self._closed:
+                continue
             self.opened.add(id(value))
             held, name, find = holder.find(), holder.name, holder.find
             base = kind_of(type(held)) if type(held) is not dict else dict
@@ -552,6 +561,9 @@ class Holders:
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
                 self._add(holder, keys)
+                if holder.name in self._closed:
+                    holder.gone = None  # whichever items end, nothing is kept of them
+                    behind.add(id(thing))
                 attributes = own_dict(thing)  # of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
                     self._add_object(thing, {}, name, names, keys)

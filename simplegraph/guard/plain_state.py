@@ -19,6 +19,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
 from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot, has_object
 from simplegraph.guard.values import PlainValues, place_name, shown_entry
+from simplegraph.program.breaks.marks import ACTIVE
+from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
@@ -58,8 +60,9 @@ def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Chang
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    What runs of the module alone change is left out of the key. What takes new values all the time is left out if no
-    code names it; else such calls run eagerly.
+    What every run of the module changes is left out of the key: a call that changes it has no graph. It counts as soon
+    as a run leaves it as it was, such as a mode that another call is passed, or others change it. What takes new values
+    all the time is left out if no code names it; else such calls run eagerly.
 
     Args:
         breaks: what eager breaks read counts as well, since graphs hold it.
@@ -82,10 +85,17 @@ class PlainState:
         self._key = PlainValues({})
         self._calls = 0
         self._is_serving = False
-        self._effects: set[Place] = set()  # what runs change, and nobody else; all of a container is one
-        self._shared: set[Place] = set()  # what others changed as well
+        self._served: dict[str, Entries] = {}  # what there was before that
+        self._changed: set[Place] = set()  # by the real run before the latest captures
+        self._runs = 0  # that were observed to their end
+        self._effects: set[Place] = set()  # what all of them changed, and nobody else; all of a container is one
+        self._filled: set[Place] = set()  # of these what only grew, by keys that no code names
+        self._counted: set[Place] = set()  # what others changed as well, or what some run left as it was
+        self._found: set[Place] = set()  # what counts since the key was made
+        self._own: Changes = {}  # what runs changed of what counts, that no call has found yet
         self._let_go: dict[Place, int] = {}  # since which call
         self._restless: dict[Place, int] = {}  # since which call: such calls run eagerly
+        self._closed: frozenset[str] = frozenset()  # containers of these, by name: nothing below them is looked at
         self._left_out: set[Place] = set()
         self._seen: dict[Place, set[Hashable]] = {}
         self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
@@ -103,17 +113,24 @@ class PlainState:
                 if key is not None and comparison.holds(vars(module)):
                     return key
         # While another thread captures, values are as its runs leave them: the call waits for it, and asks again.
-        return None if self._is_serving else self.now(module)
+        return None if self._is_serving else self._values(module)
 
     def now(self, module: Any) -> PlainValues:
-        """Return the values that there are, outside of the way of replays.
+        """Return the values that a call finds which a graph might serve, outside of the way of replays.
 
         Raises:
             CannotBind: the same, or they change while they are looked at.
         """
         with self._lock:
+            own, self._own = self._own, {}
+            self._note(own)
+            return self._values(module)
+
+    def _values(self, module: Any) -> PlainValues:
+        with self._lock:
             self._note(self._look(module))
             self._count_again()
+            self._close(module)
             self._settle()
             if not self._held:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
@@ -139,14 +156,18 @@ class PlainState:
             changes = self._look(module)
             if not self._is_serving:
                 self._note(changes)
+                self._close(module)
                 self._settle()
-            before = self._entries
+            before, is_complete = self._entries, False
         try:
             yield
+            is_complete = True
         finally:
             with self._lock:
                 self._look(module)
-                self._claim(_changes(before, self._entries))
+                # Eager breaks do not run in captures.
+                is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
+                self._sort(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
                     self._settle()
 
@@ -166,18 +187,33 @@ class PlainState:
             claims: what changes meanwhile is the module's doing, as with eager breaks, which replays run as well.
         """
         with self._lock:
-            before, self._is_serving = self._entries, True
+            before = self._served = self._entries
+            self._is_serving = True
         try:
             yield
         finally:
             with self._lock:
                 self._is_serving = False
-                self._look(module)
-                changes = _changes(before, self._entries)
+                since = self._look(module)
                 if claims:
-                    self._claim(changes)
+                    self._claim(since)
+                changes = _changes(before, self._entries)
                 self._note({place: change for place, change in changes.items() if not self._is_left_out(place)})
                 self._settle()
+
+    def check(self, module: Any) -> None:
+        """Refuse captures for a key whose values a run of the same call changed: no later call would find them.
+
+        Raises:
+            CannotBind: it did, and did not so before: what changes each time is found by the captures.
+        """
+        with self._lock:
+            self._look(module)
+            changed = {place for place in _changes(self._served, self._entries) if not self._is_left_out(place)}
+            changed = {place for place in changed if self._found.isdisjoint((place, (place[0], ALL)))}
+            before, self._changed = self._changed, changed
+            for place in changed - before:
+                raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
     # What there is.
 
@@ -191,6 +227,15 @@ class PlainState:
                 self._held.clear()
                 self._entries = {}
         return _changes(before, self._entries) if before and self._entries is not before else {}
+
+    def _close(self, module: Any) -> None:
+        """Look no longer below containers that take new values all the time: each new item would be searched."""
+        closed = frozenset(name for name, key in (*self._let_go, *self._restless) if key is ALL)
+        if closed != self._closed:
+            self._closed = closed
+            self._held.clear()
+            self._entries = {}
+            self._look(module)
 
     def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
         """Read the holders that moved; False if there is something new to open, or a way to something is gone."""
@@ -208,10 +253,12 @@ class PlainState:
                 except Exception:  # gone, or another thread is at it
                     return False
                 known = entries[holder.name]
+                entries[holder.name] = holder.entries
+                if holder.name in self._closed:
+                    continue
                 opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
                 if empty or holder.inside != inside or any(map(has_object, opened)):
                     return False
-                entries[holder.name] = holder.entries
             if any(holder.mark is None for holder in moved):
                 return False
             before = ((holder.entries, self._entries[holder.name]) for holder in moved)
@@ -236,7 +283,7 @@ class PlainState:
             alive.clear()
             held.clear()
 
-        holders = Holders(roots, module, gone, breaks=self._breaks)
+        holders = Holders(roots, module, gone, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._refused = holders.refused
         self._entries = {holder.name: holder.entries for holder in holders.all}
@@ -256,11 +303,15 @@ class PlainState:
             if comparison.key is not None or self._refused:
                 return
             parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
-            found = self._keys.pop(parts, None) or PlainValues(dict(parts))
-            self._key = self._keys[parts] = found  # the latest comes last
+            found = self._keys.pop(parts, None)
+            if found is None and self._found:  # while all runs changed these no graph was captured
+                found = self._keys.pop(_parts(_without(self._found, part) for part in parts), None)
+            self._found.clear()
+            self._key = self._keys[parts] = found or PlainValues({})  # the latest comes last
+            self._key.parts = dict(parts)
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
-            self._hold(comparison.after((), found))
+            self._hold(comparison.after((), self._key))
 
     # What changes.
 
@@ -272,7 +323,7 @@ class PlainState:
                 continue
             if place in self._effects:
                 self._effects.discard(place)
-                self._shared.add(place)
+                self._counted.add(place)
             before = frozenset((key, change[0]) for key, change in values.items())
             now = frozenset((key, change[1]) for key, change in values.items())
             seen = self._seen.setdefault(place, {before})
@@ -318,15 +369,46 @@ class PlainState:
         for comparison in self._held[:1]:
             self._hold(comparison.after((), None))
 
+    def _sort(self, changes: Changes, *, is_whole: bool) -> None:
+        """Leave out what every run changed so far; the key stays the one of the values before.
+
+        Args:
+            changes: what one run changed.
+            is_whole: it ran to its end, eager breaks included, so that the rest counts from now on.
+        """
+        changed = self._by_effect(changes)
+        for place, values in changed.items():
+            was_filled = place in self._filled
+            is_filled = self._fills(values) and (was_filled or place not in self._effects)
+            if place not in self._counted and (is_filled or not self._runs):
+                self._effects.add(place)
+            elif place not in self._effects or was_filled:
+                self._effects.discard(place)
+                self._counted.add(place)
+                self._own |= {(place[0], key): change for key, change in values.items()}
+            (self._filled.add if is_filled else self._filled.discard)(place)
+        if is_whole:
+            self._runs += 1
+            found = self._effects - changed.keys() - self._filled
+            self._effects -= found
+            self._counted |= found
+            self._found |= found
+        self._leave_out()
+
     def _claim(self, changes: Changes) -> None:
-        """Leave out what runs of the module alone change; the key stays the one of the values before."""
-        shared: Changes = {}
+        """Leave out what eager breaks of a replay change, and nobody else; the key stays the one before."""
+        counted: Changes = {}
         for place, values in self._by_effect(changes).items():
-            if place in self._shared:
-                shared |= {(place[0], key): change for key, change in values.items()}
+            if place in self._counted:
+                counted |= {(place[0], key): change for key, change in values.items()}
             else:
                 self._effects.add(place)
-        self._note(shared)
+        self._note(counted)
+
+    def _fills(self, values: Entries) -> bool:
+        """True for what is new by keys that no code names, as of a cache that is filled for each shape."""
+        names = self._code.names if self._code is not None else ()
+        return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
 
     def _is_left_out(self, place: Place) -> bool:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))

@@ -185,17 +185,21 @@ def place_name(place: tuple[str, Hashable]) -> str:
 
 
 class PlainValues:
-    """One set of plain values: a part of the key of the calls that find it, and one object while they are the same."""
+    """One set of plain values: a part of the key of the calls that find it, and one object while they are the same.
+
+    Args:
+        parts: the values, by the holder's name.
+    """
 
     def __init__(self, parts: dict[str, frozenset[Any]]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def difference(self, other: PlainValues) -> str:
         """Name the places that hold something else in `other`."""
         changed = {
             place_name((name, key))
-            for name in self._parts | other._parts
-            for key, _ in self._parts.get(name, frozenset()) ^ other._parts.get(name, frozenset())
+            for name in self.parts | other.parts
+            for key, _ in self.parts.get(name, frozenset()) ^ other.parts.get(name, frozenset())
             if key is not ORDER
         }
         return f"{', '.join(sorted(changed)) or 'an object'} changed"

@@ -18,6 +18,7 @@ from simplegraph.call.plan import Plan
 from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
+from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver
 
 logger = logging.getLogger("simplegraph")
@@ -200,7 +201,7 @@ class _CallProof:
         leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
         args, kwargs = call.spec.unflatten(leaves)
         with Undo(None, self._generators, kept=self._memory) as undo, bypassed(Reason.NESTED):
-            with MemoryObserver(rows=rows, before_write=undo.copy) as observer:
+            with IndexChecks(), MemoryObserver(rows=rows, before_write=undo.copy) as observer:
                 leaves, _ = flatten(wait_collectives(call.run(args, kwargs)))
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:

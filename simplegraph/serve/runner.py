@@ -581,7 +581,7 @@ class GraphRunner:
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
-                    # show which device the inputs are moved to.
+                    # show which device the inputs are moved to. A run may keep a mode that the example passes.
                     if error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not left:
                         raise InputError(f"{what} cannot use this call: {error.explained}") from None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,3 +299,157 @@ def test_two_values_in_turn_have_two_graphs(device: torch.device) -> None:
             module.scale = scale
             serve(model, module, device, 4)
     assert model.graph_stats.captures == 2
+
+
+class Modal(nn.Module):
+    """Lets `keep` remember what a call is given for the calls after it, and multiplies by what `read` finds."""
+
+    def __init__(self, keep: Callable[[Any, Any], object], read: Callable[[Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.keep, self.read = keep, read
+        vars(self).update(attributes)
+
+    def set_mode(self, mode: int) -> None:
+        self.mode = mode
+
+    def reset(self, given: int) -> None:
+        self.cache = torch.full((WIDTH,), float(given)) if given > 1 else None
+
+    def forward(self, x: Tensor, given: int | None = None) -> Tensor:
+        if given is not None:
+            self.keep(self, given)
+        found: Tensor = self.layer(x) * self.read(self)
+        return found
+
+
+FACTORS: dict[int, Callable[[], float]] = {1: lambda: 1.0, 2: lambda: 2.0, 3: lambda: 3.0}
+
+
+class Given:
+    mode = 1
+
+
+# How a call's argument is kept, how later calls read it, and what the module holds at first.
+KEPT: dict[str, tuple[Callable[[Any, int], object], Callable[[Any], Any], dict[str, Any]]] = {
+    "an attribute": (lambda m, given: setattr(m, "mode", given), lambda m: m.mode, {"mode": 1}),
+    "an attribute that was None": (
+        lambda m, given: setattr(m, "mode", given),
+        lambda m: 1 if m.mode is None else m.mode,
+        {"mode": None},
+    ),
+    "an attribute that appears": (lambda m, given: setattr(m, "mode", given), lambda m: getattr(m, "mode", 1), {}),
+    "a setter": (lambda m, given: m.set_mode(given), lambda m: m.mode, {"mode": 1}),
+    "a start": (lambda m, given: setattr(m, "index", 0), lambda m: m.index + 1, {"index": 5}),
+    "an item of a dict": (lambda m, given: m.state.update(mode=given), lambda m: m.state.get("mode", 1), {"state": {}}),
+    "an item of a list": (lambda m, given: m.state.__setitem__(0, given), lambda m: m.state[0], {"state": [1]}),
+    "another list": (lambda m, given: setattr(m, "state", [given]), lambda m: m.state[0], {"state": [1]}),
+    "an item of a set": (
+        lambda m, given: (m.state.clear(), m.state.add(given)),
+        lambda m: sum(m.state),
+        {"state": {1}},
+    ),
+    "an object's attribute": (
+        lambda m, given: setattr(m.part, "mode", given),
+        lambda m: m.part.mode,
+        {"part": Part(mode=1)},
+    ),
+    "another object": (lambda m, given: setattr(m, "part", Part(mode=given)), lambda m: m.part.mode, {"part": Given()}),
+    "a function": (lambda m, given: setattr(m, "factor", FACTORS[given]), lambda m: m.factor(), {"factor": FACTORS[1]}),
+    "a cache that is dropped": (
+        lambda m, given: m.reset(given),
+        lambda m: 1.0 if m.cache is None else m.cache,
+        {"cache": None},
+    ),
+    "a count of such calls": (
+        lambda m, given: setattr(m, "count", m.count + 1),
+        lambda m: m.count,
+        {"count": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_a_call_keeps_of_an_argument_counts_in_the_calls_after_it(
+    kept: str, turn: int, device: torch.device
+) -> None:
+    """Calls come in any order, and in phases, the first with or without the argument."""
+    keep, read, attributes = KEPT[kept]
+    module = Modal(keep, read, **copy.deepcopy(attributes)).to(device).eval()
+    model: Any = sg.wrap(copy.deepcopy(module), capture_sizes=[3], progress=False)
+    rng = random.Random(turn)
+    calls = [rng.choice([None, None, 1, 2, 3]) for _ in range(60)]
+    phases = [given for given in (None, 2, None, 3, None, 1, None) for _ in range(6)]
+    if turn == 2:
+        phases = [given for given in (2, None, 1, None) for _ in range(4)] + phases
+    for given in itertools.chain(phases, calls):
+        x = torch.randn(3, WIDTH, device=device)
+        torch.testing.assert_close(model(x, given), module(x, given))
+        assert vars(sg.unwrap(model)).get("mode") == vars(module).get("mode")
+    assert model.graph_stats.replays > (2 if kept == "a count of such calls" else 10), model.graph_report()
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["first", "after calls"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_captures_up_front_keep_what_their_run_kept(mode: str, called: bool, device: torch.device) -> None:
+    keep, read, attributes = KEPT["an attribute"]
+    module = Modal(keep, read, **attributes).to(device).eval()
+    model: Any = sg.wrap(copy.deepcopy(module), capture_sizes=[2, 4], mode=mode, progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(4 * called):
+        torch.testing.assert_close(model(x), module(x))
+    model.capture_graphs(x, 2)
+    module(x, 2)
+    for given in (2, 2, None, None, None, 1, None, 2, 2, None, 2):
+        replays = model.graph_stats.replays
+        for rows in (4, 3, 2):
+            x = torch.randn(rows, WIDTH, device=device)
+            torch.testing.assert_close(model(x, given), module(x, given))
+            assert sg.unwrap(model).mode == module.mode
+        if given == 2 and module.mode == 2:
+            assert model.graph_stats.replays > replays
+        module.mode = sg.unwrap(model).mode = 1 if given == 2 else module.mode
+
+
+def test_a_count_of_all_calls_is_no_part_of_the_key_whoever_counts(device: torch.device) -> None:
+    """At any size, and by two kinds of calls: a part of the key would make each call the first of its kind."""
+    module = Modal(lambda m, given: None, lambda m: setattr(m, "count", m.count + 1) or 2.0, count=0)
+    model: Any = sg.wrap(module.to(device).eval(), capture_sizes=[2, 4], progress=False)
+    for step in range(40):
+        x = torch.randn(step % 4 + 1, WIDTH, device=device)
+        torch.testing.assert_close(model(x, *[1][: step % 2]), module.layer(x) * 2)
+        assert module.count == step + 1
+    assert model.graph_stats.eager["first_call"] == 2
+    assert "the forward changes count whenever it runs" in str(model.graph_report())
+    assert "new values" not in str(model.graph_report())
+
+
+def test_a_count_of_training_calls_makes_no_others_run_eagerly(device: torch.device) -> None:
+    module = Habit(lambda m, y: y * 2 if not m.training or setattr(m, "count", m.count + 1) is None else y, count=0)
+    model: Any = sg.wrap(module.to(device).eval(), capture_sizes=[3], progress=False)
+    for _ in range(3):
+        assert serve(model, module, device)
+        model.train()
+        for _ in range(6):
+            model(torch.randn(3, WIDTH, device=device))
+        model.eval()
+    assert module.count == 18
+
+
+def test_what_a_call_of_a_function_keeps_counts_in_the_calls_after_it(device: torch.device) -> None:
+    layer, kept = nn.Linear(WIDTH, WIDTH).to(device), {"mode": 1}
+
+    def scale(x: Tensor, given: int | None = None) -> Tensor:
+        if given is not None:
+            kept["mode"] = given
+        return layer(x) * kept["mode"]
+
+    model: Any = sg.wrap(scale, capture_sizes=[3], progress=False)
+    mode = 1
+    for given in (given for given in (None, 2, None, 3, None, 1, None, 2) for _ in range(6)):
+        mode = given or mode
+        x = torch.randn(3, WIDTH, device=device)
+        torch.testing.assert_close(model(x, given), layer(x) * mode)
+        assert kept["mode"] == mode
+    assert model.graph_stats.replays > 10

@@ -1,0 +1,75 @@
+"""Stop a run at an index out of range before a kernel reads there, which ends a process's use of a GPU.
+
+Runs that nobody asked for, of fewer rows than a call has, may meet indices that fit the call alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.operators import OperatorMode, argument, facts_of, strided_tensors, without_modes
+
+_BY_DIM = frozenset(
+    {
+        *("index_select", "index_add", "index_copy", "index_fill", "index_reduce"),
+        *("gather", "scatter", "scatter_add", "scatter_reduce"),
+    }
+)
+_BY_LIST = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"})
+_BY_ROW = frozenset({"embedding", "embedding_renorm", "_embedding_bag", "_embedding_bag_forward_only"})
+_BY_ELEMENT = frozenset({"take", "put"})
+_BY_CLASS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+_INDICES = frozenset({torch.int64, torch.int32})
+
+
+class _Index(NamedTuple):
+    """An index of a dimension, and the range in which its values must lie."""
+
+    values: Tensor
+    first: int
+    size: int
+    ignored: int | None = None
+
+
+class IndexChecks(OperatorMode):
+    """Checks the indices of each of torch's operators on the host before that runs. Raises IndexError."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator whose indices are in range."""
+        facts = facts_of(func)
+        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in strided_tensors((*args, *kwargs.values()))):
+            return self.take_apart(func, args, kwargs)
+        for index in _indices(facts.name.rstrip("_"), args, kwargs):
+            with without_modes():
+                values = index.values if index.ignored is None else index.values[index.values != index.ignored]
+                low, high = map(int, torch.aminmax(values)) if values.numel() else (index.first, index.first)
+            if low < index.first or high >= index.size:
+                found = low if low < index.first else high
+                raise IndexError(f"{func} is passed the index {found}, and the dimension has size {index.size}")
+        return self.leave(func, args, kwargs)
+
+
+def _indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Index]:
+    """Yield the indices that an operator is passed."""
+    if name in _BY_DIM:
+        tensor, dim, index = (argument(args, kwargs, *place) for place in ((0, "self"), (1, "dim"), (2, "index")))
+        if isinstance(dim, int):
+            yield _Index(index, 0, tensor.shape[dim] if tensor.dim() else 1)
+    elif name in _BY_LIST:
+        tensor, indices = args[:2]
+        dim = 0
+        for index in indices:
+            is_index = index is not None and index.dtype in _INDICES
+            if is_index:
+                yield _Index(index, -tensor.shape[dim], tensor.shape[dim])
+            dim += 1 if index is None or is_index else index.dim()  # a mask has several
+    elif name in _BY_ROW:
+        yield _Index(args[1], 0, args[0].shape[0])
+    elif name in _BY_ELEMENT:
+        yield _Index(args[1], -args[0].numel(), args[0].numel())
+    elif name in _BY_CLASS:
+        yield _Index(args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0], args[4])
