@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 
@@ -40,6 +41,65 @@ def test_an_update_in_place_is_seen_without_a_recapture(device, change):
         close(model(x), module(x))
     assert model.graph_stats.recaptures == 0
     assert model.graph_stats.captures == 2
+
+
+class Source:
+    """What a hook reads, by its names: a tensor, a number, and a tensor in a dict."""
+
+    def __init__(self, device):
+        self.table, self.number, self.keyed = (
+            torch.ones(WIDTH, device=device),
+            1.0,
+            {"a": torch.ones(WIDTH, device=device)},
+        )
+
+    def change(self):
+        self.table, self.number, self.keyed["a"] = self.table + 1, self.number + 1, self.keyed["a"] + 1
+
+    def __call__(self, *call):
+        return self.scaled(call[-1])
+
+    def scaled(self, found):
+        x = found if type(found) is torch.Tensor else found[0]
+        return x * self.table * self.number + self.keyed["a"]
+
+
+def closure(source):
+    return lambda *call: source.scaled(call[-1])
+
+
+def inner_closure(source):
+    keyed = source.keyed
+
+    def hook(*call):
+        return Source.scaled(source, call[-1]) * keyed["a"]
+
+    return hook
+
+
+HOOKS = {
+    "closure": closure,
+    "inner closure": inner_closure,
+    "method": lambda source: lambda *call: source(*call),
+    "object": lambda source: source,
+    "partial": lambda source: functools.partial(Source.__call__, source),
+}
+
+
+@pytest.mark.parametrize("where", ["pre-hook of a layer", "hook of a layer", "hook of the module"])
+@pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
+def test_what_a_hooks_code_reads_is_never_that_of_the_capture(device, make, where):
+    """It runs in the forward, and is a part of it."""
+    source, module = Source(device), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    owner = module if where.endswith("the module") else module[0]
+    (owner.register_forward_pre_hook if "pre" in where else owner.register_forward_hook)(make(source))
+    for _ in range(3):
+        for size in (4, 2, 3, 4, 2):
+            x = rows(size, device)
+            close(model(x), module(x))
+        source.change()
+    assert model.graph_stats.replays
 
 
 @pytest.mark.parametrize("capture", ["lazy", "upfront"])
