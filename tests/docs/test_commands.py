@@ -17,7 +17,10 @@ from simplegraph.base.reasons import Reason
 from tests.docs.pages import DOCS, PAGES, README, ROOT, blocks, prose, text_of
 
 # Everything that an install command of ours may name, beside this folder. Each is in the registry, and is what we say.
-PACKAGES = {"diffusers", "fastapi", "flash-attn", "flashinfer-python", "triton", "uvicorn", "vllm"}
+PACKAGES = {
+    *("accelerate", "diffusers", "fastapi", "flash-attn", "flashinfer-python", "lerobot", "lightning"),
+    *("stable-baselines3", "transformers", "triton", "uvicorn", "vllm"),
+}
 # Everybody else's sites that texts may lead to; none is ours, since we have none.
 SITES = {"docs.pytorch.org", "github.com/open-telemetry", "keepachangelog.com", "semver.org", "127.0.0.1"}
 
