@@ -33,7 +33,7 @@ from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
-from simplegraph.sleeping.holders import Holder, RegionMap, holders_of, kept_awake
+from simplegraph.sleeping.graph_holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
 from simplegraph.training.effects import optimizers_of
 

@@ -21,7 +21,7 @@ import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.device.select import graph_device
-from simplegraph.sleeping import holders, regions, sleeper
+from simplegraph.sleeping import graph_holders, regions, sleeper
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
 
@@ -310,7 +310,7 @@ def test_what_the_driver_says_of_unknown_memory_is_named_with_its_kernel(
         known.extend(accounted)
         return Inventory(touches=[Touch("scale", 0x7F0000000480, 0, kind, "", certain=True)])
 
-    monkeypatch.setattr(holders, "take_inventory", inventory)
+    monkeypatch.setattr(graph_holders, "take_inventory", inventory)
     with pytest.raises(sg.ConfigError, match=rf"{kind.value}, read by the kernel scale"):
         model.sleep(foreign="refuse")
     assert same(answers(model, x), wanted)
