@@ -34,7 +34,7 @@ def take_inventory(
     if not isinstance(device, CudaDevice):
         return None
     # Not loaded where there is no driver to ask.
-    from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
+    from simplegraph.device.cuda.inventory.places import Places, device_memory, read_inventory
     from simplegraph.device.kernels import launched_by_torch
 
     driver, cuda = cuda_driver(), device

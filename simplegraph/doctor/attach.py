@@ -35,7 +35,7 @@ from simplegraph.device.cuda.inventory.nodes import (
     joined,
     places_of,
 )
-from simplegraph.device.cuda.inventory.reading import device_memory
+from simplegraph.device.cuda.inventory.places import device_memory
 
 _ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams", "Clone")
@@ -333,8 +333,8 @@ class EmulatedGraphs:
     device = "cpu"
 
     def __init__(self, watcher: Watcher) -> None:
+        from simplegraph.device.emulator.arena import EmulatorSegment
         from simplegraph.device.emulator.device import EmulatorDevice
-        from simplegraph.device.emulator.memory import EmulatorSegment
 
         self._watcher, self._device, self._segment = watcher, EmulatorDevice, EmulatorSegment
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()

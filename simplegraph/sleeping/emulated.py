@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplegraph.device.emulator.memory import Arena, living
+from simplegraph.device.emulator.arena import Arena, living
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_reference, storage_span
 

@@ -27,7 +27,7 @@ from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
-from simplegraph.device.emulator.memory import Arena
+from simplegraph.device.emulator.arena import Arena
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph import CaptureError
 from simplegraph.base.failures import user_location
+from simplegraph.device.emulator.arena import DEFAULT_STREAM
 from simplegraph.device.emulator.device import CAPTURE_STREAM, emulator
-from simplegraph.device.emulator.memory import DEFAULT_STREAM
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.manager.capture import capture_bar

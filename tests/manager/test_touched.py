@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 import simplegraph as sg
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
-from simplegraph.device.emulator.memory import EmulatorSegment
+from simplegraph.device.emulator.arena import EmulatorSegment
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
 

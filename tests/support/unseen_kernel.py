@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from simplegraph.base.modes import outside_modes
+from simplegraph.device.emulator.arena import RecordedCall
 from simplegraph.device.emulator.device import emulator
-from simplegraph.device.emulator.memory import RecordedCall
 
 
 def launch(kernel: Callable[..., Any], *tensors: Tensor) -> None:

@@ -5,7 +5,7 @@ flow, and are recorded. When the capture ends it looks as if nothing had run: ca
 undone, captured memory is poisoned and random generators are put back. A replay runs the recorded
 operators again, on the addresses seen at capture.
 
-    memory      memory that a capture touches, as a replay finds it again, its pool, and segments that replay
+    arena       memory that a capture touches, as a replay finds it again, its pool, and segments that replay
     rules       tells which operators write, read back to Python, or do nothing on a device
     recording   sees, runs and records operators between begin and end
     device      the `GraphDevice` protocol on top of these

@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch
 
 from simplegraph.base import patches
 from simplegraph.base.errors import EmulatorError
-from simplegraph.device.emulator.memory import (
+from simplegraph.device.emulator.arena import (
     DEFAULT_STREAM,
     Arena,
     EmulatedThread,

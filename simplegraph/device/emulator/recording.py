@@ -16,7 +16,7 @@ from simplegraph.base.errors import EmulatorError
 from simplegraph.base.operators import OperatorFacts, OperatorMode, facts_of, is_higher_order, written_args
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.emulator import rules
-from simplegraph.device.emulator.memory import (
+from simplegraph.device.emulator.arena import (
     Arena,
     EmulatorSegment,
     Memory,

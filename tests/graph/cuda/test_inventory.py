@@ -11,7 +11,7 @@ import pytest
 from stand_in_driver import Driver, Kernel, Other, pointer
 
 from simplegraph.device.cuda.inventory.nodes import ProcessMemory, readable_ranges
-from simplegraph.device.cuda.inventory.reading import Places, device_memory, read_inventory
+from simplegraph.device.cuda.inventory.places import Places, device_memory, read_inventory
 from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
 from simplegraph.doctor.touches import report_lines
 

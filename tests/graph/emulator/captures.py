@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.device.emulator.arena import EmulatorSegment
 from simplegraph.device.emulator.device import emulator
-from simplegraph.device.emulator.memory import EmulatorSegment
 from simplegraph.device.protocol import GraphPool
 
 GRAD_MODES = [torch.no_grad, torch.inference_mode]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simplegraph.device.emulator.memory import DEFAULT_STREAM
+from simplegraph.device.emulator.arena import DEFAULT_STREAM
 from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import device
 

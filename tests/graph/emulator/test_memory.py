@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import EmulatorError, ReplayError
-from simplegraph.device.emulator.memory import Memory
+from simplegraph.device.emulator.arena import Memory
 from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import capture, device
 

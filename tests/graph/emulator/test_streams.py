@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.errors import EmulatorError
+from simplegraph.device.emulator.arena import DEFAULT_STREAM
 from simplegraph.device.emulator.device import CAPTURE_STREAM
-from simplegraph.device.emulator.memory import DEFAULT_STREAM
 from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import capture, device
 
