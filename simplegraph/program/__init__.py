@@ -8,5 +8,6 @@ observe       watches the memory that a forward reads and writes
 snapshot      what objects hold, and how to put it back
 host_modes    CPU tensors of a forward at a warmup and a capture
 steady_reads  values that a forward reads back from memory which no run writes
+index_checks  checks indices of operators on the host, before these run
 breaks        eager breaks: marks, runs in eager calls, and steps of a Program
 """

@@ -35,21 +35,22 @@ class _Index(NamedTuple):
     ignored: int | None = None
 
 
-class IndexChecks(OperatorMode):
+class IndexChecks(OperatorMode):  # type: ignore[no-untyped-call]
     """Checks the indices of each of torch's operators on the host before that runs. Raises IndexError."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator whose indices are in range."""
         facts = facts_of(func)
-        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in strided_tensors((*args, *kwargs.values()))):
+        tensors = strided_tensors((*args, *kwargs.values()))
+        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in tensors):
             return self.take_apart(func, args, kwargs)
         for index in _indices(facts.name.rstrip("_"), args, kwargs):
             with without_modes():
                 values = index.values if index.ignored is None else index.values[index.values != index.ignored]
                 low, high = map(int, torch.aminmax(values)) if values.numel() else (index.first, index.first)
             if low < index.first or high >= index.size:
-                found = low if low < index.first else high
-                raise IndexError(f"{func} is passed the index {found}, and the dimension has size {index.size}")
+                wrong = low if low < index.first else high
+                raise IndexError(f"{func} is passed the index {wrong}, and the dimension has size {index.size}")
         return self.leave(func, args, kwargs)
 
 
