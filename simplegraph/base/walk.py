@@ -383,7 +383,9 @@ def _beyond(value: Any, held: Any) -> Iterable[tuple[Any, Any]]:
     if issubclass(kind, threading.local):  # what is this thread's
         return (("__dict__", vars(value)),)
     if kind is contextvars.ContextVar:  # what it is in this context
-        return (("get()", value.get(None)),)
+        with contextlib.suppress(LookupError):
+            return (("get()", value.get()),)
+        return ()
     if is_globals(value) or issubclass(kind, LRU):
         return ()  # functions lead to what they name there
     if kind is types.FunctionType:

@@ -51,6 +51,7 @@ LISTS: dict[str, list[Any]] = collections.defaultdict(list)
 LAST: collections.deque[Any] = collections.deque(maxlen=2)
 STEPS = contextvars.ContextVar("STEPS", default=0)
 NOTES: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("NOTES")
+KEPT: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("KEPT", default=[])  # noqa: B039
 LOCAL = threading.local()
 
 
@@ -64,6 +65,7 @@ def clear() -> None:
     LAST.extend([(0,), (0,)])
     STEPS.set(0)
     NOTES.set([])
+    KEPT.get().clear()
     LOCAL.log = []
 
 
@@ -99,6 +101,12 @@ EFFECTS: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[], Any], Cal
     "a default": (default_log, list, lambda _: len(default_log.__defaults__[0]), "default"),  # type: ignore[index]
     "a context variable": (lambda m, y: STEPS.set(STEPS.get() + 1), list, lambda _: STEPS.get(), "STEPS"),
     "a list of a context variable": (lambda m, y: NOTES.get().append((1,)), list, lambda _: len(NOTES.get()), "NOTES"),
+    "a default of a context variable": (
+        lambda m, y: KEPT.get().append((1,)),
+        list,
+        lambda _: len(KEPT.get()),
+        "KEPT",
+    ),
     "a list of a thread's own": (lambda m, y: LOCAL.log.append((1,)), list, lambda _: len(LOCAL.log), "LOCAL"),
 }
 
