@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
@@ -381,6 +382,10 @@ def _beyond(value: Any, held: Any) -> Iterable[tuple[Any, Any]]:
         return (("__dict__", own_dict(value)),)
     if issubclass(kind, threading.local):  # what is this thread's
         return (("__dict__", vars(value)),)
+    if kind is contextvars.ContextVar:  # what it is in this context
+        with contextlib.suppress(LookupError):
+            return (("get()", value.get()),)
+        return ()
     if is_globals(value) or issubclass(kind, LRU):
         return ()  # functions lead to what they name there
     if kind is types.FunctionType:

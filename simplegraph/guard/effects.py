@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import operator
 import pickle
@@ -20,7 +21,7 @@ from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.program.escapes import PythonState, holds_graph_memory
-from simplegraph.program.snapshot import Snapshot, in_memory
+from simplegraph.program.snapshot import Snapshot, in_memory, is_same
 
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
 
@@ -101,7 +102,7 @@ class PythonEffects:
 
     def advanced(self) -> set[str]:
         """Name what is elsewhere by now."""
-        changed = (thing for thing, read, before in self._positions if _position(thing, read) != before)
+        changed = (thing for thing, read, before in self._positions if not is_same(_position(thing, read), before))
         return set(map(self._snapshot.walk.path, changed))
 
 
@@ -123,9 +124,16 @@ def _pickled(value: Any) -> bytes | None:
     return pickle.dumps(value) if max(sys.getsizeof(value), getattr(value, "nbytes", 0)) <= _MAX_BYTES else None
 
 
-def _progress(made: types.GeneratorType[Any, Any, Any]) -> list[Any]:
+def _progress(made: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
     frame: Any = made.gi_frame  # None once it has ended
-    return [frame.f_lasti, *(each for each in frame.f_locals.values() if issubclass(type(each), ATOMS))]
+    return frame.f_lasti, *(each for each in frame.f_locals.values() if issubclass(type(each), ATOMS))
+
+
+def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    try:
+        return (variable.get(),)
+    except LookupError:
+        return ()
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -139,6 +147,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "builtins.bytearray": _pickled,
     "itertools.count": repr,
     "builtins.generator": _progress,
+    "_contextvars.ContextVar": _in_context,
     "_io._IOBase": operator.methodcaller("tell"),
     "_queue.SimpleQueue": operator.methodcaller("qsize"),
     "threading.Event": operator.methodcaller("is_set"),

@@ -18,7 +18,7 @@ from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
 from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot, has_object
-from simplegraph.guard.values import PlainValues, place_name, shown_entry
+from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
@@ -42,7 +42,11 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
     if (name, ALL) in places:
         return name, frozenset()
     left_out = {key for holder, key in places if holder == name}
-    return (name, frozenset(entry for entry in entries if entry[0] not in left_out)) if left_out else part
+    if not left_out:
+        return part
+    counted = dict(entry for entry in entries if entry[0] not in left_out)
+    order = tuple(key for key in counted.pop(ORDER, ()) if key not in left_out)
+    return name, frozenset((*counted.items(), *[(ORDER, order)] * (len(order) > 1)))
 
 
 def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:

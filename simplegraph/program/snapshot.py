@@ -41,7 +41,7 @@ from simplegraph.base.walk import (
 )
 
 ABSENT = object()
-_ADDED = (*ATOMS, dict, list)  # what counts as an effect where code adds it
+_KEPT = (nn.Module, BaseException)  # which lead to tensors
 _FLAGS = (bool, type(None))
 
 
@@ -204,7 +204,9 @@ class Snapshot:
                     and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 changed |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
-            elif not is_same(now, before) and (own or _gained_plain(now, before)):
+                if code and _has_other_keys(holder, now, before) and (keys or now.keys() == before.keys()):
+                    changed[self.walk.path(holder)] = now
+            elif not is_same(now, before) and (own or _gained(now, before)):
                 changed[self.walk.path(holder)] = now
         return changed | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
@@ -223,12 +225,13 @@ class Snapshot:
                 issubclass(type(above), nn.Module) and key in REGISTERED
             )
             if (own and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
-                names and isinstance(before, tuple) and self.walk.path(holder) in names
+                names and self.walk.path(holder) in names and _is_whole(holder, before)
             ):
                 restore(holder, before)
             else:
+                of_log = names and kind_of(type(holder)) in DICTS and self.walk.path(holder) in names
                 for key, _, then in _changed_entries(holder, before) if names else ():
-                    if self.walk.path_of(key, holder) in names:
+                    if of_log or self.walk.path_of(key, holder) in names:
                         put(holder, key, then)
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
@@ -300,13 +303,41 @@ class Snapshot:
 
 
 def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
-    """True for plain values by a key of a dict beyond code, and for containers of Python's that a run adds."""
-    return issubclass(type(now.get(key)), ATOMS if key in before else _ADDED)
+    """True for plain values by a key of a dict beyond code, and for what a run adds."""
+    value = now.get(key)
+    return _is_plain(value) if key in before else not _keeps_tensors(value)
 
 
-def _gained_plain(now: Any, before: Any) -> bool:
-    """True if a list or set beyond code holds plain values alone, or grew by containers of Python's."""
-    return all(issubclass(type(item), _ADDED if len(now) > len(before) else ATOMS) for item in now)
+def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """True if a list or set beyond code holds other plain values, or grew by what keeps no tensor."""
+    known = set(map(id, before))
+    gained = [item for item in now if id(item) not in known]
+    if len(now) > len(before):
+        return not any(map(_keeps_tensors, gained))
+    return all(map(_is_plain, gained or now))
+
+
+def _keeps_tensors(value: Any) -> bool:
+    """True for tensors and what holds some: such a place is a cache, or refused since it keeps a graph's memory."""
+    return issubclass(type(value), _KEPT) or next(tensors_in(value), None) is not None
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a number, a text or the like, and for a tuple of these."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return issubclass(type(value), ATOMS)
+
+
+def _has_other_keys(holder: Any, now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """True for a dict with other keys, such as a log, or another order of keys, such as a cache of what was used."""
+    of_users = kind_of(type(holder)) in DICTS and not is_globals(holder)
+    return of_users and not (len(now) == len(before) and all(map(operator.is_, now, before)))
+
+
+def _is_whole(holder: Any, before: Any) -> bool:
+    """True for what is put back as a whole: a list, a set, and a dict that has another order alone."""
+    return isinstance(before, tuple) or (kind_of(type(holder)) in DICTS and held_by(holder).keys() == before.keys())
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:

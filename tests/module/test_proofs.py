@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import array
 import concurrent.futures
-import contextvars
 import copy
 import ctypes
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from run_log import run_log, unwatched
 from torch import nn
 
 import simplegraph as sg
@@ -189,21 +187,20 @@ def test_a_count_of_rows_that_rounding_would_hide_is_told_by_half_of_them(device
 
 def test_a_tensor_replaced_in_a_closure_by_less_than_rounding_is_found_by_a_padded_call_alone(device):
     scale = [torch.ones(1, device=device)]
-    model = graphed(device, lambda m, x: x * scale[0], capture_sizes=[8])
+    model = graphed(device, lambda m, x: x * scale().value, capture_sizes=[8])
     model.capture_graphs(rows(8, device))
-    scale[0] = torch.full((1,), 1.001, device=device)  # between the capture and the first replay
+    scale().value = torch.full((1,), 1.001, device=device)  # between the capture and the first replay
     for _ in range(2):
         x = rows(7, device)
-        assert torch.equal(model(x), x * scale[0])
+        assert torch.equal(model(x), x * scale().value)
     assert model.graph_stats.replays == 0
 
 
 def test_what_the_further_runs_of_a_padded_proof_do_is_taken_back(device):
-    sizes = contextvars.ContextVar("sizes")  # Python state that grows would be a reason to run eagerly
-    sizes.set([])
+    log = run_log()  # Python state that grows would be a reason to run eagerly
 
     def forward(m, x):
-        sizes.get().append(len(x))
+        log(len(x))
         m.steps += 1
         m.known[len(x)] = m.named["last"] = None
         m.tensors[len(x)] = m.tensors.get(len(x), x.new_ones(1))
@@ -214,7 +211,7 @@ def test_what_the_further_runs_of_a_padded_proof_do_is_taken_back(device):
     for size in (8, 8, 7, 6, 7):
         x = rows(size, device)
         assert torch.equal(model(x), x * 2)
-    assert sizes.get() == [8, 8, 8, 7, 6, 3, 7]  # the second in a capture, and 3 rows as the half of 6
+    assert [size for (size,) in log()] == [8, 8, 8, 7, 6, 3, 7]  # the second in a capture, and 3 rows as the half of 6
     assert model.steps == 5
     assert model.known.keys() == model.tensors.keys() == {8, 7, 6}
     assert proofs(model) == {8: "exact, padded"}
@@ -397,14 +394,14 @@ def test_a_declared_pad_rule_may_write_memory_of_the_module(device):
 
 
 def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
-    scale = array.array("d", [1.0])
-    twins = Twins(device, lambda m, x: x * scale[0])
+    scale = unwatched(value=1.0)
+    twins = Twins(device, lambda m, x: x * scale().value)
     twins.call(4, 4)
     twins.call(8)
-    scale[0] = 3.0
+    scale().value = 3.0
     twins.model.reset_graphs()
     twins.model.capture_graphs(rows(8, device))
-    scale[0] = 5.0  # between the capture and the first replay
+    scale().value = 5.0  # between the capture and the first replay
     twins.call(8, 8, 4, 4)
     assert twins.model.graph_stats.replays == 0
     assert reasons(twins.model)["capture_failed"] == 2
@@ -413,7 +410,7 @@ def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
 
 @pytest.mark.parametrize("written", ["first", "second", "spread", "foreign"])
 def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
-    step = array.array("d", [1.0])
+    step = unwatched(value=1.0)
 
     flat, other = torch.zeros(3 * WIDTH, device=device), torch.zeros(2 * WIDTH, device=device)
     parts = {"first": flat[:WIDTH], "second": flat[WIDTH:-WIDTH], "spread": flat[-WIDTH:].expand(2, WIDTH)}
@@ -421,7 +418,7 @@ def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
 
     def count(m, x):
         y = x * 2 + read
-        parts[written][0] += step[0]
+        parts[written][0] += step().value
         return y
 
     model = graphed(device, count)
@@ -429,7 +426,7 @@ def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
     model.capture_graphs(rows(4, device))
     flat.zero_()
     other.zero_()
-    step[0] = 2.0  # between the capture and the first replay
+    step().value = 2.0  # between the capture and the first replay
     for _ in range(3):
         model(rows(4, device))
     assert parts[written].max() == 6
@@ -647,11 +644,11 @@ def test_rows_that_meet_only_for_some_data_stop_padding_when_that_is_seen(device
 
 @pytest.mark.usefixtures("compared_after_four")
 def test_a_graph_that_no_longer_equals_eager_is_given_up_at_a_later_comparison(device, caplog):
-    scale = array.array("d", [1.0])
-    model = graphed(device, lambda m, x: x * scale[0])
+    scale = unwatched(value=1.0)
+    model = graphed(device, lambda m, x: x * scale().value)
     for _ in range(4):
         model(rows(4, device))
-    scale[0] = 2.0  # in an object of Python's library, which nothing watches
+    scale().value = 2.0  # behind a weak reference, which nothing follows
     for _ in range(10):
         x = rows(4, device)
         model(x)
@@ -859,8 +856,7 @@ def test_rows_that_only_repeated_padding_shows_to_be_mixed_are_not_padded(device
 
 
 def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(device):
-    added = threading.local()
-    added.tensor = torch.ones(8, device=device)
+    added = unwatched(tensor=torch.ones(8, device=device))
 
     @sg.eager_break
     def doubled(x):
@@ -868,12 +864,12 @@ def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(devic
 
     class Broken(nn.Module):
         def forward(self, x):
-            return doubled(x + added.tensor)
+            return doubled(x + added().tensor)
 
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
-        added.tensor = torch.zeros(8, device=device)  # of a thread, which nothing watches
+        added().tensor = torch.zeros(8, device=device)  # behind a weak reference, which nothing follows
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
@@ -1082,8 +1078,7 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
 
 
 def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empty_once(device):
-    added = threading.local()
-    added.tensor = torch.ones(8, device=device)
+    added = unwatched(tensor=torch.ones(8, device=device))
 
     @sg.eager_break
     def double(x):
@@ -1092,14 +1087,14 @@ def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empt
     class Broken(nn.Module):
         def forward(self, x):
             out = torch.empty_like(x)
-            torch.add(x, added.tensor, out=out)
+            torch.add(x, added().tensor, out=out)
             double(out)
             return out
 
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
-        added.tensor = torch.zeros(8, device=device)  # of a thread, which nothing watches
+        added().tensor = torch.zeros(8, device=device)  # behind a weak reference, which nothing follows
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -17,23 +16,18 @@ from tests.module.stateful import MOVED, WIDTH, Model, assign_state, captured, n
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def test_a_tensor_of_a_thread_stays_alive_after_its_user_let_it_go(device):
-    def build():
-        table = torch.full((WIDTH,), 3.0, device=device)
+def test_a_tensor_of_a_weak_reference_stays_alive_after_its_user_let_it_go(device):
+    table = torch.full((WIDTH,), 3.0, device=device)
 
-        class Adds(nn.Module):
-            def forward(self, x):
-                return x + holder.table
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + reference()  # which nothing watches
 
-        holder = threading.local()  # which nothing watches
-        holder.table = table
-        return Adds().eval(), holder
-
-    module, holder = build()
-    model = sg.wrap(module, capture_sizes=[4])
+    reference = weakref.ref(table)
+    model = sg.wrap(Adds().eval(), capture_sizes=[4])
     for _ in range(3):
         model(rows(4, device))
-    del holder.table
+    del table
     gc.collect()
     junk = [torch.full((WIDTH,), -1.0, device=device) for _ in range(100)]
     x = rows(4, device)
@@ -41,19 +35,20 @@ def test_a_tensor_of_a_thread_stays_alive_after_its_user_let_it_go(device):
     del junk
 
 
-GLOBAL = threading.local()  # which nothing watches
+GLOBAL = weakref.WeakValueDictionary()  # which nothing watches
 
 
 def test_a_global_tensor_freed_after_the_capture_stays_alive(device):
     class Reads(nn.Module):
         def forward(self, x):
-            return x * GLOBAL.scale + GLOBAL.bias.sum()
+            return x * GLOBAL["scale"] + GLOBAL["bias"].sum()
 
-    vars(GLOBAL).update(scale=torch.full((WIDTH,), 2.0, device=device), bias=torch.ones(3, device=device))
+    held = {"scale": torch.full((WIDTH,), 2.0, device=device), "bias": torch.ones(3, device=device)}
+    GLOBAL.update(held)
     model = sg.wrap(Reads().eval(), capture_sizes=[4])
     for _ in range(3):
         model(rows(4, device))
-    vars(GLOBAL).clear()
+    held.clear()
     gc.collect()
     junk = [torch.full((WIDTH,), -1.0, device=device) for _ in range(100)]
     x = rows(4, device)

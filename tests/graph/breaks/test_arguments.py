@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
+from run_log import unwatched
 from torch import Tensor, nn
 
 import simplegraph as sg
@@ -97,19 +97,18 @@ def test_an_object_returned_by_one_break_reaches_the_next_anew_at_every_replay(d
 
 
 def test_a_tensor_that_only_a_break_reads_is_kept_alive(device: torch.device) -> None:
-    holder = threading.local()  # which nothing watches
-    holder.table = torch.full((4,), 7.0, device=device)
+    holder = unwatched(table=torch.full((4,), 7.0, device=device))
 
     class Borrowing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Model.middle_of(x * 1, holder.table)
+            return Model.middle_of(x * 1, holder().table)
 
     Model.middle_of = staticmethod(sg.eager_break(lambda x, table: x + table))  # type: ignore[attr-defined]
     model = piecewise(Borrowing(), device, capture_sizes=[4])
     x = torch.zeros(4, 4, device=device)
     for _ in range(3):
         model(x)
-    del holder.table
+    del holder().table
     for _ in range(20):
         torch.full((4,), float("nan"), device=device)
         assert model(x)[0, 0].item() == 7

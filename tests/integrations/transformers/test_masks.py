@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_log import run_log
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -197,14 +198,14 @@ def test_sizes_are_followed_until_the_mask_is_decided(device: torch.device, monk
 
 
 def test_an_encoder_at_full_lengths_makes_no_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, plain, made = (*(tiny.build(bert, device) for _ in range(2)), [])
+    module, plain, made = (*(tiny.build(bert, device) for _ in range(2)), run_log())
     from transformers.models.bert import modeling_bert
 
     make_mask = modeling_bert.create_bidirectional_mask
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         mask = make_mask(*args, **kwargs)
-        made.append((mask is None, is_cuda_stream_capturing()))
+        made(mask is None, is_cuda_stream_capturing())
         return mask
 
     monkeypatch.setattr(modeling_bert, "create_bidirectional_mask", noted)
@@ -215,8 +216,8 @@ def test_an_encoder_at_full_lengths_makes_no_mask(device: torch.device, monkeypa
             expected = plain(tokens, attention_mask=whole).last_hidden_state
             torch.testing.assert_close(module(tokens, attention_mask=whole).last_hidden_state, expected)
         assert graphs.stats.replays >= 1
-    assert (True, True) in made
-    assert (False, True) not in made
+    assert (True, True) in made()
+    assert (False, True) not in made()
 
 
 @pytest.mark.proofs
