@@ -53,7 +53,8 @@ def run(name: str, target: pathlib.Path, *, timed: bool) -> dict[str, float] | N
         # By its path: some wheels bring a package "tests" of their own.
         command = [sys.executable, str(ONE), str(RECIPES / f"{name}.py"), str(times)]
         command += ["--absent", *absent(name), *(["--time"] if timed else [])]
-        ended = subprocess.run(command, cwd=work, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
+        ended = subprocess.run(command, cwd=work, env=environ)
         if ended.returncode:
             return None
         return {kind: float(ms) for kind, ms in json.loads(times.read_text(encoding="utf-8")).items()}

@@ -71,6 +71,40 @@ def test_training_is_eagers_to_the_bit(device, name, optimizer):
     }
 
 
+POOLS = {
+    "max_pool1d": nn.MaxPool1d(2),
+    "max_pool2d": nn.Sequential(nn.Unflatten(1, (2, -1)), nn.MaxPool2d(2)),
+    "max_pool3d": nn.Sequential(nn.Unflatten(1, (2, 2, -1)), nn.MaxPool3d(2)),
+    "adaptive_max_pool1d": nn.AdaptiveMaxPool1d(2),
+    "adaptive_max_pool2d": nn.Sequential(nn.Unflatten(1, (2, -1)), nn.AdaptiveMaxPool2d(2)),
+    "adaptive_max_pool3d": nn.Sequential(nn.Unflatten(1, (2, 2, -1)), nn.AdaptiveMaxPool3d(2)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_the_indices_of_a_pool_reach_its_backward(device, name):
+    def make():
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.Unflatten(1, (8, 8)), POOLS[name], nn.Flatten())
+
+    plain, model = twins(make, device)
+    for x, _ in batches(6, device):
+        step(plain, x)
+        step(model, x)
+    assert_same(model, plain)
+    assert replays(model) == {"FORWARD": 5, "BACKWARD": 5}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_the_indices_of_an_embedding_bag_reach_its_backward(device, mode):
+    plain, model = twins(lambda: nn.EmbeddingBag(50, 8, mode=mode), device)
+    for seed in range(6):
+        ids = torch.randint(50, (ROWS, 5), generator=torch.Generator().manual_seed(seed)).to(device)
+        step(plain, ids)
+        step(model, ids)
+    assert_same(model, plain)
+    assert replays(model) == {"FORWARD": 5, "BACKWARD": 5}
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_replay_waits_for_copies_from_the_cpu_as_eager_does(device, waits, monkeypatch):
     waited = []

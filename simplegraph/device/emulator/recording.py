@@ -228,7 +228,8 @@ class EmulatedCapture(OperatorMode):
             with _Unsent(self._works):  # the other ranks are not asked: one may fail before it gets here
                 result = func(*args, **kwargs)
         else:
-            result = _run_for_shapes(call, args, kwargs, written)
+            unchecked = rules.UNCHECKED_INDICES.match(facts.name) is not None
+            result = _run_for_shapes(call, args, kwargs, written, unchecked)
         results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for _, tensor in results):
             return result
@@ -357,18 +358,26 @@ def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
     return {key: map_tree(kind, change, item) for key, item in tree.items()} if type(tree) is dict else tree
 
 
-def _run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
-    """Run an operator for the shapes of its results; the values of its arguments may be undefined."""
+def _run_for_shapes(
+    func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor], unchecked: bool = False
+) -> Any:
+    """Run an operator for the shapes of its results; the values of its arguments may be undefined.
+
+    An `unchecked` one would crash on undefined indices, where others raise.
+    """
+
+    # What an earlier segment left is poisoned, and a capture on a GPU looks at no value.
+    def harmless(tensor: Tensor) -> Tensor:
+        if any(tensor is other for other in written):
+            return tensor
+        is_index = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+        return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
+
+    if unchecked:
+        return func(*map_tree(Tensor, harmless, args), **map_tree(Tensor, harmless, kwargs))
     try:
         return func(*args, **kwargs)
     except (IndexError, RuntimeError) as error:
-        # What an earlier segment left is poisoned, and a capture on a GPU looks at no value.
-        def harmless(tensor: Tensor) -> Tensor:
-            if any(tensor is other for other in written):
-                return tensor
-            is_index = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-            return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
-
         with contextlib.suppress(Exception):
             return func(*map_tree(Tensor, harmless, args), **map_tree(Tensor, harmless, kwargs))
         raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,9 @@ def arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     return given | dict(zip(given, args, strict=False)) | kwargs
 
+
+# Operators that write wherever their indices say: with undefined ones a CPU writes outside of its memory.
+UNCHECKED_INDICES = re.compile(r"(adaptive_max_pool|max_pool|_embedding_bag)\w*_backward")
 
 # Which argument torch wants on the CPU, and the place of the result that follows from it, and is there, too, if that
 # argument is, also beside a GPU.
