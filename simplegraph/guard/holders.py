@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import copy
 import dataclasses
 import functools
 import gc
-import itertools
-import operator
 import threading
 import types
 import weakref
@@ -36,7 +33,10 @@ from simplegraph.base.walk import (
     shown,
     slots_of,
 )
+from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
+from simplegraph.guard.links import HOOKS
+from simplegraph.guard.reading import parts_of_code
 from simplegraph.guard.values import (
     MAX_WIDTH,
     NOT_PLAIN,
@@ -47,19 +47,14 @@ from simplegraph.guard.values import (
     class_key,
     value_key,
 )
-from simplegraph.guard.versions import dict_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
-_ITERATED = frozenset({list, set, collections.deque})
-_chain = itertools.chain.from_iterable
 _HEAP_TYPE = 1 << 9  # of a class's flags: an object may be given another such class
 _MAX_DEPTH = 8  # tuples in each other
 _PARTS = object()  # begins the entry of a tuple of which not all is plain
-_code_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WITH_INIT = (
     "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
     "getattr(local, name, default), or use a contextvars.ContextVar"
@@ -206,8 +201,9 @@ class ValueHolder:
             is_dict = issubclass(type(held), dict)
             has_own_order = issubclass(type(held), collections.OrderedDict) and dict.__len__(held) > 1
             items: Any
-            if is_dict and dict.__len__(held) and not self._is_view and dict_version is not None:
-                items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
+            if is_dict and dict.__len__(held) and not self._is_view and versions.dict_version is not None:
+                # Of an empty one it does not move where another dict's items are taken.
+                items = versions.dict_version(held)
                 if has_own_order:  # nor where `move_to_end` is called
                     items = items, list(map(id, keys_in_order(held)))
             elif self.is_wide:
@@ -226,7 +222,7 @@ class ValueHolder:
         held = self.find()
         self.is_wide = self.is_container and _length(held) > MAX_WIDTH
         mark = self.marked()
-        by_ids = not issubclass(type(held), dict) or dict_version is None or self._is_view
+        by_ids = not issubclass(type(held), dict) or versions.dict_version is None or self._is_view
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
@@ -325,108 +321,7 @@ def has_object(entry: Hashable) -> bool:
 
 def _parts_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the code and the defaults of a function."""
-    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _code_of(function), strict=True))
-
-
-class Comparison:
-    """Compares what holders hold with what they held, with as little Python as possible.
-
-    Args:
-        root: the holder of the module's own attributes, which are not kept; None for a function.
-        holders: all.
-        key: of the values for as long as nothing moves; None if that is not known yet.
-    """
-
-    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
-        self.root, self.holders, self.key = root, holders, key
-        rest = [holder for holder in holders if holder is not root or dict_version is None or holder.buffers]
-        by_version = [
-            holder
-            for holder in rest
-            if issubclass(type(holder.held), dict) and type(holder.mark[1]) is int and not holder.buffers
-        ]
-        quick = [holder for holder in rest if not (holder.is_wide or holder.buffers)]
-        by_items = [
-            holder
-            for holder in quick
-            if type(holder.held) in _ITERATED or (type(holder.held) is dict and not holder.held)
-        ]
-        cells = [holder for holder in quick if holder.cell is not None]
-        functions = [holder for holder in quick if holder.function is not None]
-        known = {*map(id, by_version), *map(id, by_items), *map(id, cells), *map(id, functions)}
-        self._others = [holder for holder in rest if id(holder) not in known]
-        self._marks = [holder.mark for holder in self._others]
-        self._version = root.mark[1] if root is not None and root not in rest else None
-        owned = [(holder.owner, holder.held) for holder in (*by_version, *by_items) if holder.owner is not None]
-        self._owners = [(owner, held, type(owner())) for owner, held in owned]
-        self._functions = [holder.function for holder in functions]
-        self._codes = list(_chain(map(_code_of, self._functions)))
-        self._by_version = by_version
-        self._dicts = [holder.held for holder in by_version]
-        self._versions = [holder.mark[1] for holder in by_version]
-        self._lists = [holder.held for holder in by_items]
-        self._lengths = [len(holder.mark[1][0]) for holder in by_items]
-        self._ids = list(_chain(holder.mark[1][0] for holder in by_items))
-        self._kinds = list(_chain(holder.mark[1][1] for holder in by_items))
-        self._cells = [holder.cell for holder in cells]
-        self._content_ids = list(_chain(holder.mark[1][0] for holder in cells))
-        self._content_kinds = list(_chain(holder.mark[1][1] for holder in cells))
-
-    def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if nothing moved; `attributes` are the module's own. Changes nothing, so that no lock is needed."""
-        if self._version is not None and dict_version(attributes) != self._version:  # type: ignore[misc]
-            return False
-        if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
-            return False
-        for owner, held, kind in self._owners:
-            thing = owner()
-            if type(thing) is not kind or own_dict(thing) is not held:
-                return False
-        # Each as it is, past the equality of defaults.
-        if self._functions and not all(map(operator.is_, _chain(map(_code_of, self._functions)), self._codes)):
-            return False
-        if self._lists:
-            items = list(_chain(self._lists))
-            if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
-                return False
-            if list(map(len, self._lists)) != self._lengths:
-                return False
-        if self._cells:
-            contents = gc.get_referents(*self._cells)  # an empty one has none
-            if list(map(id, contents)) != self._content_ids or list(map(type, contents)) != self._content_kinds:
-                return False
-        return not self._others or [holder.marked() for holder in self._others] == self._marks
-
-    def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:
-        """List the holders that moved, those with versions alone where these alone did."""
-        if dict_version is None:
-            return self._moved_otherwise()
-        later = copy.copy(self)
-        later._versions = list(map(dict_version, self._dicts))
-        moved = [
-            holder
-            for holder, now, before in zip(self._by_version, later._versions, self._versions, strict=True)
-            if now != before
-        ]
-        if self.root is not None and self._version is not None:
-            later._version = dict_version(attributes)
-            moved += [self.root] * (later._version != self._version)
-        return moved if later.holds(attributes) else self._moved_otherwise()
-
-    def _moved_otherwise(self) -> list[ValueHolder]:
-        return [holder for holder in self.holders if holder.marked() != holder.mark]
-
-    def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
-        """Return the comparison with these holders as they were read again."""
-        known = {*map(id, self._by_version), id(self.root)}
-        if any(id(holder) not in known or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
-            return Comparison(self.root, self.holders, key)
-        later = copy.copy(self)  # another thread may be comparing with this one
-        later.key = key
-        later._versions = [holder.mark[1] for holder in self._by_version]
-        if self._version is not None and self.root is not None:
-            later._version = self.root.mark[1]
-        return later
+    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), parts_of_code(function), strict=True))
 
 
 class SearchRoot(NamedTuple):
@@ -605,8 +500,6 @@ class Holders:
         if thing is self._module:
             self.root = make(find=functools.partial(_viewed, own_dict, reference))
             return self.root
-        if issubclass(type(thing), nn.Module):  # one that is given other attributes is noticed by its tensors
-            return make(held=attributes)
         return make(held=attributes, owner=reference)
 
     def _add_object(
