@@ -35,13 +35,14 @@ class _Index(NamedTuple):
     ignored: int | None = None
 
 
-class IndexChecks(OperatorMode):
+class IndexChecks(OperatorMode):  # type: ignore[no-untyped-call]
     """Checks the indices of each of torch's operators on the host before that runs. Raises IndexError."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator whose indices are in range."""
         facts = facts_of(func)
-        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in strided_tensors((*args, *kwargs.values()))):
+        passed = strided_tensors((*args, *kwargs.values()))
+        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in passed):
             return self.take_apart(func, args, kwargs)
         for index in _indices(facts.name.rstrip("_"), args, kwargs):
             with without_modes():
