@@ -386,7 +386,7 @@ class GraphBuilder:
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
-                if not any(run.recorded for run in capture.runs):
+                if not any(observer.captures for observer in observation.observers):  # in the first pass
                     call.plain.check(call.module)
                 if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
                     self._check_devices(call, jobs[0].arguments, observation.observers)
