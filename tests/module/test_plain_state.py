@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import CannotBind
-from simplegraph.guard import holders, values
+from simplegraph.guard import holders, plain_state, values
 from simplegraph.guard.plain_state import PlainState
 
 SCALE = 2.0
@@ -430,3 +430,39 @@ def test_what_changes_while_it_is_looked_at_makes_a_call_run_eagerly(monkeypatch
     assert "what the call reads changes while it is looked at" in str(model.graph_report())
     monkeypatch.setattr(holders.ValueHolder, "read", real)
     serve(model)
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "a list": list,
+    "a deque whose first item goes": lambda: collections.deque(maxlen=8),
+}
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("named", [False, True], ids=["that no code names", "that code names"])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_what_is_appended_in_each_call_is_not_searched(kind: str, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a buffer of replays, or a queue; a search takes as long as there are objects."""
+    searches = 0
+
+    class Counted(holders.Holders):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal searches
+            searches += 1
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(plain_state, "Holders", Counted)
+    read = (lambda module: 2.0 * len(module.experience)) if named else (lambda module: 2.0)
+    model = wrapped(Reads(read, experience=BUFFERS[kind]()))
+    held = sg.unwrap(model)
+    for step in range(12):
+        held.experience.append(Config(float(-step)))
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), held(x)), step
+    before, replays = searches, model.graph_stats.replays
+    for step in range(40):
+        held.experience.append([Config(float(step)), {"step": step}])
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), held(x)), step
+    assert searches <= before + 1
+    assert model.graph_stats.replays == replays + (0 if named else 40)
