@@ -23,7 +23,7 @@ from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
 from simplegraph.base.tensors import has_address, is_wrapper, parts
-from simplegraph.base.walk import values_in_order
+from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
 from simplegraph.guard.links import HOOKS, REGISTRIES, SETTINGS, AttributeEntries, Link, getter, levels_of, split
 
@@ -121,9 +121,11 @@ class Reading:
         held = self._held  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: held.clear()) for module in modules]
         registries = self._registries(vars(root))
-        self._names = list(map(list, map(dict.keys, registries)))
-        self._filled: list[int] | None = None  # the versions of registries when they were looked at last
+        # An OrderedDict may get another order without another version.
         has_orders = any(issubclass(type(held), collections.OrderedDict) for held in registries)
+        self._keys: Callable[[Any], Iterable[Any]] = keys_in_order if has_orders else dict.keys
+        self._names = list(map(list, map(self._keys, registries)))
+        self._filled: list[int] | None = None  # the versions of registries when they were looked at last
         plainly = list(map(id, _values_of(*registries)))
         is_quick = list(map(id, gc.get_referents(*registries))) == plainly  # of dicts of a class, or other keys, not
         self._values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
@@ -243,9 +245,9 @@ class Reading:
             if lengths != self._lengths:
                 return False
             # Values alone do not tell names: two parameters may have changed theirs.
-            filled = None if version is None else list(map(version, registries))
+            filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
             if filled is None or filled != self._filled:
-                if list(map(list, map(dict.keys, registries))) != self._names:
+                if list(map(list, map(self._keys, registries))) != self._names:
                     return False
                 self._filled = filled
             if self._ids and list(map(id, self._others_at(values))) != self._ids:
