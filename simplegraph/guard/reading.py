@@ -292,7 +292,9 @@ class Reading:
             if (held is not None and held is not found) or not entries.hold(found):
                 return False
         self._versions = taken
-        if taken is not None and told is not None and told.tells(dicts[1:]):
+        # Of an OrderedDict no version tells the order.
+        has_orders = self._values_of is not gc.get_referents
+        if taken is not None and told is not None and not has_orders and told.tells(dicts[1:]):
             self._own, self._told = taken[0], told.mark
         return True
 
