@@ -309,7 +309,7 @@ class Reading:
         return True
 
 
-class Holder(Protocol):
+class MarkedHolder(Protocol):
     """Holds plain values, which it marks; see `ValueHolder`."""
 
     held: Any
@@ -462,7 +462,9 @@ class Comparison:
         return later
 
 
-def _children_of(root: Holder | None, by_version: Sequence[Holder]) -> tuple[bool, list[dict[str, Any]], list[Holder]]:
+def _children_of(
+    root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
+) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
     """Find the modules of which all children tell their `__dict__`.
 
     Returns:
@@ -485,13 +487,13 @@ def _children_of(root: Holder | None, by_version: Sequence[Holder]) -> tuple[boo
     return is_parent, parents, children
 
 
-def _tells_dict(thing: Any, holder: Holder) -> bool:
+def _tells_dict(thing: Any, holder: MarkedHolder) -> bool:
     """True if the garbage collector sees an object hold what a holder of it does, and its class, and nothing else."""
     found = gc.get_referents(thing)
     is_told = thing is _owner_of(holder) and len(found) == 2
     return is_told and found[0] is holder.held and found[1] is type(thing)
 
 
-def _owner_of(holder: Holder) -> Any:
+def _owner_of(holder: MarkedHolder) -> Any:
     """Return the object whose attributes a holder holds; None if it is gone."""
     return None if holder.owner is None else holder.owner()
