@@ -21,6 +21,7 @@ from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
     DICTS,
+    LRU,
     OPAQUE,
     Policy,
     Walk,
@@ -229,11 +230,13 @@ class ValueHolder:
         for key, value in (
             [("its length", _length(held)), ("its version", repr(mark))] if self.is_wide else _items(held)
         ):
+            if not self.counts(key):
+                continue
             # Guards compare the tensors of a list that graphs read, and a log of others is no obstacle.
             is_left_out = issubclass(type(value), _ELSEWHERE) and not (
                 issubclass(type(held), dict) or (self.has_tensors and issubclass(type(value), Tensor))
             )
-            if not self.counts(key) or is_left_out:
+            if is_left_out:
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
@@ -495,6 +498,8 @@ class Holders:
             is_ordered=not issubclass(type(thing), nn.Module),
         )
         reference = self._reference(thing)
+        if type(thing) is LRU:  # nobody gives a function another dict
+            return make(held=attributes)
         if has_slots or not can_be_referenced(type(thing)):
             return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
         if thing is self._module:
@@ -557,8 +562,10 @@ class Holders:
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
-    is_ours = key.startswith(_OURS)
-    return (names is None or key in names) and not is_ours and all(key not in each for each in skipped)
+    for each in skipped:  # most keys are in the first: those of torch
+        if key in each:
+            return False
+    return (names is None or key in names) and not key.startswith(_OURS)
 
 
 def _is_named(names: Collection[str], key: Any) -> bool:

@@ -294,7 +294,9 @@ class Reading:
             if (held is not None and held is not found) or not entries.hold(found):
                 return False
         self._versions = taken
-        if taken is not None and told is not None and told.tells(dicts[1:]):
+        # Of an OrderedDict no version tells the order.
+        has_orders = self._values_of is not gc.get_referents
+        if taken is not None and told is not None and not has_orders and told.tells(dicts[1:]):
             self._own, self._told = taken[0], told.mark
         return True
 
@@ -309,7 +311,7 @@ class Reading:
         return True
 
 
-class Holder(Protocol):
+class MarkedHolder(Protocol):
     """Holds plain values, which it marks; see `ValueHolder`."""
 
     held: Any
@@ -462,7 +464,9 @@ class Comparison:
         return later
 
 
-def _children_of(root: Holder | None, by_version: Sequence[Holder]) -> tuple[bool, list[dict[str, Any]], list[Holder]]:
+def _children_of(
+    root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
+) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
     """Find the modules of which all children tell their `__dict__`.
 
     Returns:
@@ -485,13 +489,13 @@ def _children_of(root: Holder | None, by_version: Sequence[Holder]) -> tuple[boo
     return is_parent, parents, children
 
 
-def _tells_dict(thing: Any, holder: Holder) -> bool:
+def _tells_dict(thing: Any, holder: MarkedHolder) -> bool:
     """True if the garbage collector sees an object hold what a holder of it does, and its class, and nothing else."""
     found = gc.get_referents(thing)
     is_told = thing is _owner_of(holder) and len(found) == 2
     return is_told and found[0] is holder.held and found[1] is type(thing)
 
 
-def _owner_of(holder: Holder) -> Any:
+def _owner_of(holder: MarkedHolder) -> Any:
     """Return the object whose attributes a holder holds; None if it is gone."""
     return None if holder.owner is None else holder.owner()
