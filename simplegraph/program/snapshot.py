@@ -14,6 +14,7 @@ import decimal
 import fractions
 import gc
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.collection import without_collections
 from simplegraph.base.nested import ATOMS, constant_key
-from simplegraph.base.objects import own_dict
+from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.tensors import has_address, lies_at, parts
 from simplegraph.base.walk import (
     DEPTH,
@@ -114,14 +115,20 @@ def is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
         return all(map(is_same, now, before))
-    return type(now) is type(before) and issubclass(type(now), _FIXED) and constant_key(now) == constant_key(before)
+    return type(now) is type(before) and _is_fixed_kind(type(now)) and constant_key(now) == constant_key(before)
+
+
+@by_class
+def _is_fixed_kind(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return issubclass(kind, _FIXED) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
 
 
 def is_fixed(value: Any) -> bool:
     """True for values that nothing can change inside."""
     if issubclass(type(value), tuple):
         return all(map(is_fixed, tuple.__iter__(value)))
-    return issubclass(type(value), _FIXED)
+    return _is_fixed_kind(type(value))
 
 
 def is_equal(now: Any, before: Any) -> bool:

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,9 @@ def test_a_module_reads_a_global_by_a_method_and_by_its_name(
     serves(graphs, module)
 
 
-@pytest.mark.parametrize("value", [datetime.date(2020, 1, 2), decimal.Decimal(2), Pair(1), Pair((1, 2))])
+@pytest.mark.parametrize(
+    "value", [datetime.date(2020, 1, 2), decimal.Decimal(2), np.int64(2), np.float32(2), Pair(1), Pair((1, 2))]
+)
 @pytest.mark.parametrize("kind", [Box, Slotted, types.SimpleNamespace])
 def test_a_value_that_a_method_stores_again_is_stored_once_a_call(value: Any, kind: Any) -> None:
     def following(value: Any) -> Any:
