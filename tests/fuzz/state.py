@@ -241,7 +241,8 @@ def gaps_of(placed: Placed) -> set[str]:
 def fits(spot: Spot, kind_name: str) -> bool:
     """True if a place can hold values of a kind."""
     kind = KINDS[kind_name]
-    is_deep = kind_name == "nested" and "[" in spot.read + spot.at + spot.setup + spot.file
+    # It is as deep as walks look: four containers and objects in each other below an attribute.
+    is_deep = kind_name == "nested" and "= VALUE" not in spot.setup + spot.file + spot.body
     return (not spot.hashable or kind.hashable) and kind_name not in spot.without and not is_deep
 
 

@@ -70,6 +70,7 @@ def test_the_text_of_a_program_that_differs_runs_by_itself(
     values = PlainValues({})
     for method in ("__call__", "now"):
         monkeypatch.setattr(PlainState, method, lambda *_: values)
+    monkeypatch.setattr(state, "BLOCK", 1)
     assert state.main(["--calls", "2000", "--most", "1", "--whole", "--device", str(device)]) == 1
     told = capsys.readouterr().out
     assert "1 programs differ" in told
