@@ -435,7 +435,7 @@ WHERE = ("forward", "forward", "method", "function", "part")
 FORMS = ("module", "module", "module", "mixin", "holding", "method", "function", "step")
 
 # Places whose changes are not noticed, by what would have to be looked at.
-STATE_GAPS = {"defaults": frozenset(name for name, spot in SPOTS.items() if "defaults__" in spot.at)}
+STATE_GAPS: dict[str, frozenset[str]] = {}
 # What calls do themselves is not always found at these places, nor at any place beyond a module's own if it is no plain
 # value: it may be done too often or not at all.
 UNDONE = frozenset(name for name, spot in SPOTS.items() if "OWN" in spot.inside or name == "object's class")

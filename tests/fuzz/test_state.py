@@ -57,13 +57,6 @@ def test_each_program_shows_what_it_changes(device: torch.device, monkeypatch: p
         assert changed(spot, kind, "module").difference(str(device)) is not None
 
 
-@pytest.mark.parametrize("name", sorted(STATE_GAPS))
-def test_a_gap_is_one(device: torch.device, name: str) -> None:
-    """Delete it from there once it is noticed."""
-    found = [changed(spot, "int", "module").difference(str(device)) for spot in sorted(STATE_GAPS[name])]
-    assert any(found)
-
-
 def test_the_text_of_a_program_that_differs_runs_by_itself(
     device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
