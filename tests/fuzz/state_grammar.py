@@ -186,7 +186,7 @@ class Spot:
         drop: what deletes it, where `read` does with none.
         more: changes that leave its value as it is.
         without: kinds of values that it cannot hold; hashable: True if it holds nothing else.
-        is_eager: True for what no graph serves.
+        is_eager: True where no graph serves some kinds of values.
     """
 
     read: str
@@ -336,8 +336,8 @@ SPOTS = {
     "partial's object": Spot("self.read$().value", "self.read$ = functools.partial(same, Box(VALUE))", at="@.read$.args[0].value", inside="none"),
     "global partial": Spot("G$()", file="G$ = functools.partial(same, v=VALUE)", at="this.G$.keywords['v']", inside="none"),
     "global partial's list": Spot("G$()[0]", file="G$ = functools.partial(same, [VALUE])", at="this.G$.args[0][0]", inside="none"),
-    "argument": Spot("box$", file="BOX$ = VALUE", at="this.BOX$", inside="none"),
-    "argument's item": Spot("box$['k']", file="BOX$ = {'k': VALUE}", at="this.BOX$['k']", inside="none"),
+    "argument": Spot("box$", file="BOX$ = VALUE", at="this.BOX$", inside="none", is_eager=True),
+    "argument's item": Spot("box$['k']", file="BOX$ = {'k': VALUE}", at="this.BOX$['k']", inside="none", is_eager=True),
     "argument's attribute": Spot("box$.value", file="BOX$ = Box(VALUE)", at="this.BOX$.value", inside="none", is_eager=True),
 }  # fmt: skip
 

@@ -507,9 +507,14 @@ def altered(change, optimizer="adamw"):
 
 
 def test_a_step_that_reads_its_loss_back_names_the_line():
-    said = refused(Twins(altered(lambda things, loss: things.update(last=loss.item()))))
+    said = refused(Twins(altered(lambda things, loss: loss.item())))
     assert "item" in said
     assert "test_train_step.py" in said
+
+
+def test_a_step_that_keeps_its_loss_as_a_number_names_the_place():
+    said = refused(Twins(altered(lambda things, loss: things.update(last=loss.item()))), reason=Reason.PYTHON_STATE)
+    assert "things" in said
 
 
 def test_a_step_that_counts_in_python_is_refused_by_name():
