@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_member, own_dict
 from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
@@ -341,6 +342,7 @@ class Holders:
     Args:
         roots: the module, or those that a function reaches.
         gone: called once an object ends whose attributes are kept.
+        function: that calls begin with, in place of a module.
         breaks: what eager breaks read counts as well, since graphs hold it.
         closed: names of containers below which nothing counts.
 
@@ -357,28 +359,40 @@ class Holders:
         roots: Sequence[SearchRoot],
         module: Any,
         gone: Callable[[Any], object],
+        function: Any = None,
         *,
         breaks: bool,
         closed: Collection[str] = (),
     ) -> None:
+        self._module, self._gone, self._breaks, self._closed = plain(module), gone, breaks, closed
+        self._classes: dict[type, None] = {}
+        self._functions: dict[int, Any] = {}
+        self._policy = _POLICY if breaks else _WITHOUT_BREAKS
+        self._objects: list[SearchRoot] = []
+        if function is not None:
+            self._functions[id(function)] = function
+            thing = function.__self__ if type(function) is types.MethodType else function
+            self._objects.append(SearchRoot("self", thing, lambda: thing))
+        known = -1
+        while known != len(self._classes) + len(self._functions):  # what code names has code, too
+            known = len(self._classes) + len(self._functions)
+            self._find(roots)
+        for holder in list(self.all):
+            self._read(holder)
+
+    def _find(self, roots: Sequence[SearchRoot]) -> None:
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
         self.refused = ""
-        self._module, self._gone, self._closed = plain(module), gone, closed
-        self._classes: dict[type, None] = {}
-        self._functions: dict[int, Any] = {}
         self._names: set[str] = set()
-        self._policy = _POLICY if breaks else _WITHOUT_BREAKS
         self._uncounted: set[str] = set()
         self._open(roots, None)
-        self.code = CodeBelow(self._classes, self._functions.values(), breaks=breaks)
+        self.code = CodeBelow(self._classes, self._functions.values(), breaks=self._breaks)
         self._uncounted |= self.code.eager_names
         self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._uncounted]
         self._open_code()
-        for holder in list(self.all):
-            self._read(holder)
 
     def _read(self, holder: ValueHolder) -> None:
         for way, value in holder.read(self.opened):
@@ -402,8 +416,9 @@ class Holders:
         self.all.append(holder)
         return holder
 
-    def _open(self, roots: Sequence[SearchRoot], names: Collection[str] | None) -> None:
-        """Add what holds values below roots; of objects only keys among these `names` count, if there are any."""
+    def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
+        """Add what holds values below roots; of objects only keys that the code names count, if it is given."""
+        names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(plain(root.thing)): root for root in reversed(roots)}
         found = [(thing, held) for thing, held, _ in walk]
@@ -424,8 +439,8 @@ class Holders:
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
-            keys = () if names is None else None
-            if names is None and above and not issubclass(type(thing), nn.Module):
+            keys = () if code is None else None
+            if code is None and above and not issubclass(type(thing), nn.Module):
                 keys = (*(named[above] or ()), key)
             named[id(thing)] = keys
             if above in behind or (type(key) is str and key.startswith(_OURS)):
@@ -442,7 +457,7 @@ class Holders:
                 self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
-                holder = self._add_object(thing, held, name, names, keys)
+                holder = self._add_object(thing, held, name, code, keys)
                 holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
@@ -454,7 +469,7 @@ class Holders:
                 is_kept = id(thing) in kept and type(owner) not in _VIEWS
                 container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
-                if names is not None or above in unseen or issubclass(type(thing), set):
+                if code is not None or above in unseen or issubclass(type(thing), set):
                     unseen.add(id(thing))
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
@@ -464,7 +479,7 @@ class Holders:
                     behind.add(id(thing))
                 attributes = own_dict(thing)  # of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-                    self._add_object(thing, {}, name, names, keys)
+                    self._add_object(thing, {}, name, code, keys)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -508,24 +523,29 @@ class Holders:
         return make(held=attributes, owner=reference)
 
     def _add_object(
-        self, thing: Any, held: Any, name: str, names: Collection[str] | None, keys: tuple[Any, ...] | None
+        self, thing: Any, held: Any, name: str, code: CodeBelow | None, keys: tuple[Any, ...] | None
     ) -> ValueHolder:
         self._classes[type(thing)] = None
-        for key, value in held.items() if names is None else ():
-            if (type(value) in _LEADING or issubclass(type(value), type)) and key not in _OF_TORCH:
+        names = None if code is None or code.computes_names else code.names
+        for key, value in held.items():
+            is_code = type(value) in _LEADING or issubclass(type(value), type)
+            if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
         skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
         if str(type(thing).__module__).startswith("simplegraph."):
             skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
-        for hooks in map(held.get, HOOKS) if names is None and issubclass(type(thing), nn.Module) else ():
+        for hooks in map(held.get, HOOKS) if code is None and issubclass(type(thing), nn.Module) else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
-        counts = functools.partial(_counts, names, (skipped, self._uncounted))
-        return self._add(self._attributes_of(thing, name, counts, by_code=names is not None), keys)
+        called = {key for key, value in held.items() if issubclass(type(value), ATOMS)} if names is not None else set()
+        if code is not None:  # a number by the name of a method that code calls on something else
+            called -= code.values
+        counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
+        return self._add(self._attributes_of(thing, name, counts, by_code=code is not None), keys)
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
-        counts = functools.partial(_is_named, code.names)
+        counts = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
             ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts, has_tensors=True)
             for kind in code.classes.values()
@@ -546,7 +566,7 @@ class Holders:
             for function in code.functions
             if not (is_library(function.__module__) or is_packaged(function.__code__))
         ]
-        roots = []
+        roots = [root for root in self._objects if _opens(type(root.thing)) not in (None, OPAQUE)]
         for holder in holders:
             self._add(holder)
             held = holder.find()
@@ -556,7 +576,7 @@ class Holders:
                 for key, value in items
                 if _opens(type(value)) not in (None, OPAQUE) and not (type(value) in DICTS and not value)
             ]
-        self._open(roots, code.names)
+        self._open(roots, code)
 
 
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
@@ -568,9 +588,9 @@ def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], k
     return (names is None or key in names) and not key.startswith(_OURS)
 
 
-def _is_named(names: Collection[str], key: Any) -> bool:
+def _is_named(names: Collection[str] | None, key: Any) -> bool:
     """True for attributes of classes that code names, but for what Python and metaclasses keep there."""
-    return key in names and not (key.startswith("__") and key.endswith("__"))
+    return (names is None or key in names) and not (key.startswith("__") and key.endswith("__"))
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:

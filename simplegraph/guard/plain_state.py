@@ -26,7 +26,7 @@ from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
 _MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
-_REMEDY = "pass it as a tensor, or keep it in a buffer"
+_REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 Entries = dict[Hashable, Any]  # by key, what tells a value from others, or what that was and is
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
@@ -277,9 +277,10 @@ class PlainState:
 
     def _find(self, module: Any) -> None:
         """Find all that holds values, and read it."""
-        roots = [SearchRoot("", module)]
+        roots, function = [SearchRoot("", module)], None
         if getattr(type(module), "is_function", False):
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
+            function = module.function
             self._roots = list(map(id, module._modules.values()))
         held, alive = self.held, [True]
         held.clear()
@@ -288,7 +289,7 @@ class PlainState:
             alive.clear()
             held.clear()
 
-        holders = Holders(roots, module, gone, breaks=self._breaks, closed=self._closed)
+        holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._refused = holders.refused
         self._entries = {holder.name: holder.entries for holder in holders.all}
