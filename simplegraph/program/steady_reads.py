@@ -49,7 +49,7 @@ class SteadyReads:
         inputs: of a warmup, storage keys of its inputs.
 
     Attributes:
-        used: what answers of this capture follow from.
+        used: what answers of this capture follow from; answered: True if there were any.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class SteadyReads:
         self._read: dict[bytes, tuple[Any, frozenset[int]]] = {}
         self._sees_all = True
         self.used: list[WatchedVersion] = []
+        self.answered = False
 
     def learnt(self) -> dict[bytes, Answer]:
         """Return what this run read of memory that it did not write; call at its end."""
@@ -90,6 +91,7 @@ class SteadyReads:
             answer = self._answers.get(origin.digest)
             if answer is not None and self._holds(answer, origin.roots):
                 self.used += answer.roots
+                self.answered = True
                 return answer.value
         result = proceed(func, args, kwargs)
         self._note(func, args, kwargs, result, origin)
