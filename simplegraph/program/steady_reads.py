@@ -202,7 +202,7 @@ def _layout(tensor: Tensor, _: set[int]) -> str | None:
 
 
 def _described(value: Any, tell: Callable[[Tensor, set[int]], str | None], roots: set[int]) -> str | None:
-    """Describe an argument of an operator, tensors as one is told; None if one is not, or for a random generator."""
+    """Describe an argument of an operator, tensors as one is told; None if one is not, or for what has no value."""
     kind = type(value)
     if issubclass(kind, Tensor):
         return tell(value, roots) if value.layout is torch.strided else None
@@ -211,5 +211,6 @@ def _described(value: Any, tell: Callable[[Tensor, set[int]], str | None], roots
     elif issubclass(kind, dict):
         parts = [_described(item, tell, roots) for entry in sorted(value.items()) for item in entry]
     else:
-        return None if issubclass(kind, torch.Generator) else f"{kind.__name__}:{value!r}"
+        unknown = torch.Generator, torch.UntypedStorage  # the repr of a storage lists all of its bytes
+        return None if issubclass(kind, unknown) else f"{kind.__name__}:{value!r}"
     return None if None in parts else f"{kind.__name__}({', '.join(filter(None, parts))})"

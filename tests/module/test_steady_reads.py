@@ -174,6 +174,7 @@ DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an input and a buffer": lambda m, x: x * float((m.scales[0] * x).sum()),
     "a random number": lambda m, x: x * float(torch.rand(1, device=x.device)),
     "noise on a buffer": lambda m, x: x + float((m.scales + torch.randn_like(m.scales)).sum()),
+    "memory that was not written": lambda m, x: x + float(torch.empty(1, device=x.device).isnan().sum() * 0),
 }
 
 
@@ -374,3 +375,19 @@ def test_a_value_that_changes_at_every_call_is_data(device: torch.device) -> Non
             plain.stride.fill_(value)
             compare(model, plain, device, (2,))
     assert "x * int(m.stride)" in str(model.graph_report())
+
+
+def test_no_storage_is_printed_byte_by_byte(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A printed storage lists every byte: a capture of a large one would not end."""
+    printed: list[int] = []
+    monkeypatch.setattr(torch.UntypedStorage, "__repr__", lambda storage: printed.append(storage.nbytes()) or "storage")
+
+    @sg.eager_break
+    def breaks(x: Tensor) -> Tensor:
+        return x + 1
+
+    model, plain = graphed(device, lambda m, x: breaks(x * int(m.stride)) * 2, mode="PIECEWISE")
+    with torch.inference_mode():
+        compare(model, plain, device, ROWS * 4)
+    assert model.graph_stats.replays >= 6
+    assert printed == []
