@@ -132,10 +132,8 @@ class SteadyReads:
             is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
             self._made[storage_key(tensor)] = _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
         roots: set[int] = set()
-        if facts.reads_no_value:  # a view, or like another tensor
-            for tensor in strided_tensors((*args, *kwargs.values())):
-                self._meet(storage_key(tensor), tensor)
-        described = _described((args, kwargs), _layout if facts.reads_no_value else self._followed, roots)
+        tell = _layout if facts.name.endswith("_like") or facts.name.startswith("new_") else self._followed
+        described = _described((args, kwargs), tell, roots)
         if described is None:
             return None
         text = f"{func} {described}".encode()
