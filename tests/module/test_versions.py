@@ -68,7 +68,12 @@ def test_a_change_that_another_thread_makes_during_a_comparison_is_seen_by_the_n
 ):
     if not with_versions:
         monkeypatch.setattr(versions, "dict_version", None)
-    module = nn.Sequential(nn.Linear(6, 6, device=device), nn.LeakyReLU(0.5)).eval()
+
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x * 2 if self.training else x
+
+    module = nn.Sequential(nn.Linear(6, 6, device=device), Doubles()).eval()
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     for _ in range(6):
         served(model, module, device)
@@ -76,7 +81,7 @@ def test_a_change_that_another_thread_makes_during_a_comparison_is_seen_by_the_n
 
     def hold_and_write(entries, attributes):
         held = hold(entries, attributes)
-        module[1].negative_slope = 0.1
+        module[1].training = True  # which guards alone compare
         return held
 
     monkeypatch.setattr(links.AttributeEntries, "hold", hold_and_write)
