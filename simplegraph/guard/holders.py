@@ -37,7 +37,7 @@ from simplegraph.base.walk import (
 )
 from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
-from simplegraph.guard.links import HOOKS
+from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.reading import parts_of_code
 from simplegraph.guard.values import (
     MAX_WIDTH,
@@ -51,6 +51,7 @@ from simplegraph.guard.values import (
 )
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
+_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # of these, what counts of a module that no survey sees
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
@@ -152,6 +153,7 @@ class ValueHolder:
         buffers: small arrays and the like among the values.
         keys: by which a module leads to it; None where code does.
         gone: called once an item of a list or the like ends, whose id another one may get.
+        surveyed: ids of modules that surveys see.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class ValueHolder:
     ) -> None:
         self.cell, self.function, self.has_tensors = cell, function, has_tensors
         self.gone: Callable[[Any], object] | None = None
+        self.surveyed: Collection[int] = ()
         self.keys: tuple[Any, ...] | None = None
         if cell is not None:
             find, is_view = functools.partial(held_by, cell), True
@@ -234,16 +237,18 @@ class ValueHolder:
             if not self.counts(key):
                 continue
             # Guards compare the tensors of a list that graphs read, and a log of others is no obstacle.
-            is_left_out = issubclass(type(value), _ELSEWHERE) and not (
-                issubclass(type(held), dict) or (self.has_tensors and issubclass(type(value), Tensor))
-            )
-            if is_left_out:
+            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(held), dict)
+            if is_left_out and not self._tells(value):
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
-            if by_ids and type(entry) is SameObject and can_be_referenced(type(value)):
-                self._kept.append(weakref.ref(value, self.gone))
+            if at is not NOT_PLAIN:
+                self._kept.append(key)  # of a set
+            for thing in (value, key) if by_ids else ():
+                is_told = type(entry if thing is value else at is NOT_PLAIN and _identity(key)) is SameObject
+                if is_told and can_be_referenced(type(thing)):
+                    self._kept.append(weakref.ref(thing, self.gone))
         kind = type(held if self.owner is None else self.owner())
         if kind.__flags__ & _HEAP_TYPE:
             entries[CLASS] = class_key(kind)
@@ -260,8 +265,7 @@ class ValueHolder:
             return entry
         if issubclass(type(value), _ELSEWHERE):
             # By a name that code may ask for it counts that one is there. Which one, guards compare.
-            is_told = self.has_tensors and issubclass(type(value), Tensor)
-            return _identity(value) if is_told else class_key(type(value))
+            return _identity(value) if self._tells(value) else class_key(type(value))
         if issubclass(type(value), tuple) and len(way) <= _MAX_DEPTH and _length(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
             found = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
@@ -283,6 +287,11 @@ class ValueHolder:
             empty.append((way, value))
             return class_key(type(value))
         return _identity(value)
+
+    def _tells(self, value: Any) -> bool:
+        """True for tensors and modules that no survey sees: which one it is counts."""
+        is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
+        return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
 
     def part(self, left_out: Collection[Place]) -> frozenset[Any]:
         """Return the entries as a part of a key, but for those at some places."""
@@ -386,6 +395,7 @@ class Holders:
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
+        self._surveyed: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
         self.refused = ""
         self._names: set[str] = set()
@@ -414,7 +424,7 @@ class Holders:
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
-        holder.gone = self._gone
+        holder.gone, holder.surveyed = self._gone, self._surveyed
         self.all.append(holder)
         return holder
 
@@ -434,8 +444,9 @@ class Holders:
             _, above, key, _ = walk.ways[id(thing)]
             owner = walk.ways[above][0] if above else None
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
+            is_hidden = code is not None or above in unseen
             if above:
-                name = ways[above][0] if of_torch else _dotted(ways[above][0], key)
+                name = ways[above][0] if of_torch and not is_hidden else _dotted(ways[above][0], key)
                 base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
                 find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
             else:
@@ -459,19 +470,24 @@ class Holders:
                 self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
-                holder = self._add_object(thing, held, name, code, keys)
+                if issubclass(type(thing), nn.Module) and not is_hidden:
+                    self._surveyed.add(id(thing))
+                holder = self._add_object(thing, held, name, code, keys, is_hidden=is_hidden)
                 holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
                     unseen.add(id(thing))
                 if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
                     behind.add(id(thing))
-            elif not (of_torch or issubclass(type(thing), tuple)):
+            elif issubclass(type(thing), tuple):
+                if is_hidden:
+                    unseen.add(id(thing))
+            elif not of_torch or (is_hidden and key in _OF_HIDDEN):
                 # What a view shows is asked for each time: another view may have the place of one that is gone.
                 is_kept = id(thing) in kept and type(owner) not in _VIEWS
                 container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
-                if code is not None or above in unseen or issubclass(type(thing), set):
+                if is_hidden or issubclass(type(thing), set):
                     unseen.add(id(thing))
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
@@ -481,7 +497,7 @@ class Holders:
                     behind.add(id(thing))
                 attributes = own_dict(thing)  # of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-                    self._add_object(thing, {}, name, code, keys)
+                    self._add_object(thing, {}, name, code, keys, is_hidden=is_hidden)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -525,19 +541,19 @@ class Holders:
         return make(held=attributes, owner=reference)
 
     def _add_object(
-        self, thing: Any, held: Any, name: str, code: CodeBelow | None, keys: tuple[Any, ...] | None
+        self, thing: Any, held: Any, name: str, code: CodeBelow | None, keys: tuple[Any, ...] | None, *, is_hidden: bool
     ) -> ValueHolder:
         self._classes[type(thing)] = None
-        names = None if code is None or code.computes_names else code.names
+        is_module = issubclass(type(thing), nn.Module)
+        names = None if code is None or code.computes_names or is_module else code.names
         for key, value in held.items():
             is_code = type(value) in _LEADING or issubclass(type(value), type)
             if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
-        skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
+        skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
         if str(type(thing).__module__).startswith("simplegraph."):
             skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
-        has_hooks = issubclass(type(thing), nn.Module) and thing is not self._unhooked
-        for hooks in map(held.get, HOOKS) if code is None and has_hooks else ():
+        for hooks in map(held.get, HOOKS) if is_module and thing is not self._unhooked else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
         called = {key for key, value in held.items() if issubclass(type(value), ATOMS)} if names is not None else set()
         if code is not None:  # a number by the name of a method that code calls on something else

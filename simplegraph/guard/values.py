@@ -169,7 +169,7 @@ def _array_key(base: Any, value: Any) -> Hashable | None:
 def shown_entry(entry: Hashable) -> str:
     """Return what `value_key` made of a value as messages show it."""
     if not isinstance(entry, tuple):
-        return repr(entry)
+        return "nothing" if type(entry) is object else repr(entry)
     try:
         text = entry[-1] if entry[0] in (float, complex) else repr(entry[-1])
     except ValueError:  # Python refuses to write very long numbers

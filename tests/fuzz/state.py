@@ -177,6 +177,7 @@ class StateProgram:
         placed = {each.number: each for each in self.pieces}
         if kind == "call":
             rows, mode, _ = rest
+            mode = "grad" if self.form == "step" else mode
             given = ", ".join(f"box{each.number}=this.BOX{each.number}" for each in self.pieces if _argument(each))
             return f"twins.call({rows}, {mode!r}{f', {given!r}' if given else ''})\n"
         if kind == "change":
@@ -297,7 +298,7 @@ def _events(
     copies = form in ("module", "mixin", "holding")
     changes = {placed.number: list(_changes(rng, placed, character)) for placed in pieces}
     yield from _calls(rng, rows, mode, sizes, rng.randint(0, 6))
-    for _ in range(rng.randint(2, 4) if character == "steady" else rng.randint(3, 6)):
+    for _ in range(rng.randint(2, 3) if character == "steady" else rng.randint(3, 6)):
         placed = rng.choice(pieces)
         if form == "step" and rng.random() < 0.3:
             place, values = rng.choice(sorted(GROUPS.values()))

@@ -205,6 +205,7 @@ class Spot:
 
 _CALLED = frozenset({"function", "table of functions"})
 _MODULES = frozenset({"submodule"})
+_OPENED = frozenset({"submodule", "object"})  # what lies in an object that is a key of a dict is not looked at
 
 SPOTS = {
     "attribute": Spot("self.p$", "self.p$ = VALUE", more=("@.p$ = @.p$", "@.unread$ = 1", "@.unread$ = 'a'")),
@@ -213,7 +214,7 @@ SPOTS = {
     "attribute by a computed name": Spot("getattr(self, 'p' + str(self.index$))", "self.index$ = $; self.p$ = VALUE", at="@.p$", inside="self.p$ = NEW"),
     "attribute by its getter": Spot("operator.attrgetter('p$')(self)", "self.p$ = VALUE", at="@.p$", inside="self.p$ = NEW"),
     "attribute in vars": Spot("vars(self)['p$']", "self.p$ = VALUE", at="@.p$", inside="self.p$ = NEW", without=_MODULES),
-    "attribute by one name of several": Spot("[getattr(self, name) for name in ('first', 'p$')][1]", "self.p$ = VALUE", at="@.p$", inside="self.p$ = NEW"),
+    "attribute by one name of several": Spot("[getattr(self, name) for name in ('o$', 'p$')][1]", "self.o$ = self.p$ = VALUE", at="@.p$", inside="self.p$ = NEW"),
     "property": Spot("self.prop$", "self._p$ = VALUE", "@property\ndef prop$(self):\n    return self._p$", at="@._p$", inside="self._p$ = NEW"),
     "property of a dict": Spot("self.prop$", "self.conf$ = {'p': VALUE}", "@property\ndef prop$(self):\n    return self.conf$.get('p')", at="@.conf$['p']", inside="self.conf$['p'] = NEW"),
     "submodule's attribute": Spot("self.sub$.p", "self.sub$ = nn.Tanh(); self.sub$.p = VALUE"),
@@ -247,8 +248,8 @@ SPOTS = {
     "dict's only item": Spot("next(iter(self.d$.values()))", "self.d$ = {'k': VALUE}", at="@.d$['k']", inside="self.d$['k'] = NEW"),
     "dict by a computed key": Spot("self.d$['k' + str(len(self.d$))]", "self.d$ = {'k2': VALUE, 'a': 1}", at="@.d$['k2']", inside="self.d$['k2'] = NEW"),
     "dict by a number": Spot("self.d$[3]", "self.d$ = {3: VALUE, 4: 1}"),
-    "dict's key": Spot("next(iter(self.d$))", "self.d$ = {VALUE: 1}", put="@.d$ = {NEW: 1}", hashable=True),
-    "dict's key in place": Spot("next(iter(self.d$))", "self.d$ = {VALUE: 1}", put="@.d$.clear(); @.d$[NEW] = 1", inside="none", hashable=True),
+    "dict's key": Spot("next(iter(self.d$))", "self.d$ = {VALUE: 1}", put="@.d$ = {NEW: 1}", hashable=True, without=_OPENED),
+    "dict's key in place": Spot("next(iter(self.d$))", "self.d$ = {VALUE: 1}", put="@.d$.clear(); @.d$[NEW] = 1", inside="none", hashable=True, without=_OPENED),
     "dotdict": Spot("self.d$.p", "self.d$ = DotDict(p=VALUE)", drop="@.d$.pop('q', None)"),
     "dict with a default": Spot("self.d$['k']", "self.d$ = collections.defaultdict(int, k=VALUE)"),
     "ordered dict": Spot("self.d$['k']", "self.d$ = collections.OrderedDict(k=VALUE)"),
@@ -403,7 +404,7 @@ KINDS = {
     "none or a mask": Kind(("None", "torch.ones(W, device=DEVICE)", "torch.full((W,), 2.0, device=DEVICE)"), ("h = h if V is None else h * V",), hashable=False, memory=True),
     "function": Kind(("double", "halve", "torch.tanh", "torch.sin", "lambda h: h * 3", "functools.partial(scaled, by=2.0)", "functools.partial(scaled, by=4.0)", "Box(5.0).value.__mul__ and double"), ("h = V(h)",)),
     "table of functions": Kind(("{'a': double, 'b': halve}", "{'a': halve, 'b': double}", "{'a': torch.tanh, 'b': double}"), ("h = V['a'](h)",), ("AT['a'] = torch.sin", "AT.update(a=AT['b'])"), hashable=False),
-    "submodule": Kind(("nn.Tanh()", "nn.Sigmoid()", "nn.Linear(W, W).to(DEVICE).requires_grad_(False)", "nn.Sequential(nn.LayerNorm(W), nn.ReLU()).to(DEVICE).requires_grad_(False)", "nn.LeakyReLU(0.5)"), ("h = V(h)",), ("AT.register_forward_hook(lambda module, args, out: out * 2)", "AT.requires_grad_(False)", "AT.note = 1"), memory=True),
+    "submodule": Kind(("nn.Tanh()", "nn.Sigmoid()", "nn.Linear(W, W).to(DEVICE).requires_grad_(False)", "nn.Linear(W, W, device=DEVICE).requires_grad_(False)", "nn.Dropout(0.5)", "nn.Sequential(nn.LayerNorm(W), nn.ReLU()).to(DEVICE).requires_grad_(False)", "nn.LeakyReLU(0.5)"), ("h = V(h)",), ("AT.register_forward_hook(lambda module, args, out: out * 2)", "AT.register_forward_pre_hook(lambda module, args: (args[0] * 2,))", "AT.requires_grad_(False)", "AT.note = 1", "AT.forward = lambda h: h * 3", "AT.__class__ = nn.Identity", "AT.eval()", "AT.bias = None", "AT.weight = nn.Parameter(torch.randn(W, W, device=DEVICE), requires_grad=False)", "next(AT.parameters()).data = torch.randn(W, W, device=DEVICE)"), memory=True),
 }  # fmt: skip
 
 # Groups of an optimizer, in a step: the place in changes, and what it is given.

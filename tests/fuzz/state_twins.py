@@ -53,7 +53,7 @@ class StateTwins:
         self.owners: list[Any] = []  # what has the attributes
         self.files: list[dict[str, Any]] = []
         self.others: list[Any] = [None, None]  # what they were copied from
-        self.replayed: list[bool] = []  # by call
+        self.replayed: list[bool] = []  # by call, or eager raised
         self.quiet = 0  # calls since a change
         for is_graphed in (True, False):
             file = types.ModuleType("program")
@@ -100,7 +100,7 @@ class StateTwins:
                 results[-1].error.__traceback__ = None  # its frames hold what is read
         exact = rows in self.sizes or self.form == "step"
         self.quiet += 1
-        self.replayed.append(self.stats.replays > before)
+        self.replayed.append(self.stats.replays > before or isinstance(results[-1], Raised))
         self._raise(difference(*results, rounding=not exact), f"call {self.turn}")
         self._compare(f"after call {self.turn}")
 

@@ -467,3 +467,20 @@ def test_what_is_appended_in_each_call_is_not_searched(kind: str, named: bool, m
         assert torch.equal(model(x), held(x)), step
     assert searches <= before + 1
     assert model.graph_stats.replays == replays + (0 if named else 40)
+
+
+def test_another_item_of_a_set_at_the_address_of_one_that_is_gone_is_another() -> None:
+    model = wrapped(Reads(lambda self: next(iter(self.held)), held={decimal.Decimal("2.5")}))
+    serve(model)
+    for number in range(3, 5):
+        model.held.clear()
+        model.held.add(decimal.Decimal(number))
+        serve(model)
+
+
+def test_a_list_that_gets_shorter_at_every_call_is_named_in_words() -> None:
+    model = wrapped(Reads(lambda self: sum(self.held), held=[1.0] * 12))
+    for _ in range(10):
+        model.held.pop()
+        model(torch.randn(2, 4))
+    assert "held takes new values all the time (nothing)" in str(model.graph_report())
