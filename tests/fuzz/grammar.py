@@ -648,8 +648,8 @@ CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier outpu
 
 # Promises that the library does not keep; programs that need them are left out, unless asked for. "rare data": rows
 # that meet only for some data are found when a call with such data is compared, and answers before may be wrong. "own
-# dict": see `OWN_DICT`. The others are gaps of the guards, see `GAPS`.
-PENDING: frozenset[str] = frozenset({"rare data", "own dict", "order", "names", "objects' classes"})
+# dict": see `OWN_DICT`. Gaps of the guards, of `GAPS`, belong here, too.
+PENDING: frozenset[str] = frozenset({"rare data", "own dict"})
 
 # Where the module was built in a block of `sg.sleepable`, beside what a change has put elsewhere, which stays awake.
 SLEEP = "asleep for a while"
