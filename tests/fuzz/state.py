@@ -298,7 +298,9 @@ def _events(
     copies = form in ("module", "mixin", "holding")
     changes = {placed.number: list(_changes(rng, placed, character)) for placed in pieces}
     yield from _calls(rng, rows, mode, sizes, rng.randint(0, 6))
-    most = 2 if any(KINDS[placed.kind].memory for placed in pieces) else 3  # what moves too often runs eagerly
+    # Memory and functions that move too often make calls run eagerly.
+    moved = any(KINDS[placed.kind].memory or "(NEW)" in SPOTS[placed.spot].put for placed in pieces)
+    most = 2 if moved else 3
     for _ in range(rng.randint(2, most) if character == "steady" else rng.randint(3, 6)):
         placed = rng.choice(pieces)
         if form == "step" and rng.random() < 0.3:
