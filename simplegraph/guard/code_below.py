@@ -7,11 +7,12 @@ import dis
 import functools
 import itertools
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
 from simplegraph.base.walk import DEPTH, held_by, is_break, is_library, names_in
 from simplegraph.guard.values import MAX_WIDTH
@@ -51,7 +52,7 @@ class CodeNames(NamedTuple):
 def names_of(code: types.CodeType) -> CodeNames:
     """Return the names and texts that code has."""
     inner = [names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
-    texts = frozenset(value for value in code.co_consts if issubclass(type(value), str))
+    texts = frozenset(_texts_in(code.co_consts))
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
@@ -60,6 +61,15 @@ def names_of(code: types.CodeType) -> CodeNames:
         named.union(*(each.globals for each in inner)),
         values.union(texts, *(each.values for each in inner)),
     )
+
+
+def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts among constants, and in tuples and sets of them."""
+    for value in constants:
+        if issubclass(type(value), str):
+            yield value
+        elif type(value) in (tuple, frozenset):
+            yield from _texts_in(value)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,7 +215,7 @@ class CodeBelow:
             if issubclass(kind, types.ModuleType):
                 inner = own_dict(value) or {}
                 if not is_library(inner.get("__name__")) and inner is not file and away < DEPTH:
-                    self._add_globals(inner, names_of(function.__code__).values & inner.keys(), function, away + 1)
+                    self._add_globals(inner, _read_of_file(names_of(function.__code__), inner), function, away + 1)
                 continue
             if issubclass(kind, type):
                 self._add(value, away)
@@ -216,6 +226,11 @@ class CodeBelow:
             is_global = file is function.__globals__ and name in names_of(function.__code__).globals
             if not (is_global and only_fills(function.__code__, name)):
                 counted.add(name)
+
+
+def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
+    """Return what code may read of another file: a number by the name of a method that it calls is none of that."""
+    return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
 
 
 def _items_of_table(value: Any) -> Iterable[Any]:

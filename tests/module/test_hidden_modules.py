@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Keeps:
 
 
 KEPT: dict[str, Any] = {}
+FILE: Any = types.ModuleType("file_of_parts")
 
 
 def same(value: Any) -> Any:
@@ -69,6 +71,10 @@ def in_a_global(model: Any, part: nn.Module) -> None:
     KEPT["part"], model.read = part, lambda _: KEPT["part"]
 
 
+def in_another_file(model: Any, part: nn.Module) -> None:
+    FILE.part, model.read = part, lambda _: lambda x: FILE.part(x)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a weight": lambda part: setattr(part[0], "weight", nn.Parameter(torch.randn(4, 4))),
     "a weight that is gone": lambda part: setattr(part[0], "bias", None),
@@ -85,7 +91,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize(
-    "place", [in_a_closure, in_a_default, in_a_partial, in_a_slot, in_a_set, in_a_class, in_a_global]
+    "place", [in_a_closure, in_a_default, in_a_partial, in_a_slot, in_a_set, in_a_class, in_a_global, in_another_file]
 )
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_a_module_that_code_leads_to_is_noticed(name: str, place: Callable[[Any, Any], None]) -> None:
@@ -103,4 +109,18 @@ def test_a_change_of_a_module_that_code_leads_to_is_noticed(name: str, place: Ca
                 expected = model(x)
                 part.load_state_dict(state)  # batch norm in train mode writes its statistics
                 torch.testing.assert_close(graphs(x), expected)
+        assert graphs.graph_stats.replays > replays, graphs.graph_report()
+
+
+def test_a_function_of_another_file_that_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FILE, "act", torch.tanh, raising=False)
+    model = Reading(lambda _: lambda x: FILE.act(x))
+    graphs: Any = sg.wrap(model.eval(), capture_sizes=[4], progress=False)
+    for act in (torch.tanh, torch.sin, lambda x: x * 3):
+        FILE.act = act
+        replays = graphs.graph_stats.replays
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            with torch.inference_mode():
+                assert torch.equal(graphs(x), model(x))
         assert graphs.graph_stats.replays > replays, graphs.graph_report()

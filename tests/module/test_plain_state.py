@@ -484,3 +484,11 @@ def test_a_list_that_gets_shorter_at_every_call_is_named_in_words() -> None:
         model.held.pop()
         model(torch.randn(2, 4))
     assert "held takes new values all the time (nothing)" in str(model.graph_report())
+
+
+def test_a_place_that_code_names_in_a_tuple_of_texts_is_never_let_go() -> None:
+    model = wrapped(Reads(lambda self: [getattr(self, name) for name in ("factor", "held")][1], held=1.0))
+    for number in range(12):
+        model.held = float(number)
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), sg.unwrap(model)(x))
