@@ -328,9 +328,8 @@ class PlainState:
             if place in self._let_go:
                 self._let_go[place] = self.calls
                 continue
-            if place in self._effects:
-                self._effects.discard(place)
-                self._counted.add(place)
+            self._effects.discard(place)
+            self._counted.add(place)
             before = frozenset((key, change[0]) for key, change in values.items())
             now = frozenset((key, change[1]) for key, change in values.items())
             seen = self._seen.setdefault(place, {before})

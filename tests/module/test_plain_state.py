@@ -492,3 +492,20 @@ def test_a_place_that_code_names_in_a_tuple_of_texts_is_never_let_go() -> None:
         model.held = float(number)
         x = torch.randn(2, 4)
         assert torch.equal(model(x), sg.unwrap(model)(x))
+
+
+def test_a_set_that_others_changed_is_no_cache_that_a_call_fills() -> None:
+    def read(self: Any) -> float:
+        total = float(sum(self.held))
+        self.held.add(len(self.held))
+        return total
+
+    model, expected = wrapped(Reads(read, held={1, 2})), Reads(read, held={1, 2}).eval()
+    expected.load_state_dict(sg.unwrap(model).state_dict())
+    for call in range(6):
+        for each in (model, expected):
+            if call == 2:
+                each.held = {1, 3}
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), expected(x))
+        assert model.held == expected.held
