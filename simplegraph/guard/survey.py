@@ -149,12 +149,15 @@ class Survey:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Name the place that holds a tensor's memory; None if there is none."""
-        return next((each.name for each in self.at(tensor)), None)
+        return next((held.name for held in self._at(tensor)), None)
 
-    def at(self, tensor: Tensor) -> Iterator[HeldTensor]:
-        """Yield what lies in a tensor's memory."""
+    def tensors_at(self, tensor: Tensor) -> list[Tensor]:
+        """List the tensors that lie in a tensor's memory."""
+        return [held.tensor for held in self._at(tensor)]
+
+    def _at(self, tensor: Tensor) -> Iterator[HeldTensor]:
         keys = {storage_key(part) for part in parts(tensor) if has_address(part)}
-        return (each for each in self.tensors.values() if not keys.isdisjoint(each.memory))
+        return (held for held in self.tensors.values() if not keys.isdisjoint(held.memory))
 
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:

@@ -24,7 +24,7 @@ from simplegraph.program.escapes import PythonState
 from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.probes import Probe, RecordedRun, Run, around
-from simplegraph.program.steady_reads import SteadyReads
+from simplegraph.program.steady_reads import KnownTensors, SteadyReads
 
 
 def run_observed(
@@ -37,7 +37,7 @@ def run_observed(
     inputs: Collection[int] = (),
     arguments: HostArguments | None = None,
     before_write: Callable[[Tensor], object] = id,
-    trains: bool = False,
+    tensors: KnownTensors | None = None,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -50,10 +50,10 @@ def run_observed(
         inputs: storage keys of its tensors.
         arguments: the CPU tensors that it is passed, where it runs on another device.
         before_write: see `MemoryObserver`.
-        trains: what it reads back is data, since its graphs write to parameters.
+        tensors: which are the module's; None if whatever is read back is data.
     """
     about = Run(key=key, rows=rows, before_write=before_write)
-    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, trains=trains)
+    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, tensors=tensors)
     with around(table.probes, about), watching as observer:
         outputs = about.outputs = wait_collectives(run())
     return outputs, observer, about.trace
@@ -67,7 +67,7 @@ def _eagerly(
     traced: bool,
     inputs: Collection[int] = (),
     arguments: HostArguments | None = None,
-    trains: bool = False,
+    tensors: KnownTensors | None = None,
 ) -> Iterator[MemoryObserver]:
     """Observe an eager run, and keep the constants of a warmup; see `run_observed`."""
     observer = MemoryObserver(rows=run.rows, before_write=run.before_write)
@@ -77,7 +77,7 @@ def _eagerly(
 
         tracer = BreakTracer(breaking_operators(), observer, table.device.torch_device, inputs)
     device = table.device.torch_device
-    host = HostWarmup(device, arguments, None if trains else SteadyReads(device, inputs=inputs))
+    host = HostWarmup(device, arguments, None if tensors is None else SteadyReads(device, tensors))
     following = contextlib.nullcontext() if run.key is None else host.following(observer)
     # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
@@ -130,7 +130,7 @@ class Observation(Probe):
                 yield
             return
         traced = job.mode is CudaGraphMode.PIECEWISE
-        with _eagerly(self.table, run, traced=traced, arguments=job.arguments, trains=job.trains) as observer:
+        with _eagerly(self.table, run, traced=traced, arguments=job.arguments, tensors=job.tensors) as observer:
             yield
         run.made = observer.made
         self.observers.append(observer)
@@ -139,7 +139,8 @@ class Observation(Probe):
     def _recorded(self, run: Run, job: CaptureJob) -> Iterator[None]:
         constants, device = self.table.constants, self.table.device
         copies, answers = constants.copies(job.key), constants.answers(job.key)
-        host = self._host = HostCapture(device.torch_device, copies, job.name, job.arguments, answers, job.held)
+        steady = SteadyReads(device.torch_device, job.tensors, answers) if job.tensors and answers else None
+        host = self._host = HostCapture(device.torch_device, copies, job.name, job.arguments, steady)
         observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
         run.made = observer.made
         followed = run.observed or constants.met_host or job.arguments or self._answered

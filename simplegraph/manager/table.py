@@ -26,6 +26,7 @@ from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, 
 from simplegraph.program.breaks.step import BreakTrace, ResultChanged
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
+from simplegraph.program.steady_reads import KnownTensors
 
 if TYPE_CHECKING:
     from simplegraph.program.host_modes import HostArguments
@@ -49,7 +50,7 @@ class CaptureJob:
         inputs: what it is captured for, by argument, as text for the report.
         exact: it has no batch dimension, so that labels name the inputs instead.
         name: names a tensor that the forward found somewhere, for messages; None if it cannot.
-        held: lists the module's tensors that lie in a tensor's memory; none where no graph may take values of them.
+        tensors: which are the module's; None where no graph may take values of them.
         part: of a training call, "forward" or "backward"; "" for a whole call.
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
         refused: why it cannot be captured, if a run showed that.
@@ -65,7 +66,7 @@ class CaptureJob:
     generators: tuple[torch.Generator, ...] = ()
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     name: Callable[[torch.Tensor], str | None] = lambda _: None
-    held: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda _: ()
+    tensors: KnownTensors | None = dataclasses.field(default=None, compare=False)
     exact: bool = False
     part: str = ""
     follows: Key | None = None

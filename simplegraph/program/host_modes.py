@@ -35,7 +35,6 @@ from simplegraph.base.constants import (
     LARGEST_TOTAL_BYTES,
     SERVING,
     WATCHED_BYTES,
-    Answer,
     content,
     is_watchable,
     span,
@@ -429,8 +428,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         copies: device copies that a warmup made, by content.
         name: names a CPU tensor for messages, such as by the attribute that holds it.
         arguments: the CPU tensors that it is passed.
-        answers: what warmups read back from memory that nothing writes, by computation.
-        held: lists the tensors of the module that lie in the memory of a tensor.
+        steady: as for `HostMode`.
 
     Attributes:
         served: the copies that the graph reads, by id; whoever replays it must own them.
@@ -447,10 +445,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         copies: Mapping[Hashable, Tensor],
         name: Callable[[Tensor], str | None] = lambda _: None,
         arguments: HostArguments | None = None,
-        answers: Mapping[bytes, Answer] | None = None,
-        held: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
+        steady: SteadyReads | None = None,
     ) -> None:
-        super().__init__(device, arguments, SteadyReads(device, answers, held) if answers else None)
+        super().__init__(device, arguments, steady)
         self._copies = copies
         self._name = name
         self._error: HostError | None = None

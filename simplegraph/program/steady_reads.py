@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +39,32 @@ class _Origin(NamedTuple):
     roots: frozenset[int]
 
 
+_NOT_MADE = _Origin(b"", frozenset())
+
+
+class KnownTensors(NamedTuple):
+    """Tells the tensors of a module from those that its calls are passed.
+
+    Attributes:
+        held: lists the tensors of the module that lie in the memory of a tensor.
+        inputs: storage keys of what a run is passed.
+    """
+
+    held: Callable[[Tensor], Sequence[Tensor]]
+    inputs: Collection[int]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if a tensor is the module's, which has no other in its memory: a write there may raise its version."""
+        return {id(held) for held in self.held(tensor)} == {id(tensor)}
+
+
 class SteadyReads:
     """Follows what a run computes, and knows the values that follow from memory of before which nothing writes.
 
     Args:
         device: what the run computes on. A CPU tensor beside a GPU is followed elsewhere.
-        answers: of a capture, what warmups read, by computation.
-        held: of a capture, lists the tensors of the module that lie in the memory of a tensor.
-        inputs: of a warmup, storage keys of its inputs.
+        tensors: which are the module's.
+        answers: of a capture, what warmups read, by computation; None in a warmup.
 
     Attributes:
         used: what answers of this capture follow from; answered: True if there were any.
@@ -55,12 +73,12 @@ class SteadyReads:
     def __init__(
         self,
         device: torch.device,
+        tensors: KnownTensors,
         answers: Mapping[bytes, Answer] | None = None,
-        held: Callable[[Tensor], Sequence[Tensor]] = lambda _: (),
-        inputs: Collection[int] = (),
     ) -> None:
-        self._device, self._answers, self._held, self._inputs = device, answers, held, inputs
-        self._made: dict[int, _Origin | None] = {}  # by storage key; None for what follows from data
+        self._device, self._tensors, self._answers = device, tensors, answers
+        # By storage key, of what is made and passed; None for what follows from data.
+        self._made: dict[int, _Origin | None] = dict.fromkeys(tensors.inputs)
         self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before as they were met first, and versions
         self._written: set[int] = set()
         self._read: dict[bytes, tuple[Any, frozenset[int]]] = {}
@@ -70,19 +88,24 @@ class SteadyReads:
 
     def learnt(self) -> dict[bytes, Answer]:
         """Return what this run read of memory that it did not write; call at its end."""
+        if not self._sees_all:
+            return {}
         watched: dict[int, WatchedVersion] = {}
-        for key, (tensor, version) in self._outside.items():
-            if key not in self._written and tensor._version == version:
+        for key in set[int]().union(*(roots for _, roots in self._read.values())):
+            tensor, version = self._outside[key]
+            if key not in self._written and tensor._version == version and self._tensors.holds(tensor):
                 watched[key] = WatchedVersion(tensor)
         return {
             digest: Answer(value, tuple(watched[key] for key in sorted(roots)))
             for digest, (value, roots) in self._read.items()
-            if self._sees_all and roots <= watched.keys()
+            if roots <= watched.keys()
         }
 
     def run(self, proceed: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or answer in its place."""
-        origin = self._origin(func, args, kwargs)
+        given = {storage_key(tensor): tensor for tensor in strided_tensors((*args, *kwargs.values()))}
+        is_known = not is_higher_order(func) and func.namespace in ("aten", "prims")
+        origin = self._origin(func, args, kwargs, given) if is_known else None
         if func in _READS and origin is not None:
             if self._answers is None:
                 value = proceed(func, args, kwargs)
@@ -94,7 +117,14 @@ class SteadyReads:
                 self.answered = True
                 return answer.value
         result = proceed(func, args, kwargs)
-        self._note(func, args, kwargs, result, origin)
+        written = strided_tensors(written_args(func, args, kwargs)) if is_known else given.values()
+        for tensor in written:
+            self._note_written(tensor, origin)
+        for index, tensor in enumerate(strided_tensors((result,))):
+            key = storage_key(tensor)
+            if key not in given:  # its key may have been another's before
+                self._outside.pop(key, None)
+                self._made[key] = origin and _Origin(b"%d %b" % (index, origin.digest), origin.roots)
         return result
 
     @contextlib.contextmanager
@@ -114,26 +144,24 @@ class SteadyReads:
             and roots.isdisjoint(self._written)
             and all(map(WatchedVersion.is_same, answer.roots))
             and [id(root.tensor) for root in answer.roots] == list(map(id, tensors))
-            # Writes to another view of the memory may raise a version of its own.
-            and all(set(map(id, self._held(tensor))) == {id(tensor)} for tensor in tensors)
+            and all(map(self._tensors.holds, tensors))
         )
 
     def forget(self, result: Any) -> None:
         """Count what an eager break made as data."""
         self._made.update(dict.fromkeys(map(storage_key, strided_tensors((result,)))))
 
-    def _origin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Origin | None:
-        """Say what the results of an operator follow from; None if from data, or if nobody knows."""
-        facts = None if is_higher_order(func) else facts_of(func)
-        if facts is None or func.namespace not in ("aten", "prims") or facts.may_draw or facts.is_uninitialised:
+    def _origin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[int]) -> _Origin | None:
+        """Say what the results of an operator follow from, which is given memory of these keys; None if from data."""
+        facts = facts_of(func)
+        reads_values = not (facts.name.endswith("_like") or facts.name.startswith("new_"))
+        follows_data = reads_values and any(self._made.get(key, _NOT_MADE) is None for key in given)
+        if follows_data or facts.may_draw or facts.is_uninitialised:
             return None
-        if func is _LIFT:  # Python data, which became a tensor before any operator saw it
-            tensor = args[0]
-            is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
-            self._made[storage_key(tensor)] = _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
+        if func is _LIFT:
+            self._made[storage_key(args[0])] = _origin_of_data(args[0])
         roots: set[int] = set()
-        tell = _layout if facts.name.endswith("_like") or facts.name.startswith("new_") else self._followed
-        described = _described((args, kwargs), tell, roots)
+        described = _described((args, kwargs), self._followed if reads_values else _layout, roots)
         if described is None:
             return None
         text = f"{func} {described}".encode()
@@ -162,7 +190,6 @@ class SteadyReads:
         is_steady = (
             tensor.device.type == self._device.type
             and key not in self._written
-            and key not in self._inputs
             and not tensor.is_inference()  # which has no version
             and not is_written_by_graphs(tensor)
         )
@@ -170,27 +197,18 @@ class SteadyReads:
             self._outside[key] = tensor, tensor._version
         return is_steady
 
-    def _note(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, origin: _Origin | None
-    ) -> None:
-        """Note what an operator wrote and made."""
-        given = strided_tensors((*args, *kwargs.values()))
-        is_known = not is_higher_order(func) and func.namespace in ("aten", "prims")
-        for tensor in strided_tensors(written_args(func, args, kwargs)) if is_known else given:
-            self._note_written(tensor, origin if is_known else None)
-        passed = {storage_key(tensor) for tensor in given}
-        for index, tensor in enumerate(strided_tensors((result,))):
-            key = storage_key(tensor)
-            if key not in passed:
-                self._outside.pop(key, None)
-                self._made[key] = origin and _Origin(b"%d %b" % (index, origin.digest), origin.roots)
-
     def _note_written(self, tensor: Tensor, origin: _Origin | None) -> None:
         key = storage_key(tensor)
         if key in self._made:
             self._made[key] = origin
         else:
             self._written.add(key)
+
+
+def _origin_of_data(tensor: Tensor) -> _Origin | None:
+    """Say what a tensor of Python data follows from, which became one before any operator saw it."""
+    is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
+    return _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
 
 
 def _layout(tensor: Tensor, _: set[int]) -> str | None:

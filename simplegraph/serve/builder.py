@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +41,7 @@ from simplegraph.program.escapes import kept_by
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.probes import Probe, Run
+from simplegraph.program.steady_reads import KnownTensors
 
 logger = logging.getLogger("simplegraph")
 
@@ -236,6 +237,7 @@ class GraphBuilder:
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
         passed, _ = flatten((args, kwargs))
+        trains = computes_gradients(call.module)  # and so writes to parameters: what it reads is data
         copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
@@ -247,7 +249,7 @@ class GraphBuilder:
                 inputs=copied,
                 arguments=arguments,
                 before_write=before_write,
-                trains=computes_gradients(call.module),
+                tensors=None if trains else _known_tensors(call, copied),
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
@@ -513,11 +515,8 @@ class GraphBuilder:
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
-        trains, survey = computes_gradients(call.module), functools.cache(lambda: Survey(call.module))
-
-        def held(tensor: Tensor) -> list[Tensor]:
-            return [] if trains else [each.tensor for each in survey().at(tensor)]
-
+        trains = computes_gradients(call.module)
+        tensors = None if trains else _known_tensors(call, inputs.storages)
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -526,7 +525,7 @@ class GraphBuilder:
                 generators,
                 described,
                 lambda tensor: Survey(call.module).name_of(tensor),
-                held=held,
+                tensors=tensors,
                 exact=self.manager.config.exact_shapes,
                 refused=call.binding.refused or refused,
                 arguments=arguments,
@@ -575,6 +574,12 @@ class _BeforeCaptures(Probe):
         """Call it, but for a second try."""
         if not again:
             self.function()
+
+
+def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
+    """Tell what a graph may take values of that the forward reads back, if these are the keys of what it is passed."""
+    survey = functools.cache(lambda: Survey(call.module))
+    return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.base.constants import WatchedVersion
 from simplegraph.base.reasons import Reason
-from simplegraph.program.steady_reads import SteadyReads
+from simplegraph.program.steady_reads import KnownTensors, SteadyReads
 
 ROWS = (3, 1, 4, 2)
 
@@ -336,7 +336,8 @@ def test_what_a_kernel_of_triton_may_write_is_data() -> None:
     device = torch.device("cpu")
 
     def learnt(launch: bool) -> int:
-        reads, zeros = SteadyReads(device), torch.zeros(1)
+        zeros = torch.zeros(1)
+        reads = SteadyReads(device, KnownTensors(lambda tensor: [zeros], ()))
         full, item = torch.ops.aten.add_.Scalar, torch.ops.aten._local_scalar_dense.default
 
         def proceed(func: Any, args: Any, kwargs: Any) -> Any:
