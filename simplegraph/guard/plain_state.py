@@ -249,6 +249,8 @@ class PlainState:
         for comparison in self.held[:1]:
             if comparison.holds(attributes):
                 return True
+            if not comparison.has_children(attributes):
+                return False
             entries = dict(self._entries)
             moved = comparison.moved(attributes)
             for holder in moved:

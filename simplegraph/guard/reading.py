@@ -390,12 +390,18 @@ class Comparison:
         self._at: dict[int, list[int]] = {}  # by id of a holder, where its versions are
         for at, holder in enumerate(self._by_version):
             self._at.setdefault(id(holder), []).append(at)
+        if versions.dict_version is None:  # which modules have other children is told by these themselves
+            self._families: list[dict[str, Any]] = [holder.held for holder in filter(_has_children, holders)]
+            self._is_family = root is not None and bool(_children(root.find()))
+            self._below = self._children_below(root.find() if self._is_family else {})
 
     def holds(self, attributes: dict[str, Any]) -> bool:
         """True if nothing moved; `attributes` are the module's own. Changes nothing, so that no lock is needed."""
         version: Any = versions.dict_version
         try:
             if self._version is not None and version(attributes) != self._version:
+                return False
+            if version is None and not self.has_children(attributes):
                 return False
             dicts = self._dicts
             if self._classes:
@@ -423,6 +429,15 @@ class Comparison:
         except Exception:  # what cannot be read has moved
             return False
         return not self._others or [holder.marked() for holder in self._others] == self._marks
+
+    def has_children(self, attributes: dict[str, Any]) -> bool:
+        """True if modules have the children that they had, as far as no version tells of these."""
+        return versions.dict_version is not None or self._children_below(attributes) == self._below
+
+    def _children_below(self, attributes: dict[str, Any]) -> list[int]:
+        """Return the ids of all children of modules; `attributes` are the module's own."""
+        families = [attributes, *self._families] if self._is_family else self._families
+        return list(map(id, _chain(map(values_in_order, map(_children, families)))))
 
     def tells(self, dicts: Iterable[dict[str, Any]]) -> bool:
         """True if this compares these: that they are an object's own, its class, and their versions."""
@@ -487,6 +502,12 @@ def _children_of(
                 else:
                     parents.append(attributes)
     return is_parent, parents, children
+
+
+def _has_children(holder: MarkedHolder) -> bool:
+    """True if a holder holds the attributes of a module that has children, and is not the root."""
+    attributes = holder.held if holder.owner is not None and isinstance(holder.held, dict) else {}
+    return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
 
 
 def _tells_dict(thing: Any, holder: MarkedHolder) -> bool:
