@@ -21,6 +21,7 @@ from seeds import leave_absent_devices_unseeded
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.device.select import graph_device
+from simplegraph.guard import versions
 from simplegraph.serve.runner import CudaGraphWrapper
 
 TESTS = pathlib.Path(__file__).resolve().parent
@@ -209,3 +210,10 @@ def nothing_left_behind(device: torch.device, no_grad: None) -> Iterator[None]:
     assert not graphs.is_capturing()
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
     assert gc.isenabled()
+
+
+@pytest.fixture(params=[True, False], ids=["versions", "no versions"])
+def with_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with a torch that has versions of dicts, and as with one that has none."""
+    if not request.param:
+        monkeypatch.setattr(versions, "dict_version", None)

@@ -184,6 +184,9 @@ def place_name(place: tuple[str, Hashable]) -> str:
     return f"{holder}.{shown(key)}" if holder else shown(key)
 
 
+_MOST_NAMES = 3  # of places that a message names
+
+
 class PlainValues:
     """One set of plain values: a part of the key of the calls that find it, and one object while they are the same.
 
@@ -195,14 +198,15 @@ class PlainValues:
         self.parts = parts
 
     def difference(self, other: PlainValues) -> str:
-        """Name the places that hold something else in `other`."""
+        """Name the first places that hold something else in `other`."""
         changed = {
             place_name((name, key))
             for name in self.parts | other.parts
             for key, _ in self.parts.get(name, frozenset()) ^ other.parts.get(name, frozenset())
             if key is not ORDER
         }
-        return f"{', '.join(sorted(changed)) or 'an object'} changed"
+        more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
+        return f"{', '.join(sorted(changed)[:_MOST_NAMES]) or 'an object'}{more} changed"
 
     def __repr__(self) -> str:
         return "plain values"

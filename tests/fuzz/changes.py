@@ -16,7 +16,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -106,18 +106,43 @@ def outcome(
         return f"# seed {seed}: {found}\n# made smaller: {small.difference(device)}\n{small.text(device)}", done
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run programs until there were so many calls; 1 if any differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.changes", description=__doc__.splitlines()[0])
+def arguments(name: str, doc: str, gaps: Collection[str]) -> argparse.ArgumentParser:
+    """Read the arguments of a command that runs programs until there were so many calls.
+
+    Args:
+        name: of the module that is run.
+        doc: its own; the first line describes the command.
+        gaps: promises that are left out unless told otherwise.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc.splitlines()[0])
     parser.add_argument("--calls", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="processes that run programs at the same time")
     parser.add_argument("--most", type=int, default=10, help="stop after so many programs that differ")
     parser.add_argument("--whole", action="store_true", help="print programs as they are, not made smaller")
-    parser.add_argument(
-        "--without", default=",".join(sorted(PENDING)), help="promises left out, by comma (%(default)s)"
-    )
+    parser.add_argument("--without", default=",".join(sorted(gaps)), help="promises left out, by comma (%(default)s)")
+    return parser
+
+
+def run_programs(run: Callable[[int], tuple[str | None, collections.Counter[str]]], options: argparse.Namespace) -> int:
+    """Run the programs of seeds until there were so many calls; return 1 if any differs."""
+    total, different, began = collections.Counter[str](), 0, time.perf_counter()
+    seeds = itertools.count(options.seed)
+    while total["calls"] < options.calls and different < options.most:
+        for found, done in reports(run, itertools.islice(seeds, BLOCK), options.workers):
+            total += done
+            different += found is not None
+            if found is not None:
+                print(found, flush=True)
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(total.items()))
+        print(f"{time.perf_counter() - began:.0f} s, {counted}: {different} programs differ", flush=True)
+    return 1 if different else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run programs until there were so many calls; 1 if any differs."""
+    parser = arguments("tests.fuzz.changes", __doc__, PENDING)
     parser.add_argument("--without-versions", action="store_true", help="as with a torch without versions of dicts")
     options = parser.parse_args(argv)
     run = functools.partial(
@@ -127,17 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         without=set(filter(None, options.without.split(","))),
         whole=options.whole,
     )
-    total, different, began = collections.Counter[str](), 0, time.perf_counter()
-    seeds = itertools.count(options.seed)
-    while total["calls"] < options.calls and different < options.most:
-        for found, done in reports(run, itertools.islice(seeds, BLOCK), options.workers):
-            total += done
-            different += found is not None
-            if found is not None:
-                print(found, flush=True)
-        counted = ", ".join(f"{count} {name}" for name, count in total.items())
-        print(f"{time.perf_counter() - began:.0f} s, {counted}: {different} programs differ", flush=True)
-    return 1 if different else 0
+    return run_programs(run, options)
 
 
 if __name__ == "__main__":

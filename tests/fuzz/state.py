@@ -9,23 +9,20 @@ smaller and printed as text that runs by itself.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import functools
-import itertools
 import pathlib
 import random
 import re
 import sys
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
 
-from tests.fuzz.__main__ import reports
+from tests.fuzz.changes import arguments, run_programs
 from tests.fuzz.program import prepare, shrunk
 from tests.fuzz.state_grammar import (
     CLASSES,
@@ -45,7 +42,6 @@ from tests.fuzz.state_grammar import (
 from tests.fuzz.state_twins import STEADY
 from tests.fuzz.twins import Different
 
-BLOCK = 50  # programs after which it says how many calls there were
 SIZES = ([4], [2, 4], [1, 3, 6])
 HEADER = """\
 import sys
@@ -369,28 +365,11 @@ def _fails(program: Any, device: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run programs until there were so many calls; 1 if any differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.state", description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="processes that run programs at the same time")
-    parser.add_argument("--most", type=int, default=10, help="stop after so many programs that differ")
-    parser.add_argument("--whole", action="store_true", help="print programs as they are, not made smaller")
-    parser.add_argument("--without", default=",".join(sorted(STATE_GAPS)), help="gaps left out, by comma (%(default)s)")
-    options = parser.parse_args(argv)
+    options = arguments("tests.fuzz.state", __doc__, STATE_GAPS).parse_args(argv)
     without = frozenset(filter(None, options.without.split(",")))
-    run = functools.partial(outcome, device=options.device, without=without, whole=options.whole)
-    total, different, began = collections.Counter[str](), 0, time.perf_counter()
-    seeds = itertools.count(options.seed)
-    while total["calls"] < options.calls and different < options.most:
-        for found, done in reports(run, itertools.islice(seeds, BLOCK), options.workers):
-            total += done
-            different += found is not None
-            if found is not None:
-                print(found, flush=True)
-        counted = ", ".join(f"{count} {name}" for name, count in sorted(total.items()))
-        print(f"{time.perf_counter() - began:.0f} s, {counted}: {different} programs differ", flush=True)
-    return 1 if different else 0
+    return run_programs(
+        functools.partial(outcome, device=options.device, without=without, whole=options.whole), options
+    )
 
 
 if __name__ == "__main__":

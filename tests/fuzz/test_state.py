@@ -10,7 +10,7 @@ import torch
 
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.values import PlainValues
-from tests.fuzz import state
+from tests.fuzz import changes, state
 from tests.fuzz.state_grammar import FORMS, KINDS, SPOTS, STATE_GAPS
 
 pytestmark = pytest.mark.proofs  # as users have them
@@ -63,7 +63,7 @@ def test_the_text_of_a_program_that_differs_runs_by_itself(
     values = PlainValues({})
     for method in ("__call__", "now"):
         monkeypatch.setattr(PlainState, method, lambda *_: values)
-    monkeypatch.setattr(state, "BLOCK", 1)
+    monkeypatch.setattr(changes, "BLOCK", 1)
     assert state.main(["--calls", "2000", "--most", "1", "--whole", "--device", str(device)]) == 1
     told = capsys.readouterr().out
     assert "1 programs differ" in told

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.guard import versions
 
 WIDTH = 4
 
@@ -53,12 +52,6 @@ class Reads(nn.Module):
 def _no_grad() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-@pytest.fixture(params=[True, False], ids=["versions", "no versions"])
-def with_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(versions, "dict_version", None)
 
 
 def graphed(module: nn.Module) -> Any:

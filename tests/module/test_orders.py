@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.guard import versions
 
 WIDTH = 4
 
@@ -136,12 +135,6 @@ def reinsert_as(held: Any, key: str) -> None:
 def _no_grad() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-@pytest.fixture(params=[True, False], ids=["versions", "no versions"])
-def with_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(versions, "dict_version", None)
 
 
 def serve(model: Any, module: nn.Module, times: int = 5) -> None:

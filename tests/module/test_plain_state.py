@@ -509,3 +509,18 @@ def test_a_set_that_others_changed_is_no_cache_that_a_call_fills() -> None:
         x = torch.randn(2, 4)
         assert torch.equal(model(x), expected(x))
         assert model.held == expected.held
+
+
+def test_what_lies_in_a_container_that_calls_fill_counts() -> None:
+    def read(self: Any) -> float:
+        if 2 not in self.held:
+            self.held[2] = {"factor": 2.0}
+        return float(self.held[2]["factor"])
+
+    model = wrapped(Reads(read, held={}))
+    for call in range(14):
+        if call == 7:
+            model.held[2]["factor"] = 5.0
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays >= 6
