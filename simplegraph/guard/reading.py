@@ -155,10 +155,8 @@ class Reading:
             id(attributes): (each, attributes) for each, attributes in zip(entries[1:], below, strict=True)
         }
         by_dict[id(vars(root))] = entries[0], None  # not owned: a child may hold the module itself
-        added = (
-            AttributeEntries({}, ()),
-            None,
-        )  # since the survey, by another thread: never holds, so that all is surveyed again
+        # Of a module that another thread added since the survey: never holds, so that all is surveyed again.
+        added = AttributeEntries({}, ()), None
         self._held[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
@@ -237,7 +235,7 @@ class Reading:
                 if any(self._empty_hooks):
                     return False
                 self._handles = RemovableHandle.next_id
-            registries = [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, held.filled))]
+            registries = self._registries(attributes)
             values = self._values_of(*registries)
             lengths = [len(values)]
             if self._levels:
