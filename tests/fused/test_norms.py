@@ -248,7 +248,7 @@ def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
     batch = tiny.prompts([7, 4, 6], device)
     with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.replays == TOKENS - 2
+        assert graphs.stats.replays == TOKENS - 2, graphs.report()
     steps = 2  # the compared one, which is the first, and the capture
     assert len(calls) >= steps * len(norms) * fused_kernels
     assert len(calls) % len(norms) == 0
