@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,7 @@ class Reading:
         links: (holder, key, value) from a module's attributes, or from any other place, to what is compared beside
             parameters, buffers, children and hooks.
         owned: tensors that nothing else is known to hold.
+        left: places, by the id of a dict and the key, in which runs leave tensors: what they hold does not count.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Reading:
         modules: Sequence[nn.Module],
         links: Iterable[Sequence[Link]],
         owned: Sequence[Tensor] = (),
+        left: Collection[tuple[int, str]] = (),
     ) -> None:
         root, *children = modules
         below = [vars(child) for child in children]
@@ -144,13 +146,14 @@ class Reading:
         self._deaths = [weakref.ref(child, lambda _: held.clear()) for child in children]
         values, self._lengths = self._read(vars(root))
         registered = self._lengths[0]
+        ignored = self._places_of(left, vars(root)) if left else set()
         tensors = [
             at
             for at, value in enumerate(values)
-            if issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
+            if at not in ignored and issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
-        others = sorted(set(range(len(values))) - set(tensors) - self._opened(registered))
+        others = sorted(set(range(len(values))) - set(tensors) - ignored - self._opened(registered))
         numbers = [at for at in others if type(values[at]) in SETTINGS]
         modules_at = [at for at in others if issubclass(type(values[at]), nn.Module)]
         others = sorted(set(others) - {*numbers, *modules_at})
@@ -185,6 +188,13 @@ class Reading:
         once = self._once(live)
         self._layouts, self._views = list(map(_layout, once)), [list(map(read, once)) for read in _VIEWS]
         self._checks: dict[tuple[bool, bool], Any] = {}
+
+    def _places_of(self, left: Collection[tuple[int, str]], attributes: dict[str, Any]) -> set[int]:
+        """Return the indices of places among the registered values, which are the first of all values."""
+        own = [attributes[name] for name in _REGISTRIES]
+        filled = [held[name] for name, dicts in zip(_REGISTRIES, self._held[0].filled, strict=True) for held in dicts]
+        places = [(id(held), key) for held in (*own, *filled) for key in held]
+        return {at for at, place in enumerate(places) if place in left}
 
     def _opened(self, start: int) -> set[int]:
         """Return the indices of the containers among all values; those of slots begin at `start`."""
@@ -271,6 +281,12 @@ class Reading:
             return [kind.forward for kind in self._kinds] == self._forwards
         except Exception:  # a survey finds out what it was
             return False
+
+    def renew(self, versions: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones."""
+        known = self._versions
+        if known is not None:
+            self._versions = [versions.get(version, version) for version in known]
 
     def _look(self, dicts: Sequence[dict[str, Any]], taken: list[int] | None) -> bool:
         """Compare the attributes of the modules whose version is another one by now, and keep the versions."""
@@ -466,7 +482,7 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        return Reading(list(survey.modules.values()), (*held, *survey.links), owned)
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned, survey.left)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""
@@ -484,6 +500,12 @@ class CapturedState:
             return True
         self._reading = self._new_reading(survey)  # another thing changed, or this one was changed and changed back
         return False
+
+    def renew(self, versions: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones."""
+        reading = self._reading
+        if reading is not None:
+            reading.renew(versions)
 
     def wants_grad(self) -> bool:
         """True if anything that the graphs read requires grad, or if somebody has to look first."""

@@ -13,7 +13,7 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -415,6 +415,20 @@ class Comparison:
 
     def _moved_otherwise(self) -> list[ValueHolder]:
         return [holder for holder in self.holders if holder.marked() != holder.mark]
+
+    def renewed(self, versions: Mapping[int, int]) -> Comparison:
+        """Return the comparison with new versions of dicts, by the old ones."""
+        later = copy.copy(self)
+        later._versions = self._versions.copy()
+        for before in versions.keys() & self._versions:
+            at = self._versions.index(before)
+            later._versions[at] = versions[before]
+            holder = self._by_version[at]
+            holder.mark = holder.mark[0], versions[before], holder.mark[2]
+        if self.root is not None and self._version is not None and self._version in versions:
+            later._version = versions[self._version]
+            self.root.mark = self.root.mark[0], later._version, self.root.mark[2]
+        return later
 
     def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
         """Return the comparison with these holders as they were read again."""
