@@ -171,7 +171,7 @@ class LeftTensors:
         """Serve a call that passes what its places hold, and let them hold what it left there."""
         places = self.passed
         before = _Dicts(places)
-        result = runner.call(module, args, self.arguments(kwargs))
+        result = runner.call(module, args, _arguments(kwargs, places))
         if type(result) is not WithLeft:
             return result
         for place, value in zip(places, result.left, strict=True):
@@ -188,8 +188,7 @@ class LeftTensors:
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments with what the places hold that runs read, and None for the others."""
-        values = {place.name: place.value if place.is_read else None for place in self.passed}
-        return {**kwargs, **{name: None if value is ABSENT else value for name, value in values.items()}}
+        return _arguments(kwargs, self.passed)
 
     def run(self, function: Callable[[Mapping[str, Any]], Any], kwargs: Mapping[str, Any], *, is_call: bool) -> Any:
         """Run a module on keyword arguments; return what it left as well, if these pass places.
@@ -281,6 +280,11 @@ def left_by(module: Any) -> LeftTensors:
     kept = (own_dict(module) or {}).get("_simplegraph")  # by an instance of a wrapped class; others have a slot
     found = kept if kept is not None else attribute_of(module, "_graph_runner")
     return getattr(found, "left", NOTHING_LEFT)
+
+
+def _arguments(kwargs: Mapping[str, Any], places: Iterable[LeftPlace]) -> dict[str, Any]:
+    values = {place.name: place.value if place.is_read else None for place in places}
+    return {**kwargs, **{name: None if value is ABSENT else value for name, value in values.items()}}
 
 
 def _is_tensor(value: Any) -> bool:
