@@ -68,9 +68,22 @@ def plans(wrapped: Any) -> Iterator[tuple[CallLayout, Plan]]:
 
 
 class _AlwaysHold:
-    """Stands for settings of torch that are taken as unchanged."""
+    """Stands for what compares settings, plain values and what graphs read, and takes all as unchanged.
+
+    Args:
+        key: of the values.
+    """
+
+    def __init__(self, key: object = None) -> None:
+        self.key = key
 
     def hold(self) -> bool:
+        return True
+
+    def holds(self, _: object) -> bool:
+        return True
+
+    def same(self, *_: object) -> bool:
         return True
 
 
@@ -81,13 +94,10 @@ def remove_guards(wrapped: Any) -> None:
         RuntimeError: no graph serves calls yet, or the guards are elsewhere.
     """
     found = list(plans(wrapped))
-    if not found or not all(hasattr(plan.state, "moved") and hasattr(at.settings, "hold") for at, plan in found):
+    if not found or not all(hasattr(plan.state, "reading") and hasattr(at.settings, "hold") for at, plan in found):
         raise RuntimeError("found no guards to leave out; `remove_guards` must know where a call asks for them.")
-    settings: Any = _AlwaysHold()
+    unchanged: Any = _AlwaysHold()
     for layout, plan in found:
-        layout.settings = settings
-        plan.state.moved = _not_moved  # type: ignore[method-assign]
-
-
-def _not_moved() -> bool:
-    return False
+        layout.settings = plan.state.reading = unchanged
+    compared: list[Any] = wrapped._graph_runner._known.plain.held
+    compared[:] = [_AlwaysHold(comparison.key) for comparison in compared]

@@ -28,17 +28,21 @@ def breakdown(wrapped: Any, batch: tuple[Any, ...], device: torch.device, calls:
     """Measure the parts that a replayed call asks, in us: medians, each after a call whose answer was waited for.
 
     Returns:
-        ``dicts`` and ``tensors`` of the module, ``goal_us`` for as many; ``moved``: all that is read of the module,
-        ``reading`` the comparison in it, ``settings`` those of torch.
+        ``dicts`` and ``tensors`` of the module, ``goal_us`` for as many; ``moved``: all that is read of the module
+        where nothing is known before, ``reading`` the comparison of a call, ``plain`` that of plain values before it,
+        ``settings`` those of torch.
     """
     layout, plan = next(plans(wrapped))
     module, state = plan.state.module(), plan.state
     found = held(module)
     found["goal_us"] = DICT_US * found["dicts"] + TENSOR_US * found["tensors"]
+    told = next(iter(wrapped._graph_runner._known.plain.held), None)
     parts: dict[str, Callable[[], object]] = {"moved": state.moved, "settings": layout.settings.hold}
-    reading = getattr(state, "_reading", None)
-    if hasattr(reading, "same"):
-        parts["reading"] = lambda: reading.same(vars(module))
+    if told is not None:
+        parts["plain"] = lambda: told.holds(vars(module))
+    reading = state.reading
+    if reading is not None:
+        parts["reading"] = lambda: reading.same(vars(module), told)
     for name, part in parts.items():
         taken = []
         for _ in range(calls):

@@ -41,6 +41,9 @@ _CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
 _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
+_OF_C = frozenset(
+    {"__dict__", "__dictoffset__", "__vectorcalloffset__", "__weaklistoffset__"}
+)  # members of C's classes
 _RUNNER = "_simplegraph"  # a wrapper's own, which is not the user's
 LRU: Any = type(functools.lru_cache(bool))
 _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
@@ -95,8 +98,7 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class's objects by name."""
     members = (member for base in kind.__mro__[::-1] for member in vars(base).items())
     slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
-    slots.pop("__dict__", None)  # of classes of C
-    return slots
+    return {name: member for name, member in slots.items() if name not in _OF_C}
 
 
 def held_by(place: Any, base: Any = None) -> Any:

@@ -29,6 +29,7 @@ _NOT_CALLED = frozenset(
 _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
+_COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
 
@@ -108,7 +109,7 @@ class CodeBelow:
         called: methods that are called.
 
     Attributes:
-        names: what the code names or has for a text.
+        names: what the code names or has for a text; values: all but what is only called as a method.
         classes: these, and those that code names.
         files: by id, the dict of a file, and which of its globals count.
         cells: of closures, with the variable's name.
@@ -125,7 +126,7 @@ class CodeBelow:
         called: Collection[str] = ("forward",),
     ) -> None:
         self._breaks = None if breaks else list[Any]()
-        self.names = set(called)
+        self.names, self.values = set(called), set[str]()
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
@@ -142,6 +143,11 @@ class CodeBelow:
             self._read_code(*self._left.popleft())
         eager = CodeBelow(classes, self._breaks, breaks=True, called=()).names if self._breaks else set()
         self.eager_names = eager - self.names
+
+    @property
+    def computes_names(self) -> bool:
+        """True if code may ask for attributes by names that it does not have."""
+        return not _COMPUTING.isdisjoint(self.names)
 
     def _add_class(self, kind: type, away: int) -> None:
         for base in kind.__mro__:
@@ -180,10 +186,12 @@ class CodeBelow:
             self._add(held_by(cell).get("cell_contents"), away)
         if is_library(function.__globals__.get("__name__")) and not is_library(function.__module__):
             return  # what decorates a function
-        names = names_in(code)
-        file = function.__globals__
+        file, names = function.__globals__, names_in(code)
+        if "globals" in names:
+            names = names | names_of(code).all
         if not is_library(file.get("__name__")):
             self._add_globals(file, names & file.keys(), function, away)
+        self.values |= names_of(code).values
         for name in names_of(code).all - self.names:
             self.names.add(name)
             for member, of_class in self._members.pop(name, ()):
@@ -203,9 +211,10 @@ class CodeBelow:
                 self._add(value, away)
             elif functions_in(value) or kind in _TABLES:
                 self._add(value, away + 1)
-            elif file is function.__globals__ and name not in names_of(function.__code__).globals:
+            elif file is function.__globals__ and not names_of(function.__code__).globals & {name, "globals"}:
                 continue  # an attribute of the same name
-            if not (file is function.__globals__ and only_fills(function.__code__, name)):
+            is_global = file is function.__globals__ and name in names_of(function.__code__).globals
+            if not (is_global and only_fills(function.__code__, name)):
                 counted.add(name)
 
 

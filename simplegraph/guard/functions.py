@@ -263,7 +263,7 @@ class FunctionModule(nn.Module):
         self.training = False
         named = function.__func__ if type(function) is types.MethodType else function
         self.values = ReachedValues(attribute_of(named, "__qualname__") or type(function).__qualname__)
-        self._function = function
+        self.function = function
         self._reach = Reach()
         self._proxied: list[str] = []
         self.reached: dict[str, Any] = {}
@@ -275,7 +275,7 @@ class FunctionModule(nn.Module):
         self.forward = forward
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def _get_name(self) -> str:
         return self.values.name
@@ -295,7 +295,7 @@ class FunctionModule(nn.Module):
         restore(self.reached, reached)
 
     def _find_places(self) -> list[CodePlace]:
-        return self._reach.find([self._function])
+        return self._reach.find([self.function])
 
     def _may_hold(self, place: CodePlace) -> bool:
         """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""

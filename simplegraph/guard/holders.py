@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import copy
 import dataclasses
 import functools
 import gc
-import itertools
-import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_member, own_dict
 from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
     DICTS,
+    LRU,
     OPAQUE,
     Policy,
     Walk,
@@ -36,7 +35,10 @@ from simplegraph.base.walk import (
     shown,
     slots_of,
 )
+from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
+from simplegraph.guard.links import HOOKS
+from simplegraph.guard.reading import parts_of_code
 from simplegraph.guard.values import (
     MAX_WIDTH,
     NOT_PLAIN,
@@ -47,19 +49,14 @@ from simplegraph.guard.values import (
     class_key,
     value_key,
 )
-from simplegraph.guard.versions import dict_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
 _OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
-_ITERATED = frozenset({list, set, collections.deque})
-_chain = itertools.chain.from_iterable
 _HEAP_TYPE = 1 << 9  # of a class's flags: an object may be given another such class
 _MAX_DEPTH = 8  # tuples in each other
 _PARTS = object()  # begins the entry of a tuple of which not all is plain
-_code_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WITH_INIT = (
     "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
     "getattr(local, name, default), or use a contextvars.ContextVar"
@@ -206,8 +203,9 @@ class ValueHolder:
             is_dict = issubclass(type(held), dict)
             has_own_order = issubclass(type(held), collections.OrderedDict) and dict.__len__(held) > 1
             items: Any
-            if is_dict and dict.__len__(held) and not self._is_view and dict_version is not None:
-                items = dict_version(held)  # of an empty one it does not move where another dict's items are taken
+            if is_dict and dict.__len__(held) and not self._is_view and versions.dict_version is not None:
+                # Of an empty one it does not move where another dict's items are taken.
+                items = versions.dict_version(held)
                 if has_own_order:  # nor where `move_to_end` is called
                     items = items, list(map(id, keys_in_order(held)))
             elif self.is_wide:
@@ -226,18 +224,20 @@ class ValueHolder:
         held = self.find()
         self.is_wide = self.is_container and _length(held) > MAX_WIDTH
         mark = self.marked()
-        by_ids = not issubclass(type(held), dict) or dict_version is None or self._is_view
+        by_ids = not issubclass(type(held), dict) or versions.dict_version is None or self._is_view
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
         for key, value in (
             [("its length", _length(held)), ("its version", repr(mark))] if self.is_wide else _items(held)
         ):
+            if not self.counts(key):
+                continue
             # Guards compare the tensors of a list that graphs read, and a log of others is no obstacle.
             is_left_out = issubclass(type(value), _ELSEWHERE) and not (
                 issubclass(type(held), dict) or (self.has_tensors and issubclass(type(value), Tensor))
             )
-            if not self.counts(key) or is_left_out:
+            if is_left_out:
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
@@ -325,122 +325,7 @@ def has_object(entry: Hashable) -> bool:
 
 def _parts_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the code and the defaults of a function."""
-    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _code_of(function), strict=True))
-
-
-class Comparison:
-    """Compares what holders hold with what they held, with as little Python as possible.
-
-    Args:
-        root: the holder of the module's own attributes, which are not kept; None for a function.
-        holders: all.
-        key: of the values for as long as nothing moves; None if that is not known yet.
-    """
-
-    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
-        self.root, self.holders, self.key = root, holders, key
-        rest = [holder for holder in holders if holder is not root or dict_version is None or holder.buffers]
-        by_version = [
-            holder
-            for holder in rest
-            if issubclass(type(holder.held), dict) and type(holder.mark[1]) is int and not holder.buffers
-        ]
-        quick = [holder for holder in rest if not (holder.is_wide or holder.buffers)]
-        by_items = [
-            holder
-            for holder in quick
-            if type(holder.held) in _ITERATED or (type(holder.held) is dict and not holder.held)
-        ]
-        cells = [holder for holder in quick if holder.cell is not None]
-        functions = [holder for holder in quick if holder.function is not None]
-        known = {*map(id, by_version), *map(id, by_items), *map(id, cells), *map(id, functions)}
-        self._others = [holder for holder in rest if id(holder) not in known]
-        self._marks = [holder.mark for holder in self._others]
-        self._version = root.mark[1] if root is not None and root not in rest else None
-        owned = [(holder.owner, holder.held) for holder in (*by_version, *by_items) if holder.owner is not None]
-        self._owners = [(owner, held, type(owner())) for owner, held in owned]
-        self._functions = [holder.function for holder in functions]
-        self._codes = list(_chain(map(_code_of, self._functions)))
-        self._by_version = by_version
-        self._dicts = [holder.held for holder in by_version]
-        self._versions = [holder.mark[1] for holder in by_version]
-        self._lists = [holder.held for holder in by_items]
-        self._lengths = [len(holder.mark[1][0]) for holder in by_items]
-        self._ids = list(_chain(holder.mark[1][0] for holder in by_items))
-        self._kinds = list(_chain(holder.mark[1][1] for holder in by_items))
-        self._cells = [holder.cell for holder in cells]
-        self._content_ids = list(_chain(holder.mark[1][0] for holder in cells))
-        self._content_kinds = list(_chain(holder.mark[1][1] for holder in cells))
-
-    def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if nothing moved; `attributes` are the module's own. Changes nothing, so that no lock is needed."""
-        if self._version is not None and dict_version(attributes) != self._version:  # type: ignore[misc]
-            return False
-        if self._dicts and list(map(dict_version, self._dicts)) != self._versions:  # type: ignore[arg-type]
-            return False
-        for owner, held, kind in self._owners:
-            thing = owner()
-            if type(thing) is not kind or own_dict(thing) is not held:
-                return False
-        # Each as it is, past the equality of defaults.
-        if self._functions and not all(map(operator.is_, _chain(map(_code_of, self._functions)), self._codes)):
-            return False
-        if self._lists:
-            items = list(_chain(self._lists))
-            if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
-                return False
-            if list(map(len, self._lists)) != self._lengths:
-                return False
-        if self._cells:
-            contents = gc.get_referents(*self._cells)  # an empty one has none
-            if list(map(id, contents)) != self._content_ids or list(map(type, contents)) != self._content_kinds:
-                return False
-        return not self._others or [holder.marked() for holder in self._others] == self._marks
-
-    def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:
-        """List the holders that moved, those with versions alone where these alone did."""
-        if dict_version is None:
-            return self._moved_otherwise()
-        later = copy.copy(self)
-        later._versions = list(map(dict_version, self._dicts))
-        moved = [
-            holder
-            for holder, now, before in zip(self._by_version, later._versions, self._versions, strict=True)
-            if now != before
-        ]
-        if self.root is not None and self._version is not None:
-            later._version = dict_version(attributes)
-            moved += [self.root] * (later._version != self._version)
-        return moved if later.holds(attributes) else self._moved_otherwise()
-
-    def _moved_otherwise(self) -> list[ValueHolder]:
-        return [holder for holder in self.holders if holder.marked() != holder.mark]
-
-    def renewed(self, versions: Mapping[int, int]) -> Comparison:
-        """Return the comparison with new versions of dicts, by the old ones."""
-        later = copy.copy(self)
-        later._versions = self._versions.copy()
-        for before in versions.keys() & self._versions:
-            at = self._versions.index(before)
-            later._versions[at] = versions[before]
-            holder = self._by_version[at]
-            holder.mark = holder.mark[0], versions[before], holder.mark[2]
-        if self.root is not None and self._version is not None and self._version in versions:
-            later._version = versions[self._version]
-            self.root.mark = self.root.mark[0], later._version, self.root.mark[2]
-        return later
-
-    def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
-        """Return the comparison with these holders as they were read again."""
-        known = {*map(id, self._by_version), id(self.root)}
-        if any(id(holder) not in known or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
-            return Comparison(self.root, self.holders, key)
-        later = copy.copy(self)  # another thread may be comparing with this one
-        later.key = key
-        later._versions = [holder.mark[1] for holder in self._by_version]
-        if self._version is not None and self.root is not None:
-            later._version = self.root.mark[1]
-        return later
+    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), parts_of_code(function), strict=True))
 
 
 class SearchRoot(NamedTuple):
@@ -457,6 +342,7 @@ class Holders:
     Args:
         roots: the module, or those that a function reaches.
         gone: called once an object ends whose attributes are kept.
+        function: that calls begin with, in place of a module.
         breaks: what eager breaks read counts as well, since graphs hold it.
         closed: names of containers below which nothing counts.
 
@@ -473,28 +359,40 @@ class Holders:
         roots: Sequence[SearchRoot],
         module: Any,
         gone: Callable[[Any], object],
+        function: Any = None,
         *,
         breaks: bool,
         closed: Collection[str] = (),
     ) -> None:
+        self._module, self._gone, self._breaks, self._closed = plain(module), gone, breaks, closed
+        self._classes: dict[type, None] = {}
+        self._functions: dict[int, Any] = {}
+        self._policy = _POLICY if breaks else _WITHOUT_BREAKS
+        self._objects: list[SearchRoot] = []
+        if function is not None:
+            self._functions[id(function)] = function
+            thing = function.__self__ if type(function) is types.MethodType else function
+            self._objects.append(SearchRoot("self", thing, lambda: thing))
+        known = -1
+        while known != len(self._classes) + len(self._functions):  # what code names has code, too
+            known = len(self._classes) + len(self._functions)
+            self._find(roots)
+        for holder in list(self.all):
+            self._read(holder)
+
+    def _find(self, roots: Sequence[SearchRoot]) -> None:
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
         self.opened: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
         self.refused = ""
-        self._module, self._gone, self._closed = plain(module), gone, closed
-        self._classes: dict[type, None] = {}
-        self._functions: dict[int, Any] = {}
         self._names: set[str] = set()
-        self._policy = _POLICY if breaks else _WITHOUT_BREAKS
         self._uncounted: set[str] = set()
         self._open(roots, None)
-        self.code = CodeBelow(self._classes, self._functions.values(), breaks=breaks)
+        self.code = CodeBelow(self._classes, self._functions.values(), breaks=self._breaks)
         self._uncounted |= self.code.eager_names
         self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._uncounted]
         self._open_code()
-        for holder in list(self.all):
-            self._read(holder)
 
     def _read(self, holder: ValueHolder) -> None:
         for way, value in holder.read(self.opened):
@@ -518,8 +416,9 @@ class Holders:
         self.all.append(holder)
         return holder
 
-    def _open(self, roots: Sequence[SearchRoot], names: Collection[str] | None) -> None:
-        """Add what holds values below roots; of objects only keys among these `names` count, if there are any."""
+    def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
+        """Add what holds values below roots; of objects only keys that the code names count, if it is given."""
+        names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(plain(root.thing)): root for root in reversed(roots)}
         found = [(thing, held) for thing, held, _ in walk]
@@ -540,8 +439,8 @@ class Holders:
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
             ways[id(thing)] = name, find
-            keys = () if names is None else None
-            if names is None and above and not issubclass(type(thing), nn.Module):
+            keys = () if code is None else None
+            if code is None and above and not issubclass(type(thing), nn.Module):
                 keys = (*(named[above] or ()), key)
             named[id(thing)] = keys
             if above in behind or (type(key) is str and key.startswith(_OURS)):
@@ -558,7 +457,7 @@ class Holders:
                 self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
             elif kind_of(type(thing)) is object:
-                holder = self._add_object(thing, held, name, names, keys)
+                holder = self._add_object(thing, held, name, code, keys)
                 holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
@@ -570,7 +469,7 @@ class Holders:
                 is_kept = id(thing) in kept and type(owner) not in _VIEWS
                 container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
-                if names is not None or above in unseen or issubclass(type(thing), set):
+                if code is not None or above in unseen or issubclass(type(thing), set):
                     unseen.add(id(thing))
                 is_unseen = id(thing) in unseen
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
@@ -580,7 +479,7 @@ class Holders:
                     behind.add(id(thing))
                 attributes = own_dict(thing)  # of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-                    self._add_object(thing, {}, name, names, keys)
+                    self._add_object(thing, {}, name, code, keys)
 
     def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold nothing but plain values and such containers."""
@@ -614,34 +513,39 @@ class Holders:
             is_ordered=not issubclass(type(thing), nn.Module),
         )
         reference = self._reference(thing)
+        if type(thing) is LRU:  # nobody gives a function another dict
+            return make(held=attributes)
         if has_slots or not can_be_referenced(type(thing)):
             return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
         if thing is self._module:
             self.root = make(find=functools.partial(_viewed, own_dict, reference))
             return self.root
-        if issubclass(type(thing), nn.Module):  # one that is given other attributes is noticed by its tensors
-            return make(held=attributes)
         return make(held=attributes, owner=reference)
 
     def _add_object(
-        self, thing: Any, held: Any, name: str, names: Collection[str] | None, keys: tuple[Any, ...] | None
+        self, thing: Any, held: Any, name: str, code: CodeBelow | None, keys: tuple[Any, ...] | None
     ) -> ValueHolder:
         self._classes[type(thing)] = None
-        for key, value in held.items() if names is None else ():
-            if (type(value) in _LEADING or issubclass(type(value), type)) and key not in _OF_TORCH:
+        names = None if code is None or code.computes_names else code.names
+        for key, value in held.items():
+            is_code = type(value) in _LEADING or issubclass(type(value), type)
+            if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
         skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
         if str(type(thing).__module__).startswith("simplegraph."):
             skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
-        for hooks in map(held.get, HOOKS) if names is None and issubclass(type(thing), nn.Module) else ():
+        for hooks in map(held.get, HOOKS) if code is None and issubclass(type(thing), nn.Module) else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
-        counts = functools.partial(_counts, names, (skipped, self._uncounted))
-        return self._add(self._attributes_of(thing, name, counts, by_code=names is not None), keys)
+        called = {key for key, value in held.items() if issubclass(type(value), ATOMS)} if names is not None else set()
+        if code is not None:  # a number by the name of a method that code calls on something else
+            called -= code.values
+        counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
+        return self._add(self._attributes_of(thing, name, counts, by_code=code is not None), keys)
 
     def _open_code(self) -> None:
         """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
         code = self.code
-        counts = functools.partial(_is_named, code.names)
+        counts = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
             ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts, has_tensors=True)
             for kind in code.classes.values()
@@ -662,7 +566,7 @@ class Holders:
             for function in code.functions
             if not (is_library(function.__module__) or is_packaged(function.__code__))
         ]
-        roots = []
+        roots = [root for root in self._objects if _opens(type(root.thing)) not in (None, OPAQUE)]
         for holder in holders:
             self._add(holder)
             held = holder.find()
@@ -672,19 +576,21 @@ class Holders:
                 for key, value in items
                 if _opens(type(value)) not in (None, OPAQUE) and not (type(value) in DICTS and not value)
             ]
-        self._open(roots, code.names)
+        self._open(roots, code)
 
 
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
-    is_ours = key.startswith(_OURS)
-    return (names is None or key in names) and not is_ours and all(key not in each for each in skipped)
+    for each in skipped:  # most keys are in the first: those of torch
+        if key in each:
+            return False
+    return (names is None or key in names) and not key.startswith(_OURS)
 
 
-def _is_named(names: Collection[str], key: Any) -> bool:
+def _is_named(names: Collection[str] | None, key: Any) -> bool:
     """True for attributes of classes that code names, but for what Python and metaclasses keep there."""
-    return key in names and not (key.startswith("__") and key.endswith("__"))
+    return (names is None or key in names) and not (key.startswith("__") and key.endswith("__"))
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:

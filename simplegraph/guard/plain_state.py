@@ -17,7 +17,8 @@ from typing import Any
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, Comparison, Holders, Place, SearchRoot, has_object
+from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, has_object
+from simplegraph.guard.reading import Comparison
 from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
@@ -25,7 +26,7 @@ from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # that are remembered, so that going back costs nothing
 _MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
-_REMEDY = "pass it as a tensor, or keep it in a buffer"
+_REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 Entries = dict[Hashable, Any]  # by key, what tells a value from others, or what that was and is
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
@@ -70,12 +71,17 @@ class PlainState:
 
     Args:
         breaks: what eager breaks read counts as well, since graphs hold it.
+
+    Attributes:
+        held: one comparison at most, which tells the values of a call while it holds and has a key.
+        must_look: it does not count what moves without it: every call has to look.
+        calls: so far.
     """
 
     def __init__(self, *, breaks: bool) -> None:
         self._breaks = breaks
         self._lock = threading.RLock()
-        self._held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
+        self.held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
         self._alive: list[bool] = []  # cleared then, too: a comparison that is being made must not come after that
         self._deaths: list[weakref.ref[Any]] = []
         self._roots: list[int] = []
@@ -87,7 +93,8 @@ class PlainState:
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
-        self._calls = 0
+        self.calls = 0
+        self.must_look = False
         self._is_serving = False
         self._served: dict[str, Entries] = {}  # what there was before that
         self._changed: set[Place] = set()  # by the real run before the latest captures
@@ -110,12 +117,6 @@ class PlainState:
         Raises:
             CannotBind: a place takes new values all the time.
         """
-        self._calls += 1
-        if not self._let_go and not self._restless:
-            for comparison in self._held:
-                key: PlainValues | None = comparison.key
-                if key is not None and comparison.holds(vars(module)):
-                    return key
         # While another thread captures, values are as its runs leave them: the call waits for it, and asks again.
         return None if self._is_serving else self._values(module)
 
@@ -136,7 +137,7 @@ class PlainState:
             self._count_again()
             self._close(module)
             self._settle()
-            if not self._held:
+            if not self.held:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
             if self._refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._refused)
@@ -147,19 +148,19 @@ class PlainState:
     def renew(self, versions: Mapping[int, int]) -> None:
         """Take dicts of these versions for known by their new ones: what a replay left there is no plain value."""
         with self._lock:
-            for comparison in self._held[:1]:
+            for comparison in self.held[:1]:
                 self._hold(comparison.renewed(versions))
 
     def forget(self) -> None:
         """Find anew what holds values at the next call, and forget what changed so far."""
-        self._held.clear()
+        self.held.clear()
         self._restless.clear()
         self._news.clear()
 
     @contextlib.contextmanager
     def run(self, module: Any) -> Iterator[None]:
         """Surround a run of the module: what changes meanwhile, it changes."""
-        if not (self._held or self._is_serving):  # no call of it was read
+        if not (self.held or self._is_serving):  # no call of it was read
             yield
             return
         with self._lock:
@@ -234,7 +235,7 @@ class PlainState:
             try:
                 self._find(module)
             except Exception:  # another thread is at it: the call runs eagerly
-                self._held.clear()
+                self.held.clear()
                 self._entries = {}
         return _changes(before, self._entries) if before and self._entries is not before else {}
 
@@ -243,7 +244,7 @@ class PlainState:
         closed = frozenset(name for name, key in (*self._let_go, *self._restless) if key is ALL)
         if closed != self._closed:
             self._closed = closed
-            self._held.clear()
+            self.held.clear()
             self._entries = {}
             self._look(module)
 
@@ -251,8 +252,8 @@ class PlainState:
         """Read the holders that moved; False if there is something new to open, or a way to something is gone."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
             return False
-        for comparison in self._held[:1]:
-            if comparison.key is not None and comparison.holds(attributes):
+        for comparison in self.held[:1]:
+            if comparison.holds(attributes):
                 return True
             entries = dict(self._entries)
             moved = comparison.moved(attributes)
@@ -269,7 +270,7 @@ class PlainState:
                 opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
                 if empty or holder.inside != inside or any(map(has_object, opened)):
                     return False
-            if any(holder.mark is None for holder in moved):
+            if not moved or any(holder.mark is None for holder in moved):
                 return False
             before = ((holder.entries, self._entries[holder.name]) for holder in moved)
             is_same = all(list(now.items()) == list(then.items()) for now, then in before)
@@ -282,18 +283,19 @@ class PlainState:
 
     def _find(self, module: Any) -> None:
         """Find all that holds values, and read it."""
-        roots = [SearchRoot("", module)]
+        roots, function = [SearchRoot("", module)], None
         if getattr(type(module), "is_function", False):
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
+            function = module.function
             self._roots = list(map(id, module._modules.values()))
-        held, alive = self._held, [True]
+        held, alive = self.held, [True]
         held.clear()
 
         def gone(_: Any) -> None:
             alive.clear()
             held.clear()
 
-        holders = Holders(roots, module, gone, breaks=self._breaks, closed=self._closed)
+        holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._refused = holders.refused
         self._entries = {holder.name: holder.entries for holder in holders.all}
@@ -303,13 +305,14 @@ class PlainState:
         self._hold(Comparison(holders.root, holders.all, None))
 
     def _hold(self, comparison: Comparison) -> None:
-        self._held[:] = [comparison]
+        self.held[:] = [comparison]
         if not self._alive:
-            self._held.clear()
+            self.held.clear()
 
     def _settle(self) -> None:
         """Make the key of the values that there are now, or take the one that these had before."""
-        for comparison in self._held[:1]:
+        self.must_look = bool(self._let_go or self._restless)
+        for comparison in self.held[:1]:
             if comparison.key is not None or self._refused:
                 return
             parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
@@ -329,7 +332,7 @@ class PlainState:
         """Note what others changed: places that take many values are let go, or make calls run eagerly."""
         for place, values in self._by_effect(changes).items():
             if place in self._let_go:
-                self._let_go[place] = self._calls
+                self._let_go[place] = self.calls
                 continue
             if place in self._effects:
                 self._effects.discard(place)
@@ -343,11 +346,11 @@ class PlainState:
                 seen.clear()
             seen.add(now)
             if place in self._restless:
-                self._restless[place] = self._calls
+                self._restless[place] = self.calls
             news = self._news.setdefault(place, collections.deque(maxlen=_MOST_VALUES - 1))
-            news.append((self._calls, shown_entry(next(iter(values.values()))[1])))
-            if len(news) == _MOST_VALUES - 1 and news[0][0] > self._calls - _WINDOW:
-                (self._restless if self._is_named(place) else self._let_go)[place] = self._calls
+            news.append((self.calls, shown_entry(next(iter(values.values()))[1])))
+            if len(news) == _MOST_VALUES - 1 and news[0][0] > self.calls - _WINDOW:
+                (self._restless if self._is_named(place) else self._let_go)[place] = self.calls
         self._leave_out()
 
     def _by_effect(self, changes: Changes) -> dict[Place, Entries]:
@@ -361,7 +364,7 @@ class PlainState:
         """Let places count again that kept their value for long."""
         for places in (self._let_go, self._restless):
             for place, since in list(places.items()):
-                if self._calls - since > _QUIET:
+                if self.calls - since > _QUIET:
                     del places[place]
                     self._news.pop(place, None)
         self._leave_out()
@@ -376,7 +379,7 @@ class PlainState:
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
-        for comparison in self._held[:1]:
+        for comparison in self.held[:1]:
             self._hold(comparison.after((), None))
 
     def _sort(self, changes: Changes, *, is_whole: bool) -> None:

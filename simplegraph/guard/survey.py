@@ -17,10 +17,9 @@ from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of, shown
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import left_by
+from simplegraph.guard.links import Link
 from simplegraph.guard.values import NOT_PLAIN, value_key
 
-Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
-SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 _OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # looked at by themselves
 _CODE = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType})
 _CODE |= {types.CodeType, functools.partial}

@@ -24,6 +24,7 @@ from simplegraph.program.escapes import PythonState
 from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.probes import Probe, RecordedRun, Run, around
+from simplegraph.program.steady_reads import SteadyReads
 
 
 def run_observed(
@@ -36,6 +37,7 @@ def run_observed(
     inputs: Collection[int] = (),
     arguments: HostArguments | None = None,
     before_write: Callable[[Tensor], object] = id,
+    trains: bool = False,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -48,9 +50,10 @@ def run_observed(
         inputs: storage keys of its tensors.
         arguments: the CPU tensors that it is passed, where it runs on another device.
         before_write: see `MemoryObserver`.
+        trains: what it reads back is data, since its graphs write to parameters.
     """
     about = Run(key=key, rows=rows, before_write=before_write)
-    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments)
+    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, trains=trains)
     with around(table.probes, about), watching as observer:
         outputs = about.outputs = wait_collectives(run())
     return outputs, observer, about.trace
@@ -64,6 +67,7 @@ def _eagerly(
     traced: bool,
     inputs: Collection[int] = (),
     arguments: HostArguments | None = None,
+    trains: bool = False,
 ) -> Iterator[MemoryObserver]:
     """Observe an eager run, and keep the constants of a warmup; see `run_observed`."""
     observer = MemoryObserver(rows=run.rows, before_write=run.before_write)
@@ -72,7 +76,8 @@ def _eagerly(
         from simplegraph.program.breaks.eager import BreakTracer  # not loaded for full graphs
 
         tracer = BreakTracer(breaking_operators(), observer, table.device.torch_device, inputs)
-    host = HostWarmup(table.device.torch_device, arguments, inputs)
+    device = table.device.torch_device
+    host = HostWarmup(device, arguments, None if trains else SteadyReads(device, inputs=inputs))
     following = contextlib.nullcontext() if run.key is None else host.following(observer)
     # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
@@ -124,7 +129,7 @@ class Observation(Probe):
                 yield
             return
         traced = job.mode is CudaGraphMode.PIECEWISE
-        with _eagerly(self.table, run, traced=traced, arguments=job.arguments) as observer:
+        with _eagerly(self.table, run, traced=traced, arguments=job.arguments, trains=job.trains) as observer:
             yield
         run.made = observer.made
         self.observers.append(observer)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -396,7 +396,7 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
     Args:
         device: where the forward runs.
         arguments: the CPU tensors that it is passed.
-        inputs: storage keys of the tensors that it is passed on the device.
+        steady: as for `HostMode`.
 
     Attributes:
         copies: device copies of what was moved, by content.
@@ -404,9 +404,9 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, device: torch.device, arguments: HostArguments | None = None, inputs: Collection[int] = ()
+        self, device: torch.device, arguments: HostArguments | None = None, steady: SteadyReads | None = None
     ) -> None:
-        super().__init__(device, arguments, SteadyReads(device, inputs=inputs))
+        super().__init__(device, arguments, steady)
         self.copies: dict[Hashable, Tensor] = {}
         self.sources: list[Tensor] = []
 

@@ -9,8 +9,12 @@ put them there, unless they stop a graph: what a forward changes whenever it run
 from __future__ import annotations
 
 import collections
+import datetime
+import decimal
+import fractions
 import gc
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.collection import without_collections
 from simplegraph.base.nested import ATOMS, constant_key
-from simplegraph.base.objects import own_dict
+from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.tensors import has_address, lies_at, parts
 from simplegraph.base.walk import (
     DEPTH,
@@ -42,6 +46,7 @@ from simplegraph.base.walk import (
 
 ABSENT = object()
 _KEPT = (nn.Module, BaseException)  # which lead to tensors
+_FIXED = (*ATOMS, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta)
 _FLAGS = (bool, type(None))
 
 
@@ -110,7 +115,20 @@ def is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
         return all(map(is_same, now, before))
-    return type(now) is type(before) and issubclass(type(now), ATOMS) and constant_key(now) == constant_key(before)
+    return type(now) is type(before) and _is_fixed_kind(type(now)) and constant_key(now) == constant_key(before)
+
+
+@by_class
+def _is_fixed_kind(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return issubclass(kind, _FIXED) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
+
+
+def is_fixed(value: Any) -> bool:
+    """True for values that nothing can change inside."""
+    if issubclass(type(value), tuple):
+        return all(map(is_fixed, tuple.__iter__(value)))
+    return _is_fixed_kind(type(value))
 
 
 def is_equal(now: Any, before: Any) -> bool:
@@ -248,7 +266,7 @@ class Snapshot:
             Note(self.walk.path_of(key, place), place, key, now, then)
             for place, before in self._touched(code=True)
             for key, now, then in _changed_entries(place, before)
-            if all(value is ABSENT or issubclass(type(value), ATOMS) for value in (now, then))
+            if all(value is ABSENT or is_fixed(value) for value in (now, then))
         ]
         if not any(note.tells for note in notes):
             return []
@@ -305,7 +323,7 @@ class Snapshot:
 def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
     """True for plain values by a key of a dict beyond code, and for what a run adds."""
     value = now.get(key)
-    return _is_plain(value) if key in before else not _keeps_tensors(value)
+    return is_fixed(value) if key in before else not _keeps_tensors(value)
 
 
 def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -314,19 +332,12 @@ def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     gained = [item for item in now if id(item) not in known]
     if len(now) > len(before):
         return not any(map(_keeps_tensors, gained))
-    return all(map(_is_plain, gained or now))
+    return all(map(is_fixed, gained or now))
 
 
 def _keeps_tensors(value: Any) -> bool:
     """True for tensors and what holds some: such a place is a cache, or refused since it keeps a graph's memory."""
     return issubclass(type(value), _KEPT) or next(tensors_in(value), None) is not None
-
-
-def _is_plain(value: Any) -> bool:
-    """True for a number, a text or the like, and for a tuple of these."""
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return issubclass(type(value), ATOMS)
 
 
 def _has_other_keys(holder: Any, now: dict[Any, Any], before: dict[Any, Any]) -> bool:

@@ -248,6 +248,7 @@ class GraphBuilder:
                 inputs=copied,
                 arguments=arguments,
                 before_write=before_write,
+                trains=computes_gradients(call.module),
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:

@@ -234,7 +234,7 @@ class StepModule(FunctionModule):
             else:
                 stack.enter_context(self.step.around_eager(observed=observed))
             stack.enter_context(autocast_cache(enabled=True))  # casts from outside are of weights before the step
-            result = self._function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
             if observed:
                 self.step.note_leaves(result, captured=captures)
             if observed and graphs is not None and not captures:
@@ -248,7 +248,7 @@ class StepModule(FunctionModule):
     def _find_places(self) -> list[CodePlace]:
         step = self.step
         modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
-        places = self._reach.find([self._function, *step.hooks()])
+        places = self._reach.find([self.function, *step.hooks()])
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look(step.scaler)
         places += self._optimizer_reach.find(users_functions(states))

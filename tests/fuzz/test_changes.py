@@ -19,7 +19,7 @@ pytestmark = pytest.mark.proofs  # as users have them
 
 CALLED = tuple(("call", 4, "no_grad", "x") for _ in range(5))
 ONCE = sorted(name for name in CHANGES if "freed" in name or ("storage" in name and "back" not in name))
-KEYED = {"a layer's setting"}  # plain values alone: another key, and no graph is dropped
+KEYED = {"a layer's setting", "an object's other class"}  # plain values alone: another key, and no graph is dropped
 READ = sorted(AND_BACK.keys() - HARMLESS - AROUND - GAPS.keys())
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.guard import holders, versions
+from simplegraph.guard import versions
 
 WIDTH = 4
 
@@ -58,7 +58,6 @@ def _no_grad() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["versions", "no versions"])
 def with_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(holders, "dict_version", None)
         monkeypatch.setattr(versions, "dict_version", None)
 
 

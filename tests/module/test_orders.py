@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.guard import holders, versions
+from simplegraph.guard import versions
 
 WIDTH = 4
 
@@ -141,7 +141,6 @@ def _no_grad() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["versions", "no versions"])
 def with_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(holders, "dict_version", None)
         monkeypatch.setattr(versions, "dict_version", None)
 
 
@@ -161,6 +160,15 @@ def test_another_order_is_noticed(name: str) -> None:
     model: Any = sg.wrap(module, capture_sizes=[2], progress=False)
     serve(model, module)
     change(module.held)
+    serve(model, module)
+
+
+def test_another_order_of_the_modules_own_children_is_noticed() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).eval()
+    vars(module)["_modules"] = collections.OrderedDict(module._modules)
+    model: Any = sg.wrap(module, capture_sizes=[2], progress=False)
+    serve(model, module)
+    module._modules.move_to_end("0")  # type: ignore[attr-defined]
     serve(model, module)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.base.reasons import CannotBind
 from simplegraph.guard import holders, plain_state, values
+from simplegraph.guard import versions as versions_of_dicts
 from simplegraph.guard.plain_state import PlainState
 
 SCALE = 2.0
@@ -161,7 +162,7 @@ VALUES = {
 @pytest.fixture(params=[True, False], ids=["versions", "no versions"])
 def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(holders, "dict_version", None)
+        monkeypatch.setattr(versions_of_dicts, "dict_version", None)
 
 
 @pytest.mark.usefixtures("versions")
@@ -240,7 +241,7 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_value_that_is_changed_in_place_is_noticed(name: str) -> None:
     held, change, read = IN_PLACE[name]
-    if name == "a long dict" and holders.dict_version is None:
+    if name == "a long dict" and versions_of_dicts.dict_version is None:
         pytest.skip("without versions only its length counts")
     model = wrapped(Reads(lambda self: read(self.held), held=copy.deepcopy(held)))
     serve(model)

@@ -187,12 +187,12 @@ def test_a_count_of_rows_that_rounding_would_hide_is_told_by_half_of_them(device
 
 def test_a_tensor_replaced_in_a_closure_by_less_than_rounding_is_found_by_a_padded_call_alone(device):
     scale = [torch.ones(1, device=device)]
-    model = graphed(device, lambda m, x: x * scale().value, capture_sizes=[8])
+    model = graphed(device, lambda m, x: x * scale[0], capture_sizes=[8])
     model.capture_graphs(rows(8, device))
-    scale().value = torch.full((1,), 1.001, device=device)  # between the capture and the first replay
+    scale[0] = torch.full((1,), 1.001, device=device)  # between the capture and the first replay
     for _ in range(2):
         x = rows(7, device)
-        assert torch.equal(model(x), x * scale().value)
+        assert torch.equal(model(x), x * scale[0])
     assert model.graph_stats.replays == 0
 
 

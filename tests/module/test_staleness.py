@@ -416,7 +416,7 @@ def test_a_reading_tells_an_added_attribute(device):
     with torch.no_grad():
         for _ in range(4):
             model(torch.randn(4, WIDTH, device=device))
-    reading = model._graph_runner.builder.state._reading
+    reading = model._graph_runner.builder.state.reading
     assert reading.same(vars(module))
     module.note = 1
     assert not reading.same(vars(module))

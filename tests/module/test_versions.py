@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.guard import guards, versions
+from simplegraph.guard import links, reading, versions
 from tests.module.answers import close
 from tests.module.stateful import captured, rows
 
@@ -19,8 +19,8 @@ needs_versions = pytest.mark.skipif(versions.dict_version is None, reason="this 
 @pytest.fixture
 def looked_at(monkeypatch):
     """Collects the attributes that calls look at."""
-    looked, hold = [], guards._Entries.hold
-    monkeypatch.setattr(guards._Entries, "hold", lambda self, held: looked.append(held) or hold(self, held))
+    looked, hold = [], links.AttributeEntries.hold
+    monkeypatch.setattr(links.AttributeEntries, "hold", lambda self, held: looked.append(held) or hold(self, held))
     return looked
 
 
@@ -72,18 +72,18 @@ def test_a_change_that_another_thread_makes_during_a_comparison_is_seen_by_the_n
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     for _ in range(6):
         served(model, module, device)
-    hold = guards._Entries.hold
+    hold = links.AttributeEntries.hold
 
     def hold_and_write(entries, attributes):
         held = hold(entries, attributes)
         module[1].negative_slope = 0.1
         return held
 
-    monkeypatch.setattr(guards._Entries, "hold", hold_and_write)
+    monkeypatch.setattr(links.AttributeEntries, "hold", hold_and_write)
     module[1].train()  # a reason to look
     module[1].eval()
     model(rows(4, device))
-    monkeypatch.setattr(guards._Entries, "hold", hold)
+    monkeypatch.setattr(links.AttributeEntries, "hold", hold)
     for _ in range(4):
         x = rows(4, device)
         close(model(x), module(x))
@@ -94,8 +94,8 @@ def test_a_child_that_a_thread_adds_after_the_survey_reads_as_changed(device):
     module = nn.Sequential(nn.Linear(6, 6, device=device))
     surveyed = list(module.modules())
     module.append(nn.ReLU())
-    assert not guards.Reading(surveyed, ()).same(vars(module))
-    assert guards.Reading(list(module.modules()), ()).same(vars(module))
+    assert not reading.Reading(surveyed, ()).same(vars(module))
+    assert reading.Reading(list(module.modules()), ()).same(vars(module))
 
 
 @pytest.mark.parametrize("with_versions", [True, False])
@@ -165,3 +165,92 @@ def test_modules_that_share_one_dict_are_served(device, monkeypatch, with_versio
     for _ in range(4):
         served(model, module, device)
     assert served(model, module, device)
+
+
+class Scale(nn.Module):
+    """Has no tensor by which guards would notice it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Named(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, device=device))
+        self.second = nn.Parameter(torch.randn(6, device=device))
+        self.one, self.two = Scale(2.0), Scale(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x * self.first) - self.two(x) * self.second.square()
+
+
+def _other_attributes(module: nn.Module) -> None:
+    module.one.__dict__ = dict(vars(module.one), factor=5.0)
+
+
+def _other_class(module: nn.Module) -> None:
+    class Other(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - self.factor
+
+    module.one.__class__ = Other
+
+
+def _parameters_change_names(module: nn.Module) -> None:
+    first, second = module.first, module.second
+    del module.first, module.second
+    module.second, module.first = first, second  # in the order in which they were
+
+
+def _children_change_names(module: nn.Module) -> None:
+    one, two = module.one, module.two
+    del module.one, module.two
+    module.two, module.one = one, two
+
+
+_UNSEEN_BY_VALUES = (_other_attributes, _other_class, _parameters_change_names, _children_change_names)
+
+
+@pytest.mark.parametrize("with_versions", [True, False])
+@pytest.mark.parametrize("change", _UNSEEN_BY_VALUES, ids=lambda change: change.__name__[1:])
+@pytest.mark.parametrize("way", ["wrapped", "a function", "in a list"])
+def test_a_change_that_moves_no_tensor_is_noticed(device, monkeypatch, with_versions, change, way):
+    if not with_versions:
+        monkeypatch.setattr(versions, "dict_version", None)
+    module = Named(device).eval()
+    listed = [module]
+    served = {
+        "wrapped": lambda: sg.wrap(module, capture_sizes=[4], progress=False),
+        "a function": lambda: sg.wrap(lambda x: module(x), capture_sizes=[4], progress=False),
+        "in a list": lambda: sg.wrap(Listing(listed), capture_sizes=[4], progress=False),
+    }[way]()
+    for _ in range(6):
+        x = rows(4, device)
+        close(served(x), module(x))
+    assert served.graph_stats.replays > 0
+    change(module)
+    for _ in range(6):
+        x = rows(4, device)
+        close(served(x), module.forward(x))
+    before = served.graph_stats.replays
+    served(rows(4, device))
+    assert served.graph_stats.replays == before + 1
+
+
+class Listing(nn.Module):
+    """Holds modules that are no children of it."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.listed = modules
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.listed:
+            x = module(x)
+        return x

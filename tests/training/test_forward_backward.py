@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from run_log import unwatched
 from torch import Tensor, nn
 
 import simplegraph as sg
@@ -910,7 +911,7 @@ def test_a_backward_that_writes_over_what_its_forward_left_is_compared_from_ther
 
 @pytest.mark.proofs
 def test_a_tensor_that_the_eager_run_of_a_proof_adds_to_a_cache_leaves_the_graphs(device):
-    armed = threading.Event()
+    armed = unwatched(value=False)  # a flag that is noticed would be another call's
 
     class Caching(nn.Linear):
         def __init__(self):
@@ -918,14 +919,14 @@ def test_a_tensor_that_the_eager_run_of_a_proof_adds_to_a_cache_leaves_the_graph
             self.cache = {"scale": torch.ones(3, device=device)}
 
         def forward(self, x):
-            if armed.is_set() and not graph_device(device).is_capturing():
+            if armed().value and not graph_device(device).is_capturing():
                 self.cache.setdefault("later", torch.ones(3, device=device))
             return super().forward(x) * self.cache["scale"]
 
     plain, model = twins(Caching, device)
     for turn, (x, _) in enumerate(batches(5, device)):
         if turn == 1:  # the call that is captured and proven
-            armed.set()
+            armed().value = True
         assert torch.equal(step(model, x), step(plain, x))
     assert_same(model, plain)
     assert "later" in model.cache
