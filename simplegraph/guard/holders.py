@@ -365,6 +365,8 @@ class Holders:
         closed: Collection[str] = (),
     ) -> None:
         self._module, self._gone, self._breaks, self._closed = plain(module), gone, breaks, closed
+        children = (own_dict(self._module) or {}).get("_modules") or {}
+        self._unhooked = children.get(class_member(type(self._module), "_simplegraph_unhooked"))
         self._classes: dict[type, None] = {}
         self._functions: dict[int, Any] = {}
         self._policy = _POLICY if breaks else _WITHOUT_BREAKS
@@ -534,7 +536,8 @@ class Holders:
         skipped: Collection[str] = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
         if str(type(thing).__module__).startswith("simplegraph."):
             skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
-        for hooks in map(held.get, HOOKS) if code is None and issubclass(type(thing), nn.Module) else ():
+        has_hooks = issubclass(type(thing), nn.Module) and thing is not self._unhooked
+        for hooks in map(held.get, HOOKS) if code is None and has_hooks else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
         called = {key for key, value in held.items() if issubclass(type(value), ATOMS)} if names is not None else set()
         if code is not None:  # a number by the name of a method that code calls on something else

@@ -113,6 +113,7 @@ class Observation(Probe):
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
     _host: HostCapture | None = None  # of the recording under way
+    _answered: bool = False  # a recording took a value from a warmup
 
     def before_capture(self, run: Run) -> None:
         """Refuse what a run before showed that no capture may come to."""
@@ -141,7 +142,7 @@ class Observation(Probe):
         host = self._host = HostCapture(device.torch_device, copies, job.name, job.arguments, answers, job.held)
         observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
         run.made = observer.made
-        followed = run.observed or constants.met_host or job.arguments or answers
+        followed = run.observed or constants.met_host or job.arguments or self._answered
         try:
             with (
                 host.following(observer if run.observed else None) if followed else contextlib.nullcontext(),
@@ -168,7 +169,9 @@ class Observation(Probe):
         if self._host is not None:
             recorded.program.constants = list(self._host.served.values())
             self.reads |= self._host.reads
-            self.versions += self._host.answered_from
+            if self._host.steady is not None:
+                self.versions += self._host.steady.used
+                self._answered = self._answered or self._host.steady.answered
 
 
 @dataclasses.dataclass(eq=False)

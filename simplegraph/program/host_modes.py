@@ -36,7 +36,6 @@ from simplegraph.base.constants import (
     SERVING,
     WATCHED_BYTES,
     Answer,
-    WatchedVersion,
     content,
     is_watchable,
     span,
@@ -472,11 +471,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
-
-    @property
-    def answered_from(self) -> list[WatchedVersion]:
-        """What the answers that the capture was given follow from."""
-        return [] if self.steady is None else self.steady.used
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""

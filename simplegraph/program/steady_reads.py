@@ -49,7 +49,7 @@ class SteadyReads:
         inputs: of a warmup, storage keys of its inputs.
 
     Attributes:
-        used: what answers of this capture follow from.
+        used: what answers of this capture follow from; answered: True if there were any.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class SteadyReads:
         self._read: dict[bytes, tuple[Any, frozenset[int]]] = {}
         self._sees_all = True
         self.used: list[WatchedVersion] = []
+        self.answered = False
 
     def learnt(self) -> dict[bytes, Answer]:
         """Return what this run read of memory that it did not write; call at its end."""
@@ -90,6 +91,7 @@ class SteadyReads:
             answer = self._answers.get(origin.digest)
             if answer is not None and self._holds(answer, origin.roots):
                 self.used += answer.roots
+                self.answered = True
                 return answer.value
         result = proceed(func, args, kwargs)
         self._note(func, args, kwargs, result, origin)
@@ -130,10 +132,8 @@ class SteadyReads:
             is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
             self._made[storage_key(tensor)] = _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
         roots: set[int] = set()
-        if facts.reads_no_value:  # a view, or like another tensor
-            for tensor in strided_tensors((*args, *kwargs.values())):
-                self._meet(storage_key(tensor), tensor)
-        described = _described((args, kwargs), _layout if facts.reads_no_value else self._followed, roots)
+        tell = _layout if facts.name.endswith("_like") or facts.name.startswith("new_") else self._followed
+        described = _described((args, kwargs), tell, roots)
         if described is None:
             return None
         text = f"{func} {described}".encode()
@@ -200,7 +200,7 @@ def _layout(tensor: Tensor, _: set[int]) -> str | None:
 
 
 def _described(value: Any, tell: Callable[[Tensor, set[int]], str | None], roots: set[int]) -> str | None:
-    """Describe an argument of an operator, tensors as one is told; None if one is not, or for a random generator."""
+    """Describe an argument of an operator, tensors as one is told; None if one is not, or for what has no value."""
     kind = type(value)
     if issubclass(kind, Tensor):
         return tell(value, roots) if value.layout is torch.strided else None
@@ -209,5 +209,6 @@ def _described(value: Any, tell: Callable[[Tensor, set[int]], str | None], roots
     elif issubclass(kind, dict):
         parts = [_described(item, tell, roots) for entry in sorted(value.items()) for item in entry]
     else:
-        return None if issubclass(kind, torch.Generator) else f"{kind.__name__}:{value!r}"
+        unknown = torch.Generator, torch.UntypedStorage  # the repr of a storage lists all of its bytes
+        return None if issubclass(kind, unknown) else f"{kind.__name__}:{value!r}"
     return None if None in parts else f"{kind.__name__}({', '.join(filter(None, parts))})"

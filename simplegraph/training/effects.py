@@ -187,7 +187,7 @@ def _node_hooks(parameter: Tensor) -> list[Any]:
 
     Only the garbage collector sees them.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():  # others look, too, such as who puts a process to sleep
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     found = (held for held in gc.get_referents(node) if isinstance(held, dict) and held)

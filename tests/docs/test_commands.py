@@ -18,8 +18,17 @@ from tests.docs.pages import DOCS, PAGES, README, ROOT, blocks, prose, text_of
 
 # Everything that an install command of ours may name, beside this folder. Each is in the registry, and is what we say.
 PACKAGES = {
-    *("accelerate", "diffusers", "fastapi", "flash-attn", "flashinfer-python", "lerobot", "lightning"),
-    *("stable-baselines3", "transformers", "triton", "uvicorn", "vllm"),
+    *(
+        "accelerate",
+        "chatterbox-tts",
+        "diffusers",
+        "fastapi",
+        "flash-attn",
+        "flashinfer-python",
+        "lerobot",
+        "lightning",
+    ),
+    *("mace-torch", "stable-baselines3", "torchrl", "transformers", "triton", "ultralytics", "uvicorn", "vllm"),
 }
 # Everybody else's sites that texts may lead to; none is ours, since we have none.
 SITES = {"docs.pytorch.org", "github.com/open-telemetry", "keepachangelog.com", "semver.org", "127.0.0.1"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_log import run_log
 from torch import Tensor, nn
 
 import simplegraph as sg
@@ -147,15 +148,14 @@ class Records(nn.Module):
     def __init__(self, graphs: GraphDevice) -> None:
         super().__init__()
         self.graphs = graphs
-        runs: list[tuple[int, bool, int]] = []
-        self.list_runs = lambda: runs  # behind a function: what a capture appends to a list of the module is taken back
+        self.log = run_log()
 
     @property
     def runs(self) -> list[tuple[int, bool, int]]:
-        return self.list_runs()
+        return self.log()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs.append((x.shape[0], self.graphs.is_capturing(), self.graphs.current_stream()))
+        self.log(x.shape[0], self.graphs.is_capturing(), self.graphs.current_stream())
         return x * 2
 
 

@@ -172,16 +172,24 @@ def test_a_module_that_initialises_itself_at_its_first_call_is_served_afterwards
 DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an input": lambda m, x: x * float(x.sum()),
     "an input and a buffer": lambda m, x: x * float((m.scales[0] * x).sum()),
+    # Operators that return their argument or a copy, which come whole in inference mode.
+    "cast": lambda m, x: x * float((x.sum() > 0).long()),
+    "moved": lambda m, x: x * float((x.sum() * 8).to(torch.int32)),
+    "of another kind": lambda m, x: x * float(x.sum().double().type_as(x)),
+    "made contiguous": lambda m, x: x * float(x.t().contiguous()[0, 0]),
+    "flattened": lambda m, x: x * float(x.t().reshape(-1)[0]),
+    "an index": lambda m, x: x[:, : (x.sum() > 0).long() + 2],
     "a random number": lambda m, x: x * float(torch.rand(1, device=x.device)),
     "noise on a buffer": lambda m, x: x + float((m.scales + torch.randn_like(m.scales)).sum()),
-    "memory that was not written": lambda m, x: x + float(torch.empty(1, device=x.device).isnan().sum() * x.sum()),
+    "memory that was not written": lambda m, x: x + float(torch.empty(1, device=x.device).isnan().sum() * 0),
 }
 
 
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", DATA)
-def test_data_is_not_frozen(device: torch.device, name: str) -> None:
+def test_data_is_not_frozen(device: torch.device, name: str, grad_mode: Any) -> None:
     model, plain = graphed(device, DATA[name])
-    with torch.no_grad():
+    with grad_mode():
         for size in ROWS * 3:
             x = torch.randn(size, 4, device=device)
             torch.manual_seed(size)
@@ -375,3 +383,19 @@ def test_a_value_that_changes_at_every_call_is_data(device: torch.device) -> Non
             plain.stride.fill_(value)
             compare(model, plain, device, (2,))
     assert "x * int(m.stride)" in str(model.graph_report())
+
+
+def test_no_storage_is_printed_byte_by_byte(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A printed storage lists every byte: a capture of a large one would not end."""
+    printed: list[int] = []
+    monkeypatch.setattr(torch.UntypedStorage, "__repr__", lambda storage: printed.append(storage.nbytes()) or "storage")
+
+    @sg.eager_break
+    def breaks(x: Tensor) -> Tensor:
+        return x + 1
+
+    model, plain = graphed(device, lambda m, x: breaks(x * int(m.stride)) * 2, mode="PIECEWISE")
+    with torch.inference_mode():
+        compare(model, plain, device, ROWS * 4)
+    assert model.graph_stats.replays >= 6
+    assert printed == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_log import unwatched
 from torch import Tensor, nn
 from unseen_kernel import JITFunction, launch, stand_in_triton
 
@@ -261,12 +262,12 @@ def test_a_tensor_that_a_kernel_has_as_a_default_is_kept_alive(monkeypatch: pyte
 
     kernel: Any = kernels(add_default)
     table = torch.randn(WIDTH)
-    watched = weakref.ref(table)
+    watched, held = weakref.ref(table), unwatched(kernel=kernel)
 
     class ByDefault(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 1
-            kernel.run(y, grid=(1,))
+            held().kernel.run(y, grid=(1,))
             return y
 
     def run(self: Any, y: Tensor, grid: Any) -> None:

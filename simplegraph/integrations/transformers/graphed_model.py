@@ -96,6 +96,7 @@ class ModelStep(nn.Module):
     """
 
     takes_settings = False  # users who see its messages cannot set its mode or mark breaks in it
+    _simplegraph_unhooked = "model"  # the child whose `forward` alone runs here: its own hooks run around calls
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
