@@ -43,6 +43,7 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature, known_arguments
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.left import LeftTensors
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
@@ -254,6 +255,7 @@ class Call:
         key: of its graph; plan_key: of such calls' plan in their layout.
         breaks: True if its graph honours breaks, so that its warmup must trace them.
         plain: reads the plain values that it finds.
+        left: the places in which runs leave tensors.
     """
 
     module: Any
@@ -266,6 +268,7 @@ class Call:
     dispatch: Dispatch
     size: int
     plain: PlainState
+    left: LeftTensors
 
     def __post_init__(self) -> None:
         mode, descriptor = self.dispatch[:2]
@@ -284,7 +287,10 @@ class Call:
         """Run the module's own call on these arguments."""
         try:
             with self.plain.run(self.module):
-                return invoke(self.module, args, kwargs)
+                if not self.left.places:
+                    return invoke(self.module, args, kwargs)
+                run = functools.partial(invoke, self.module, args)
+                return self.left.run(run, kwargs, is_call=kwargs is self.kwargs)
         finally:
             vars(self).pop("survey", None)
 

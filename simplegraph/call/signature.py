@@ -69,7 +69,7 @@ def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
     names = [p.name for p in parameters]
     for setting in ("batch_dims", "pad_values", "length_dims"):
         for name in getattr(config, setting):
-            if name.split(".")[0] not in names:
+            if name.split(".")[0] not in names and not name.startswith("self."):  # those are left in attributes
                 hint = did_you_mean([name.split(".")[0]], names)
                 takes = ", ".join(names) or "nothing"
                 raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")

@@ -11,5 +11,6 @@ code_below    finds the code below a call by the names that it has
 survey        lists everything that a module holds, by name
 torch_state   settings and modes of torch around a call
 functions     makes a module of a function, from what it reaches
+left          tensors that runs leave in attributes: outputs, and inputs where a run reads them
 effects       what a run changes in Python
 """

@@ -9,7 +9,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,9 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
+from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
 from simplegraph.program.escapes import PythonState, holds_graph_memory
+from simplegraph.program.probes import Run, Undone
 from simplegraph.program.snapshot import Snapshot, in_memory, is_same
 
 _MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
@@ -34,6 +36,8 @@ class ModuleState(PythonState):
         device, pool: where it is captured.
         counted: what every run changes, of the module.
         inputs: storage keys of the static inputs, which the caller never passed: no place keeps one.
+        retry: a recording that leaves tensors is tried a second time, since a warmup may fill a cache.
+        passes_left: attributes that only hold a tensor of the latest run are no reason to refuse it: calls can pass it.
     """
 
     def __init__(
@@ -43,8 +47,16 @@ class ModuleState(PythonState):
         pool: GraphPool,
         counted: CountedState,
         inputs: Collection[int],
+        *,
+        retry: bool,
+        passes_left: bool,
     ) -> None:
         super().__init__([module])
+        self._module, self._passes_left = module, passes_left
+        if passes_left:
+            self.kept_remedy = "Return it instead, or keep it alone in an attribute of a module: self.last = tensor."
+        self._left: dict[str, LeftPlace] = {}  # attributes that a recording left tensors in, by their dotted name
+        self._tried: set[str] | None = set() if retry else None  # labels of recordings that left some
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
         self._function = module if isinstance(module, FunctionModule) else None
@@ -66,6 +78,8 @@ class ModuleState(PythonState):
 
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
+        if changes and self._passes_left:
+            self._left |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
@@ -74,6 +88,24 @@ class ModuleState(PythonState):
         self.snapshot.put_back(self._counted.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
+
+    def note_left(self, run: Run, names: Sequence[str]) -> None:
+        """Let calls pass the places, if all are attributes of modules, and no warmup makes the recording leave none.
+
+        Raises:
+            PlacesFoundError: they are such.
+        """
+        if self._tried is None or run.label in self._tried:
+            self.check_left(names)
+        else:
+            self._tried.add(run.label)
+
+    def check_left(self, names: Sequence[str]) -> None:
+        """Raise a PlacesFoundError if calls can pass what was left in the places of these names."""
+        if self._left.keys() >= set(names):
+            places = [self._left[name] for name in names]
+            self.undo(Undone.SECOND_TRY, ())
+            raise PlacesFoundError(places)
 
 
 class PythonEffects:

@@ -30,6 +30,7 @@ from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
 from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, is_packaged, names_of
+from simplegraph.guard.left import left_by
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, restore
 
@@ -281,7 +282,8 @@ class FunctionModule(nn.Module):
 
     def resolve(self) -> None:
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
-        places = self._find_places()
+        left = left_by(self).exempt()
+        places = [place for place in self._find_places() if (id(place.holder), place.key) not in left]
         functions = self._reach.functions
         self.values.use(places, functions)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
@@ -448,8 +450,8 @@ class GraphedFunction(Generic[P, R]):
         runner = wrapped._graph_runner
         result: R = (
             runner.call(wrapped, args, kwargs)
-            if runner.lengths is None
-            else runner.lengths.call(runner, wrapped, args, kwargs)
+            if runner.front is None
+            else runner.front.call(runner, wrapped, args, kwargs)
         )
         return result
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        return Reading(list(survey.modules.values()), (*held, *survey.links), owned, list(self._values.values()))
+        values = list(self._values.values())
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned, values, survey.left)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it; a call asks the `reading` first."""
@@ -134,6 +135,12 @@ class CapturedState:
             return True
         self.reading = self._new_reading(survey)  # another thing changed, or this one was changed and changed back
         return False
+
+    def renew(self, versions: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones."""
+        reading = self.reading
+        if reading is not None:
+            reading.renew(versions)
 
     def wants_grad(self) -> bool:
         """True if anything that the graphs read requires grad, or if somebody has to look first."""

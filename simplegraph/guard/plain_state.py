@@ -145,6 +145,12 @@ class PlainState:
                 raise CannotBind(Reason.PYTHON_STATE, self._why(next(iter(self._restless))))
             return self._key
 
+    def renew(self, versions: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones: what a replay left there is no plain value."""
+        with self._lock:
+            for comparison in self.held[:1]:
+                self._hold(comparison.renewed(versions))
+
     def forget(self) -> None:
         """Find anew what holds values at the next call, and forget what changed so far."""
         self.held.clear()

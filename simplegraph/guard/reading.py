@@ -12,7 +12,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,6 +91,7 @@ class Reading:
             parameters, buffers, children and hooks.
         owned: tensors that nothing else is known to hold.
         watched: values of tensors.
+        left: places, by the id of a dict and the key, in which runs leave tensors: what they hold does not count.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Reading:
         links: Iterable[Sequence[Link]],
         owned: Sequence[Tensor] = (),
         watched: Sequence[WatchedValue | WatchedVersion] = (),
+        left: Collection[tuple[int, str]] = (),
     ) -> None:
         root, *children = modules
         below = [vars(child) for child in children]
@@ -133,13 +135,15 @@ class Reading:
             self._values_of = _ordered_values_of
         values, self._lengths = self._read(vars(root))
         registered = self._lengths[0]
+        places = [(id(held), name) for held, names in zip(registries, self._names, strict=True) for name in names]
+        ignored = {at for at, place in enumerate(places) if place in left}
         tensors = [
             at
             for at, value in enumerate(values)
-            if issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
+            if at not in ignored and issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
         # Of containers their length and what is read of them is compared, whichever objects they are.
-        others = sorted(set(range(len(values))) - set(tensors) - self._opened(registered))
+        others = sorted(set(range(len(values))) - set(tensors) - ignored - self._opened(registered))
         numbers = [at for at in others if type(values[at]) in SETTINGS]
         modules_at = [at for at in others if issubclass(type(values[at]), nn.Module)]
         others = sorted(set(others) - {*numbers, *modules_at})
@@ -275,6 +279,14 @@ class Reading:
             return [kind.forward for kind in self._kinds] == self._forwards
         except Exception:  # a survey finds out what it was
             return False
+
+    def renew(self, renewed: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones."""
+        if self._versions is not None:
+            self._versions = [renewed.get(version, version) for version in self._versions]
+        if self._filled is not None:
+            self._filled = [renewed.get(version, version) for version in self._filled]
+        self._own = renewed.get(self._own, self._own)
 
     def _look(self, attributes: dict[str, Any], modules: Sequence[nn.Module], told: Comparison | None) -> bool:
         """Compare the modules' classes, and the attributes whose version is another one by now; keep the versions.
@@ -461,6 +473,21 @@ class Comparison:
 
     def _moved_otherwise(self) -> list[Any]:
         return [holder for holder in self.holders if holder.marked() != holder.mark]
+
+    def renewed(self, renewed: Mapping[int, int]) -> Comparison:
+        """Return the comparison with new versions of dicts, by the old ones; what it tells a reading stays told."""
+        later = copy.copy(self)  # another thread may be comparing with this one
+        later._versions = self._versions.copy()
+        for at, version in enumerate(self._versions):
+            if version in renewed:
+                later._versions[at] = renewed[version]
+                holder = self._by_version[at]
+                holder.mark = holder.mark[0], renewed[version], *holder.mark[2:]
+        before = self._version
+        if before is not None and before in renewed:
+            later._version = renewed[before]
+            self.root.mark = self.root.mark[0], renewed[before], *self.root.mark[2:]
+        return later
 
     def after(self, moved: Sequence[Any], key: Any) -> Comparison:
         """Return the comparison with these holders as they were read again."""

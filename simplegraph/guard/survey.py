@@ -16,6 +16,7 @@ from simplegraph.base.objects import class_member, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of, shown
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.left import left_by
 from simplegraph.guard.links import Link
 from simplegraph.guard.values import NOT_PLAIN, value_key
 
@@ -57,6 +58,7 @@ class Survey:
         generators: random generators in such attributes.
         links: chains of links to modules that are no children, to generators, functions and settings, and to what may
             become a tensor or get one: None and containers without any.
+        left: the places in which its runs leave tensors, which are not listed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,6 +66,7 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
+        self.left = left_by(module).exempt()
         roots: list[Any] = [module]
         if isinstance(module, FunctionModule):
             module.resolve()
@@ -92,7 +95,7 @@ class Survey:
         if issubclass(type(holder), nn.Module) and key in REGISTERED:
             self._places[id(thing)] = self._places[above]
             for own, tensor in held.items() if key != "_modules" else ():
-                if tensor is not None:
+                if tensor is not None and (id(thing), own) not in self.left:
                     self._add(HeldTensor(_dotted(name, own), _dotted(name, own), tensor, registered=True))
             return True
         if above:
@@ -114,7 +117,7 @@ class Survey:
         is_module = issubclass(type(thing), nn.Module)
         for key, value in items_of(held):
             kind = type(value)
-            if is_module and key in REGISTERED:
+            if is_module and (key in REGISTERED or (id(own_dict(thing)), key) in self.left):
                 continue
             if value is not None and value_key(value) is not NOT_PLAIN:  # of a call's key, but for what gets a tensor
                 continue

@@ -44,7 +44,12 @@ class PythonState(Probe):
 
     Args:
         roots: modules, functions and other objects that captures run.
+
+    Attributes:
+        kept_remedy: what to do about a place that would keep a tensor, where nothing more is known of it.
     """
+
+    kept_remedy = "Return it instead, or copy it into a buffer of the module."
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
@@ -95,11 +100,16 @@ class PythonState(Probe):
         own_memory = {tensor.data_ptr() for tensor in _tensors_of(own)}
         is_returned, is_gradient = any(address in own_memory for _, address in kept), _holds_gradient(_living(kept))
         names, undefined = _put_back(kept, self)
+        if not (is_gradient or undefined):
+            self.note_left(recorded.run, names)
         remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY if is_returned else self.remedy(names)
         cause = kept_by(names)
         if undefined:
             remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
+
+    def note_left(self, run: Run, names: Sequence[str]) -> None:
+        """Note which places a recording left tensors in, before that is refused."""
 
     def remedy(self, names: Iterable[str]) -> str:
         """Return the advice for places of these names that would keep a tensor."""
@@ -111,7 +121,7 @@ class PythonState(Probe):
                 return _NORM_REMEDY
             if library_remedy := remedy_for_library(root, name):
                 return library_remedy
-        return _KEPT_REMEDY
+        return self.kept_remedy
 
     def undo(self, what: Undone, runs: Sequence[Run]) -> None:
         """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
@@ -192,7 +202,6 @@ def _put_back(kept: Sequence[_Located], state: PythonState) -> tuple[list[str], 
 
 
 _UNSEEN = "a place that the code does not lead to"
-_KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
 _GRADIENT_REMEDY = (
     "It is the gradient of a tensor, set by backward(): return what torch.autograd.grad(loss, inputs) gives in place "
     "of calling backward(), or let simplegraph.train_step have the whole step."

@@ -30,6 +30,7 @@ from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.left import PlacesFoundError
 from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager
@@ -265,6 +266,8 @@ class GraphBuilder:
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
+        if call.left.places:
+            call.left.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
         self.seen.add(call.survey, observers, inputs | unread)
         if self.state is not None:
@@ -374,11 +377,20 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
-        state = ModuleState(call.module, manager.device, manager.pool, counted, inputs.storages)
         observation = Observation(manager.table)
         # Calls so far may have run with fewer rows, or in another way that an extra noted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
         retry = not lazy or not own_size or bool(manager.table.constants.notes)
+        passes_left = call.left.enabled and not call.breaks and manager.ranks.size == 1
+        state = ModuleState(
+            call.module,
+            manager.device,
+            manager.pool,
+            counted,
+            inputs.storages,
+            retry=retry,
+            passes_left=passes_left,
+        )
         rehearsals = Rehearsals(self.seen, manager.table, call, observation.observers)
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
         num_warmups = manager.config.num_warmups
@@ -404,6 +416,8 @@ class GraphBuilder:
             try:
                 summary = capture.run(0 if lazy or watched else 1, 0 if lazy or num_warmups < 2 else num_warmups)
                 _check_settings(call)
+            except PlacesFoundError as found:
+                raise self._pass_left(call, found, observation) from None
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
@@ -411,6 +425,11 @@ class GraphBuilder:
             self._learn_hosts(call, jobs[0].arguments)
         self._note_made(call, jobs, observation)
         unknown = call.never_compared() if any(observer.unseen for observer in observation.observers) else []
+        if refused := kept or (counted.names if len(summary.failed) < len(jobs) else None):
+            try:
+                state.check_left(refused)
+            except PlacesFoundError as found:
+                raise self._pass_left(call, found, observation) from None
         if kept:
             why = kept_by(kept), state.remedy(kept)
         elif unknown:
@@ -420,6 +439,11 @@ class GraphBuilder:
         else:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
+
+    def _pass_left(self, call: Call, found: PlacesFoundError, observation: Observation) -> CannotBind:
+        """Let calls pass the places that a capture found; return why this one runs eagerly."""
+        call.left.adopt(found.places, {key for observer in observation.observers for key in observer.external})
+        return CannotBind(Reason.WARMUP, str(found))
 
     def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
         """Refuse captures of a call that a warmup showed to be another than it was read as.

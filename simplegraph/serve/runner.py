@@ -31,6 +31,7 @@ from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
+from simplegraph.guard.left import LeftTensors
 from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
     GLOBAL_HOOKS,
@@ -100,8 +101,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
             self._count_compiled()
             return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
         runner = self._graph_runner
-        if runner.lengths is not None:
-            return runner.lengths.call(runner, self, args, kwargs)
+        if runner.front is not None:
+            return runner.front.call(runner, self, args, kwargs)
         return runner.call(self, args, kwargs)
 
     def _count_compiled(self) -> bool:
@@ -180,7 +181,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool) -> CaptureSummary:
         runner = self._graph_runner
-        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        capture = functools.partial(runner.front.capture_all, runner) if runner.front else runner.capture_all
         summary: CaptureSummary = capture(self, args, kwargs, **how)
         return summary
 
@@ -265,7 +266,8 @@ class GraphRunner:
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
-        self.lengths = extras.installed.lengths(config)
+        self.front: Any = extras.installed.lengths(config)
+        self.left = LeftTensors(enabled=self.front is None and type(self) is GraphRunner)
         self._known = KnownCalls(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
@@ -362,12 +364,35 @@ class GraphRunner:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why)
 
+    def relearn(self) -> None:
+        """Forget all calls: by now others are known of the places in which runs leave tensors, and calls pass these."""
+        with self._lock:
+            self.left.stale = False
+            self.front = self.left if self.left.passed else None
+            self._forget()
+
+    def own(self, tensor: Any) -> Any:
+        """Return what a call left, in memory that no replay overwrites."""
+        manager = self.manager
+        if manager is None or self.config.outputs != "static" or not issubclass(type(tensor), Tensor):
+            return tensor
+        return tensor.clone() if manager.device.in_pool(manager.pool, tensor) else tensor
+
+    def renew(self, versions: Mapping[int, int]) -> None:
+        """Take dicts of these versions for known by their new ones: what they hold counts as before."""
+        if versions:
+            self._known.plain.renew(versions)
+            if self.builder is not None and self.builder.state is not None:
+                self.builder.state.renew(versions)
+
     def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
         """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
         with self._known.plain.run(module):
-            return invoke(module, args, kwargs)
+            if not self.left.places:
+                return invoke(module, args, kwargs)
+            return self.left.run(functools.partial(invoke, module, args), kwargs, is_call=True)
 
     def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
         """Finish a call eagerly whose replay an eager break stopped; its size runs eagerly from now on.
@@ -412,6 +437,9 @@ class GraphRunner:
                     if error.reason in LASTING:
                         call.layout.plans[call.plan_key] = Refusal(call, error, builder.reader)
                     raise
+                finally:
+                    if self.left.stale:
+                        self.relearn()
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -439,7 +467,7 @@ class GraphRunner:
         if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size, layout.binding.signature)
         known.use(layout)
-        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, known.plain)
+        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, known.plain, self.left)
 
     def _dispatch(
         self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]
@@ -551,6 +579,7 @@ class GraphRunner:
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
         self._record.drop(self.stats.replays)
+        self.left.check()
         self.stats.recaptures += 1
         self._drop_graphs()
         if self._record.disabled is not None:
@@ -581,19 +610,25 @@ class GraphRunner:
             while True:
                 left -= 1
                 try:
-                    builder, call = self._read(module, args, kwargs, largest=True)
+                    passed = self.left.arguments(kwargs) if self.left.places else kwargs
+                    builder, call = self._read(module, args, passed, largest=True)
                     if following:  # no request waits for it
                         self._record.forgive()
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock, self._known.plain.serving(module, claims=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
+                    if self.left.stale and left:
+                        self.relearn()
+                        continue
                     if summary.captured:
                         self._record.capture(self.stats.replays)
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
                     # show which device the inputs are moved to. A run may keep a mode that the example passes.
-                    if error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not left:
+                    if self.left.stale and left:
+                        self.relearn()
+                    elif error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not left:
                         raise InputError(f"{what} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:

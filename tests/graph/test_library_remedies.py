@@ -219,12 +219,13 @@ def refusal(target: Any, device: torch.device, **settings: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_a_weight_that_a_hook_of_torch_sets_is_made_another_way(name: str, device: torch.device) -> None:
+def test_a_weight_that_a_hook_of_torch_sets_is_made_another_way_for_breaks(name: str, device: torch.device) -> None:
     def model(norm: Any) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.ReLU()).to(device).eval()
 
-    message = refusal(model(getattr(nn.utils, name)), device)
+    check_served(model(getattr(nn.utils, name)), device)
+    message = refusal(model(getattr(nn.utils, name)), device, mode="PIECEWISE")
     assert "0.weight would keep a tensor" in message
     assert (
         "call remove_weight_norm or remove_spectral_norm on the layer before, or make it by torch.nn.utils." in message
@@ -232,16 +233,19 @@ def test_a_weight_that_a_hook_of_torch_sets_is_made_another_way(name: str, devic
     assert "Return it" not in message
     removed: Any = model(getattr(nn.utils, name))
     getattr(nn.utils, f"remove_{name}")(removed[0])
-    check_served(removed, device)
-    check_served(model(getattr(nn.utils.parametrizations, name)), device)
+    check_served(removed, device, mode="PIECEWISE")
+    check_served(model(getattr(nn.utils.parametrizations, name)), device, mode="PIECEWISE")
 
 
 SPIKING = """
 from torch import nn
 class Leaky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.states = []
     def forward(self, x):
-        self.state = x * 2
-        return self.state + 1
+        self.states[:] = [x * 2]
+        return self.states[0] + 1
 """
 
 
@@ -261,7 +265,7 @@ def test_a_tensor_that_a_library_keeps_is_kept_in_a_break(spiking: Any, device: 
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), spiking(), nn.Linear(WIDTH, WIDTH)).to(device).eval()
 
     message = refusal(model(), device)
-    assert "1.state would keep a tensor" in message
+    assert "1.states would keep a tensor" in message
     assert "Return it" not in message
     assert "simplegraph.break_at(model, \"1\") and mode='PIECEWISE'" in message
     broken = model()
@@ -272,8 +276,17 @@ def test_a_tensor_that_a_library_keeps_is_kept_in_a_break(spiking: Any, device: 
     assert "simplegraph.break_at(part, \"1\") and mode='PIECEWISE'" in message
 
 
-def test_a_tensor_that_ones_own_module_keeps_is_returned(device: torch.device) -> None:
+def test_a_tensor_that_ones_own_module_keeps_is_returned_or_an_attribute(device: torch.device) -> None:
     class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.states: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.states[:] = [x * 2]
+            return self.states[0] + 1
+
+    class Sets(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             self.state = x * 2
             return self.state + 1
@@ -283,8 +296,10 @@ def test_a_tensor_that_ones_own_module_keeps_is_returned(device: torch.device) -
             state = x * 2
             return state + 1, state
 
-    assert "Return it instead, or copy it into a buffer of the module." in refusal(Keeps().to(device).eval(), device)
+    message = refusal(Keeps().to(device).eval(), device)
+    assert "Return it instead, or keep it alone in an attribute of a module: self.last = tensor." in message
     check_served(Returns().to(device).eval(), device)
+    check_served(Sets().to(device).eval(), device)
 
 
 # Gradients that a function computes itself.

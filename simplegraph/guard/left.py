@@ -1,0 +1,301 @@
+"""Tensors that runs of a module leave in attributes of modules, such as ``self.hidden = h``.
+
+A place that a run writes is one more output, and if runs read it first, one more argument, under a name that no
+parameter can have: ``self.hidden``. So graphs copy it, and no graph memory hangs in a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from simplegraph.base.errors import InputError
+from simplegraph.base.nested import Withheld, WithheldError
+from simplegraph.base.objects import attribute_of, own_dict
+from simplegraph.base.tensors import has_address, storage_key
+from simplegraph.guard.versions import dict_version
+from simplegraph.program.snapshot import ABSENT, is_untouched
+
+KEPT = "kept"  # stands for a tensor that a run did not replace
+_NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+
+
+class WithLeft(NamedTuple):
+    """Holds what a run returned, and what it left in each place that the call passed."""
+
+    result: Any
+    left: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeftPlace:
+    """An attribute or a buffer of a module, in which runs leave a tensor.
+
+    Attributes:
+        name: as calls pass it.
+        module: by a weak reference.
+        key: of the attribute.
+        is_buffer: True for a registered one.
+        by_hook: True if a hook of torch's sets it before each use: what eager's last run left stays there.
+        is_read: True if runs read what is there before they write it.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]
+    key: str
+    is_buffer: bool
+    by_hook: bool
+    is_read: bool = False
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The dict that holds it; an empty one once the module is gone."""
+        module = self.module()
+        if module is None:
+            return {}
+        return module._buffers if self.is_buffer else vars(module)
+
+    @property
+    def value(self) -> Any:
+        """What it holds; `ABSENT` if nothing."""
+        return self.held.get(self.key, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Let it hold a value, or nothing; runs no code of the user's."""
+        if value is ABSENT:
+            self.held.pop(self.key, None)
+        else:
+            self.held[self.key] = value
+
+
+class PlacesFoundError(InputError):
+    """A capture found places that calls have to pass; internal, becomes an eager call.
+
+    Attributes:
+        places: they.
+    """
+
+    def __init__(self, places: Sequence[LeftPlace]) -> None:
+        names = ", ".join(place.name for place in places)
+        super().__init__(f"runs leave a tensor in {names}: from now on graphs have it as an input and output")
+        self.places = places
+
+
+def places_in(module: nn.Module) -> dict[str, LeftPlace]:
+    """Find the attributes and buffers of a module and its submodules that hold a tensor, by their dotted names."""
+    found = {}
+    is_function = getattr(type(module), "is_function", False)
+    for path, child in module.named_modules():
+        if child is module and is_function:
+            continue
+        for is_buffer, held in ((False, vars(child)), (True, child._buffers)):
+            for key in [key for key, value in held.items() if issubclass(type(value), Tensor)]:
+                dotted = f"{path}.{key}" if path else key
+                name = f"self.{dotted.removeprefix('self.')}"  # of a method, code has that name already
+                found[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, _sets(child, key))
+    return found
+
+
+def _sets(module: nn.Module, key: str) -> bool:
+    """True if a hook of torch's old `weight_norm` or `spectral_norm` sets an attribute at each call."""
+    hooks = module._forward_pre_hooks.values()
+    return any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == key for hook in hooks)
+
+
+class LeftTensors:
+    """The places in which runs of one wrapped module leave tensors.
+
+    Args:
+        enabled: captures may find some.
+
+    Attributes:
+        places: they; replaced as a whole.
+        stale: True once more is known of places, so that graphs of calls that did not pass them must go.
+    """
+
+    def __init__(self, *, enabled: bool = False) -> None:
+        self.enabled = enabled
+        self.places: tuple[LeftPlace, ...] = ()
+        self.stale = False
+        self._before: dict[str, int] = {}  # by name, the storage key of what it held before the latest run
+
+    @property
+    def passed(self) -> list[LeftPlace]:
+        """The places that calls pass."""
+        return [place for place in self.places if not place.by_hook]
+
+    def exempt(self) -> set[tuple[int, str]]:
+        """Return the places as ids of dicts, and keys in them: what they hold is no matter of guards."""
+        return {(id(place.held), place.key) for place in self.places}
+
+    def adopt(self, places: Iterable[LeftPlace], read: Collection[int]) -> None:
+        """Take in places that a capture found; `read` are the storage keys of what it read."""
+        known = {place.name: place for place in self.places}
+        self.places = tuple((known | {place.name: place for place in places}).values())
+        self.stale = True
+        self._note_before()
+        self.note_read(read)
+
+    def check(self) -> None:
+        """Forget the places that torch's hooks set, where these are gone."""
+        self.places = tuple(
+            place
+            for place in self.places
+            if not place.by_hook or ((module := place.module()) is not None and _sets(module, place.key))
+        )
+
+    def note_read(self, read: Collection[int]) -> None:
+        """Note which places were read in the latest run, given the storage keys of what it read."""
+        self._promote([place for place in self.places if self._before.get(place.name) in read])
+
+    def _promote(self, read: Sequence[LeftPlace]) -> None:
+        """Let calls pass what these places hold from now on."""
+        names = {place.name for place in read if place.by_hook or not place.is_read}
+        if names:
+            self.places = tuple(
+                dataclasses.replace(place, is_read=True, by_hook=False) if place.name in names else place
+                for place in self.places
+            )
+            self.stale = True
+
+    def _note_before(self) -> None:
+        values = ((place.name, place.value) for place in self.places)
+        self._before = {name: storage_key(value) for name, value in values if _is_tensor(value)}
+
+    def call(self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that passes what its places hold, and let them hold what it left there."""
+        places = self.passed
+        before = _Dicts(places)
+        result = runner.call(module, args, _arguments(kwargs, places))
+        if type(result) is not WithLeft:
+            return result
+        for place, value in zip(places, result.left, strict=True):
+            if value is not KEPT and type(value) is not Withheld and value is not place.value:
+                before.put(place, runner.own(value))
+        runner.renew(before.renewed())
+        return result.result
+
+    def capture_all(
+        self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
+    ) -> Any:
+        """Capture all sizes, or the `following` one; see `GraphRunner.capture_all`."""
+        return runner.capture_all(module, args, kwargs, following=following)
+
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments with what the places hold that runs read, and None for the others."""
+        return _arguments(kwargs, self.passed)
+
+    def run(self, function: Callable[[Mapping[str, Any]], Any], kwargs: Mapping[str, Any], *, is_call: bool) -> Any:
+        """Run a module on keyword arguments; return what it left as well, if these pass places.
+
+        Args:
+            function: runs it on its own keyword arguments.
+            kwargs: these, and what its places hold.
+            is_call: what it leaves stays, and what it finds is there; otherwise the places hold what is passed for the
+                time of the run alone.
+
+        Raises:
+            PlacesFoundError: it read a place that is not passed.
+        """
+        places = self.places
+        names = {place.name for place in places}
+        own = {name: value for name, value in kwargs.items() if name not in names}
+        self._note_before()
+        with contextlib.nullcontext() if is_call else self._bound(places, kwargs):
+            before = [place.value for place in places]
+            result = function(own)
+            left = [_leaf(place, then) for place, then in zip(places, before, strict=True) if place.name in kwargs]
+            before.clear()
+        return WithLeft(result, tuple(left)) if left else result
+
+    @contextlib.contextmanager
+    def _bound(self, places: Sequence[LeftPlace], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Let places hold what is passed, and what nothing can read where nothing is, then what they held."""
+        held = [place.value for place in places]
+        unread = []
+        for place, value in zip(places, held, strict=True):
+            passed = kwargs.get(place.name)
+            if place.by_hook or (passed is None and value is ABSENT):
+                continue
+            if place.is_read:
+                place.put(passed)
+            elif _is_tensor(value):
+                place.put(Withheld(type(value), f"in {place.name}"))
+                unread.append((place, weakref.ref(place.value)))
+        try:
+            yield
+        except Exception as error:
+            if unread and (isinstance(error, WithheldError) or Withheld.__name__ in str(error)):
+                raise self._found([place for place, _ in unread]) from error
+            raise
+        finally:
+            for place, value in zip(places, held, strict=True):
+                if place.value is not value:
+                    place.put(value)
+        passed_on = [place for place, withheld in unread if withheld() is not None]  # to another place, or returned
+        if passed_on:
+            raise self._found(passed_on)
+
+    def _found(self, read: Sequence[LeftPlace]) -> PlacesFoundError:
+        self._promote(read)
+        names = {place.name for place in read}
+        return PlacesFoundError([place for place in self.places if place.name in names])
+
+
+class _Dicts:
+    """The dicts that places are in, as they were before a call: its own writes are no reason to look at the rest.
+
+    Args:
+        places: they.
+    """
+
+    def __init__(self, places: Iterable[LeftPlace]) -> None:
+        held = [place.held for place in places] if dict_version is not None else []
+        # By id: the dict, its version, taken before anything is read, and what it shall hold at the end.
+        self._before = {id(each): (each, dict_version(each), each.copy()) for each in held}  # type: ignore[misc]
+
+    def put(self, place: LeftPlace, value: Any) -> None:
+        """Let a place hold a value; for one of another class, guards have to look."""
+        _, _, expected = self._before.get(id(place.held), (None, 0, {}))
+        if type(expected.get(place.key)) is type(value):
+            expected[place.key] = value
+        place.put(value)
+
+    def renewed(self) -> dict[int, int]:
+        """Return the new version by the old one, of the dicts in which nobody else replaced anything meanwhile."""
+        now = [(before, dict_version(held), held, copy) for held, before, copy in self._before.values()]  # type: ignore[misc]
+        return {before: after for before, after, held, copy in now if after != before and is_untouched(held, copy)}
+
+
+NOTHING_LEFT = LeftTensors()
+
+
+def left_by(module: Any) -> LeftTensors:
+    """Return the places in which runs of a module leave tensors, if it is a wrapped one."""
+    kept = (own_dict(module) or {}).get("_simplegraph")  # by an instance of a wrapped class; others have a slot
+    found = kept if kept is not None else attribute_of(module, "_graph_runner")
+    return getattr(found, "left", NOTHING_LEFT)
+
+
+def _arguments(kwargs: Mapping[str, Any], places: Iterable[LeftPlace]) -> dict[str, Any]:
+    values = {place.name: place.value if place.is_read else None for place in places}
+    return {**kwargs, **{name: None if value is ABSENT else value for name, value in values.items()}}
+
+
+def _is_tensor(value: Any) -> bool:
+    return issubclass(type(value), Tensor) and has_address(value)
+
+
+def _leaf(place: LeftPlace, before: Any) -> Any:
+    """Return what a run left in a place, as an output."""
+    value = place.value
+    if value is before:
+        return KEPT
+    if value is ABSENT or value is None:
+        return None
+    return value if issubclass(type(value), Tensor) else Withheld(type(value), f"in {place.name}")
