@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import contextvars
 import dataclasses
+import dis
 import functools
 import gc
+import itertools
 import threading
 import types
 import weakref
@@ -58,6 +60,8 @@ _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple}) 
 _HEAP_TYPE = 1 << 9  # of a class's flags: an object may be given another such class
 _MAX_DEPTH = 8  # tuples in each other
 _PARTS = object()  # begins the entry of a tuple of which not all is plain
+_VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
+_NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
     "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
     "getattr(local, name, default), or use a contextvars.ContextVar"
@@ -102,10 +106,18 @@ def _unseen(_: threading.local) -> dict[str, Any]:
     return {}
 
 
+def _only_sets(code: types.CodeType) -> bool:
+    """True if a method does nothing but set attributes of its object to constants, globals and arguments."""
+    steps = list(dis.get_instructions(code))
+    targets = {before.argval for before, step in itertools.pairwise(steps) if step.opname == "STORE_ATTR"}
+    return targets <= {*code.co_varnames[:1]} and {step.opname for step in steps} <= _VALUES | _NO_WORK | {"STORE_ATTR"}
+
+
 @by_class
 def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     """Return what reads objects that hold something else in each context or thread; None for others."""
-    if issubclass(kind, threading.local) and type(class_member(kind, "__init__")) is types.FunctionType:
+    first = class_member(kind, "__init__")
+    if issubclass(kind, threading.local) and type(first) is types.FunctionType and not _only_sets(first.__code__):
         return _unseen
     return next((read for base, read in _WITH_CONTEXT.items() if issubclass(kind, base)), None)
 

@@ -492,7 +492,38 @@ class Bare(threading.local):
     pass
 
 
-PREPARED, BARE = Prepared(), Bare()
+class Defaults(threading.local):
+    def __init__(self) -> None:
+        self.scale = 2.0
+        self.unused = None
+
+
+class Elsewhere(threading.local):
+    prepared = False
+
+    def __init__(self) -> None:
+        Elsewhere.prepared = True
+        self.scale = 2.0
+
+
+PREPARED, BARE, DEFAULTS, ELSEWHERE = Prepared(), Bare(), Defaults(), Elsewhere()
+
+
+def test_defaults_that_a_thread_is_given_are_read_like_any_value() -> None:
+    """An `__init__` that only sets attributes may run for a look; what a thread sets there is never stale."""
+    module = Reads(lambda _: DEFAULTS.scale)
+    model = graphed(module)
+    for scale in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0):
+        DEFAULTS.scale = scale
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(model(x), module(x))
+    assert model.graph_stats.replays > 0
+    module = Reads(lambda _: ELSEWHERE.scale)
+    model = graphed(module)
+    for _ in range(4):
+        model(torch.randn(2, WIDTH))
+    assert model.graph_stats.replays == 0
+    assert "ELSEWHERE is a threading.local whose __init__" in str(model.graph_report())
 
 
 def test_looking_prepares_nothing_for_another_thread() -> None:
