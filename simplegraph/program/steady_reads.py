@@ -25,7 +25,7 @@ from simplegraph.base.operators import facts_of, is_higher_order, strided_tensor
 from simplegraph.base.tensors import storage_key
 
 _aten: Any = torch.ops.aten
-_LIFT = _aten.lift_fresh.default
+_LIFT, _COPY = _aten.lift_fresh.default, _aten.copy_.default
 _READS = {
     *(_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default),
     *(_aten.equal.default, _aten.allclose.default),
@@ -81,6 +81,7 @@ class SteadyReads:
         self._made: dict[int, _Origin | None] = dict.fromkeys(tensors.inputs)
         self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before as they were met first, and versions
         self._written: set[int] = set()
+        self._blank: set[int] = set()  # storage keys of what is made and not written yet
         self._read: dict[bytes, tuple[Any, frozenset[int]]] = {}
         self._sees_all = True
         self.used: list[WatchedVersion] = []
@@ -117,6 +118,7 @@ class SteadyReads:
                 self.answered = True
                 return answer.value
         result = proceed(func, args, kwargs)
+        origin = self._copied(args) if func is _COPY and origin is None else origin
         written = strided_tensors(written_args(func, args, kwargs)) if is_known else given.values()
         for tensor in written:
             self._note_written(tensor, origin)
@@ -125,6 +127,7 @@ class SteadyReads:
             if key not in given:  # its key may have been another's before
                 self._outside.pop(key, None)
                 self._made[key] = origin and _Origin(b"%d %b" % (index, origin.digest), origin.roots)
+                (self._blank.add if is_known and facts_of(func).is_uninitialised else self._blank.discard)(key)
         return result
 
     @contextlib.contextmanager
@@ -154,12 +157,12 @@ class SteadyReads:
     def _origin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[int]) -> _Origin | None:
         """Say what the results of an operator follow from, which is given memory of these keys; None if from data."""
         facts = facts_of(func)
+        if func is _LIFT:  # before others: its memory may have been another tensor's, which this run let go
+            self._made[storage_key(args[0])] = _origin_of_data(args[0])
         reads_values = not (facts.name.endswith("_like") or facts.name.startswith("new_"))
         follows_data = reads_values and any(self._made.get(key, _NOT_MADE) is None for key in given)
         if follows_data or facts.may_draw or facts.is_uninitialised:
             return None
-        if func is _LIFT:
-            self._made[storage_key(args[0])] = _origin_of_data(args[0])
         roots: set[int] = set()
         described = _described((args, kwargs), self._followed if reads_values else _layout, roots)
         if described is None:
@@ -197,8 +200,16 @@ class SteadyReads:
             self._outside[key] = tensor, tensor._version
         return is_steady
 
+    def _copied(self, args: Sequence[Any]) -> _Origin | None:
+        """Return what a copy into new memory follows from, as its source does; None if they differ in form."""
+        target, source = args[:2]
+        forms = [(_layout(each, set()), each.untyped_storage().nbytes()) for each in (target, source)]
+        is_same = forms[0] == forms[1] and forms[0][0] is not None and not (source.is_conj() or source.is_neg())
+        return self._made.get(storage_key(source)) if is_same and storage_key(target) in self._blank else None
+
     def _note_written(self, tensor: Tensor, origin: _Origin | None) -> None:
         key = storage_key(tensor)
+        self._blank.discard(key)
         if key in self._made:
             self._made[key] = origin
         else:

@@ -238,7 +238,6 @@ class GraphBuilder:
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
         passed, _ = flatten((args, kwargs))
-        trains = computes_gradients(call.module)  # and so writes to parameters: what it reads is data
         copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
@@ -250,7 +249,7 @@ class GraphBuilder:
                 inputs=copied,
                 arguments=arguments,
                 before_write=before_write,
-                tensors=None if trains else _known_tensors(call, copied),
+                tensors=_known_tensors(call, copied),
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
@@ -540,7 +539,7 @@ class GraphBuilder:
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
         trains = computes_gradients(call.module)
-        tensors = None if trains else _known_tensors(call, inputs.storages)
+        tensors = _known_tensors(call, inputs.storages)
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -602,6 +601,8 @@ class _BeforeCaptures(Probe):
 
 def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
     """Tell what a graph may take values of that the forward reads back, if these are the keys of what it is passed."""
+    if computes_gradients(call.module):  # and so writes to parameters: what it reads of these is data
+        return KnownTensors(lambda tensor: (), inputs)
     survey = functools.cache(lambda: Survey(call.module))
     return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)
 

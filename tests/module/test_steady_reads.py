@@ -54,7 +54,16 @@ STEADY: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "like an input": lambda m, x: x + float(torch.ones_like(x[0]).sum()),
     "written here": lambda m, x: x * float(torch.zeros(3, device=x.device).add_(m.scales).sum()),
     "twice": lambda m, x: x * int(m.stride) + int(m.stride),
+    "Python data": lambda m, x: x + 1 if (torch.as_tensor(1.0, device=x.device) != 2.0).any() else x,
+    "Python data in memory that held data": lambda m, x: x + sum(_one_after(x.sum()) for _ in range(4)),
 }
+
+
+def _one_after(total: Tensor) -> float:
+    """Read Python data back that lies where a number lay that was let go."""
+    device = total.device
+    del total
+    return float(torch.as_tensor(1.0, device=device) * 1)
 
 
 def graphed(device: torch.device, function: Callable[[Any, Tensor], Tensor], **settings: Any) -> tuple[Any, nn.Module]:

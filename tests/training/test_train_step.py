@@ -1043,3 +1043,37 @@ def test_a_step_that_makes_a_leaf_of_its_own_is_captured_and_keeps_none_of_them(
         assert_same(twins.graphs.everything(), twins.eager.everything())
     assert twins.stats.replays >= 5
     assert twins.graphs.step._wrapped.step.found == []
+
+
+def reading_python_data(*, read_weights=False):
+    """Make training steps that read back a number of Python's from a tensor of it, or one of a weight."""
+
+    def make():
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+        def step_fn(x, y):
+            limit = torch.as_tensor(2.0, device=x.device)
+            scale = 3.0 if (limit > 1.0).any() else 1.0
+            if read_weights and bool(model[0].weight.sum() > 1e3):
+                scale = 0.0
+            optimizer.zero_grad()
+            loss = scale * F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step_fn, model, optimizer
+
+    return make
+
+
+def test_a_step_reads_back_python_data_but_no_weight():
+    twins = Twins(reading_python_data())
+    for number in range(6):
+        twins.run(*batch(number))
+    assert twins.stats.replays >= 3
+    twins = Twins(reading_python_data(read_weights=True))
+    for number in range(4):
+        twins.run(*batch(number))
+    assert twins.stats.replays == 0
