@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import InputError
-from simplegraph.base.nested import ATOMS, TreeSpec, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, containers, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import invoke
 from simplegraph.call.outputs import unreturnable
@@ -212,6 +212,7 @@ class PaddedCall:
     """A call, read: its leaves, its rows, its lengths and the captured one that they are padded to, 0 if there is none.
 
     Args:
+        arguments: of the call, positional and by name.
         leaves, names, spec: of the call.
         config: which dimensions are lengths, and how they are padded.
         reader: finds the batch size.
@@ -221,9 +222,16 @@ class PaddedCall:
     """
 
     def __init__(
-        self, leaves: list[Any], names: list[str], spec: TreeSpec, config: CudaGraphConfig, reader: CallReader
+        self,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        leaves: list[Any],
+        names: list[str],
+        spec: TreeSpec,
+        config: CudaGraphConfig,
+        reader: CallReader,
     ) -> None:
-        self.leaves, self.spec = leaves, spec
+        self.arguments, self.leaves, self.spec = arguments, leaves, spec
+        self._containers = containers(arguments)
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
         tensors = [entry for entry in named if entry[2] is not None and issubclass(type(entry[1]), Tensor)]
         places = {index: dim if isinstance(dim, tuple) else (dim, "") for index, _, dim in tensors}
@@ -269,11 +277,14 @@ class PaddedCall:
         length = self.dims[index] % leaf.dim() if index in self.dims and self.lengths[1:] == () else -1
         return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
-    @property
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as they are."""
-        args, kwargs = self.spec.unflatten(list(self.leaves))
-        return args, kwargs
+    def unlike_in(self, outputs: Any) -> str | None:
+        """Say what a run did with containers of the arguments, of which padded calls have copies; None if nothing."""
+        leaves, spec = flatten(self.arguments)
+        if spec != self.spec or any(map(operator.is_not, leaves, self.leaves)):
+            return "it sets items of an argument"
+        own = set(map(id, self._containers))
+        found = next((each for each in containers(outputs) if id(each) in own), None)
+        return None if found is None else f"it returns a {type(found).__name__} that it was passed"
 
     def at(self, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with this length: padded, or cut."""
@@ -348,7 +359,7 @@ class LengthBuckets:
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
             self._reader = CallReader(module.forward, self.config, known_arguments(module))
-        call = PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
+        call = PaddedCall((args, kwargs), *self._reader.leaves(args, kwargs), self.config, self._reader)
         if not call.padded:
             self._longest = max(self._longest, call.length)
             largest = (self.config.lengths or ())[-1]
@@ -375,7 +386,7 @@ class LengthBuckets:
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
         run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
         rule.learn(call.lengths, call.padded, run, padded)
-        problem = "it writes to an argument that has the length" if written else None
+        problem = "it writes to an argument that has the length" if written else call.unlike_in(run.outputs)
         problem = problem or unlike_effects(run, padded, chooses=call.declares_values)
         if problem is not None:
             rule.refuse(f"{said}, {problem}")

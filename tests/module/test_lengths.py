@@ -498,3 +498,25 @@ def test_nothing_is_compared_again_without_verify(device: torch.device) -> None:
     for number in range(200):
         assert_right(model, torch.rand(4, 40 + number % 9, device=device))
     assert "proof" not in reasons(model)
+
+
+class Sets(nn.Module):
+    """Sets an item of the dict that it is passed, and returns that dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch["hidden"] = self.layer(batch["samples"])
+        return batch
+
+
+def test_items_that_a_forward_sets_are_set_in_the_callers_dict(device: torch.device) -> None:
+    model = graphed(Sets(), device, lengths=[4, 8], length_dims={"batch.samples": 1})
+    for length in (3, 5, 3, 4, 5):
+        batch = {"samples": torch.randn(2, length, WIDTH, device=device)}
+        assert model(batch) is batch
+        assert torch.equal(batch["hidden"], model.layer(batch["samples"]))
+    assert reasons(model)["length_padding"] == 3
+    assert "it sets items of an argument" in str(model.graph_report())
