@@ -556,11 +556,12 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Describe a call by the grad mode, and by classes of arguments; tensors by dtype, shape, strides and device."""
-    return _grad_enabled(), tuple(map(_form_of, (*args, *kwargs.values()))), tuple(kwargs)
+    leaves, spec = flatten((args, dict(kwargs)))
+    return _grad_enabled(), spec, tuple(map(_form_of, leaves))
 
 
 def _form_of(leaf: Any) -> Any:
-    """Describe an argument; containers are told apart by what they are, since anything may be inside."""
+    """Describe a leaf; containers that are some are told apart by what they are, since anything may be inside."""
     kind = type(leaf)
     if kind in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested

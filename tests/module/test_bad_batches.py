@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -27,6 +28,30 @@ def test_a_batch_above_every_size_runs_eagerly(device: torch.device) -> None:
         right(model, rows(size, device))
     assert model.graph_stats.eager == {Reason.BATCH_TOO_LARGE: 2}
     replayed(model, device)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Holds what a module is passed."""
+
+    x: Tensor
+
+
+class OfBatch(Net):
+    """Is passed a dataclass."""
+
+    def forward(self, batch: Batch) -> Tensor:  # type: ignore[override]
+        return super().forward(batch.x)
+
+
+def test_a_batch_above_every_size_in_a_container_keeps_no_other_from_graphs(device: torch.device) -> None:
+    module = OfBatch().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    with torch.inference_mode():
+        for size in (9, 2) * 4:
+            x = rows(size, device)
+            torch.testing.assert_close(model(Batch(x)), module(Batch(x)))
+    assert model.graph_stats.replays >= 2
 
 
 @pytest.mark.parametrize(
