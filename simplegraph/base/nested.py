@@ -68,6 +68,14 @@ class TreeSpec:
             for name in child.names(prefix if key is _ITEMS else f"{prefix}.{key}" if prefix else str(key))
         ]
 
+    def leads_with_batch(self, *, leads: bool = False) -> list[bool]:
+        """Return for every leaf if a mapping that holds it says that the first dimension is the batch's."""
+        if self.type is None:
+            return [leads]
+        library = library_mapping(self.type)
+        leads = leads or (library is not None and library.leads_with_batch(self.context))
+        return [found for child in self.children for found in child.leads_with_batch(leads=leads)]
+
 
 LEAF = TreeSpec()
 _PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # the common ones
@@ -109,6 +117,49 @@ def containers(value: Any) -> list[Any]:
 Opened = tuple[Iterable[Any], Iterable[Any], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class LibraryMapping:
+    """How a library's own mapping is read, rebuilt and written: by functions that import nothing of the library.
+
+    Attributes:
+        open: as `opened_once`, one level; the keys are texts.
+        leads_with_batch: says if all tensors inside have the batch first, given the context that `open` returns.
+        state: returns everything else about one that a call may change, such as its batch size.
+        put: sets an item; remove: deletes one.
+    """
+
+    open: Callable[[Any], Opened]
+    leads_with_batch: Callable[[Any], bool]
+    state: Callable[[Any], Hashable]
+    put: Callable[[Any, str, Any], object]
+    remove: Callable[[Any, str], object]
+
+    def items(self, value: Any) -> dict[str, Any]:
+        """Return the items of one."""
+        keys, values, _ = self.open(value)
+        return dict(zip(keys, values, strict=True))
+
+
+# By the library's name and the class's, and what makes one of its other mappings, by its name; extras fill these.
+LIBRARY_MAPPINGS: dict[tuple[str, str], LibraryMapping] = {}
+LIBRARY_REMEDIES: dict[str, str] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def library_mapping(kind: type) -> LibraryMapping | None:
+    """Return how mappings of a class are read and written; None if it is no library's."""
+    return LIBRARY_MAPPINGS.get((_library_of(kind), kind.__name__))
+
+
+def library_remedy(kind: type) -> str:
+    """Say what to pass in place of a library's mapping that is read and not written; empty for other classes."""
+    return "" if library_mapping(kind) is not None else LIBRARY_REMEDIES.get(_library_of(kind), "")
+
+
+def _library_of(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
 def opened_once(value: Any) -> Opened | None:
     """Open a container: its keys, its values, and what other than builtin ones are rebuilt with; None for a leaf."""
     opened = _opened_plain(value)
@@ -123,6 +174,8 @@ def _opened_plain(value: Any) -> Opened | None:
     if kind is dict or kind is OrderedDict:
         texts = all(type(key) is str for key in value)  # keys that are equal, as 1 and True, differ by their types
         return value.keys(), value.values(), None if texts else tuple(map(type, value))
+    if (library := library_mapping(kind)) is not None:
+        return library.open(value)
     if kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
         node = pytree.SUPPORTED_NODES[kind]
         values, context = node.flatten_fn(value)

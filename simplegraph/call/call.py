@@ -24,6 +24,7 @@ from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.call.entries import run_with_entries, written_mappings
 from simplegraph.call.inputs import (
     PLAIN_TENSORS,
     Arg,
@@ -284,13 +285,13 @@ class Call:
         return Survey(self.module)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's own call on these arguments."""
+        """Run the module's own call on these arguments; returns `WithEntries` if mappings are among them."""
         try:
             with self.plain.run(self.module):
-                if not self.left.places:
-                    return invoke(self.module, args, kwargs)
                 run = functools.partial(invoke, self.module, args)
-                return self.left.run(run, kwargs, is_call=kwargs is self.kwargs)
+                if self.left.places:
+                    run = functools.partial(self.left.run, run, is_call=kwargs is self.kwargs)
+                return run_with_entries(functools.partial(run, kwargs), args, kwargs)
         finally:
             vars(self).pop("survey", None)
 
@@ -301,6 +302,9 @@ class Call:
             raise binding.refusal.again()
         if binding.differentiates and (hindered := autograd_hindrance()) is not None:
             raise CannotBind(*hindered)
+        mappings = written_mappings(self.args, self.kwargs)
+        if len(set(map(id, mappings))) < len(mappings):  # a graph is passed as many of its own
+            raise CannotBind(Reason.ALIASED, f"a {type(mappings[0]).__name__} that is passed twice")
         for counted in binding.counted.values():  # what one size advances, others may, where it cannot be seen
             counted.check()
         if self.padding and binding.padding_refusal is not None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.modes import outside_modes
-from simplegraph.base.nested import containers, flatten
+from simplegraph.base.nested import containers, flatten, library_remedy
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, is_copied
+from simplegraph.call.entries import as_dicts, states_of, written_mappings
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
 from simplegraph.device.memory import (
@@ -280,7 +281,9 @@ class _Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: CallReader) -> None:
-        self._value = args, dict(kwargs)
+        self._mappings = written_mappings(args, kwargs)  # whose entries are outputs
+        self._states = states_of(self._mappings)
+        self._value = tuple(map(as_dicts, args)), {name: as_dicts(value) for name, value in kwargs.items()}
         self._names = reader.names
         self._leaves, self._spec = flatten(self._value)
         self._containers = containers(self._value)
@@ -311,14 +314,21 @@ class _Arguments:
             held = zip(self._containers, containers(self._value), strict=True)
             if not changed and any(then is not now for then, now in held):
                 changed = names
+            if not changed and self._states != states_of(self._mappings):
+                changed = [f"what a {type(self._mappings[0]).__name__} is beside its items, such as its batch size"]
         if changed:
-            return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(changed[:5]))
-        own = {id(container) for container in self._containers}
+            return CannotBind(Reason.CHANGED_ARGUMENTS, self._remedy() or ", ".join(changed[:5]))
+        own = {id(container) for container in (*self._containers, *self._mappings)}
         found = next((container for container in containers(result) if id(container) in own), None)
         if found is not None:
             kind = type(found).__name__
             return CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward was passed; return a new one")
         return None
+
+    def _remedy(self) -> str:
+        """Say what to pass in place of a library's mapping that no graph writes to; empty if there is none."""
+        kinds = {type(container): library_remedy(type(container)) for container in self._containers}
+        return next((remedy.format("an argument", kind.__name__) for kind, remedy in kinds.items() if remedy), "")
 
 
 def _look(leaf: Any) -> Any:

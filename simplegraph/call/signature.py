@@ -239,6 +239,7 @@ class CallReader:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
         seen = self._shapes(leaves, spec)
         shared = self._aliases({names[index]: leaves[index] for index in tensors})
+        leads = spec.leads_with_batch()
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
             if index in by_value or not issubclass(type(leaf), Tensor):
@@ -252,7 +253,9 @@ class CallReader:
             if exact:
                 dim = "reference" if self._declared(name, leaf)[1] == "reference" else None
             else:
-                dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
+                dim = anchor_dim
+                if index != anchor:
+                    dim = self._batch_dim(name, leaf, batch, seen[index], leads=leads[index])
             args.append(self._tensor(name, leaf, dim, device if index in hosted else None, alias))
         return batch, args, self._signature(args, spec, context)
 
@@ -356,7 +359,9 @@ class CallReader:
         guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
 
-    def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: dict[int, tuple[int, ...]]) -> BatchDim:
+    def _batch_dim(
+        self, name: str, tensor: Tensor, batch: int, seen: dict[int, tuple[int, ...]], *, leads: bool
+    ) -> BatchDim:
         declared, dim = self._declared(name, tensor)
         if declared:
             if isinstance(dim, int):
@@ -372,6 +377,8 @@ class CallReader:
         }
         if batch == 1 and 0 in candidates and self._captures_one:
             return 0  # the other dimensions of 1 are broadcast ones, and at size 1 nothing is padded anyway
+        if leads and 0 in candidates:
+            return 0
         if len(candidates) > 1:
             raise CannotBind(
                 Reason.AMBIGUOUS_BATCH_DIM, f"{name} has shape {shape}, more than one dimension of {batch}"

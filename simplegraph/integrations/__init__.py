@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
 from simplegraph.base.extras import Extras, Notes
+from simplegraph.integrations import tensordict
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
@@ -81,3 +82,4 @@ class LateExtras(Extras):
 def register() -> None:
     """Let the core ask these; called once, by the package's door."""
     extras.installed = LateExtras()
+    tensordict.register()

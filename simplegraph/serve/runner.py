@@ -25,6 +25,7 @@ from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, KnownCalls, Refusal, invoke
+from simplegraph.call.entries import WithEntries, put_entries, written_mappings
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -351,11 +352,15 @@ class GraphRunner:
                     if layout is not layouts[0]:
                         known.put_first(layout)
                     try:
-                        return plan.replay(leaves, copies)
+                        result = plan.replay(leaves, copies)
+                        if type(result) is not WithEntries:
+                            return result
+                        return put_entries(result, written_mappings(args, kwargs))
                     finally:
                         if plan.program.breaks:
                             known.plain.claim(module)
-            return self._call_slowly(module, args, kwargs, context)
+            mappings = written_mappings(args, kwargs)
+            return put_entries(self._call_slowly(module, args, kwargs, context), mappings)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:

@@ -1,0 +1,71 @@
+"""TensorDicts in and out of calls, read and written without importing tensordict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from simplegraph.base.nested import LIBRARY_MAPPINGS, LIBRARY_REMEDIES, LibraryMapping, Opened, library_mapping
+
+
+def _state(value: Any) -> tuple[Any, ...]:
+    names = tuple(value.names)
+    return value.batch_size, value.device, names if any(name is not None for name in names) else None, value.is_locked
+
+
+def _open(value: Any) -> Opened:
+    """Open a TensorDict. Its batch size is told by a tensor that it holds, so that it follows the tensors' rows."""
+    items, (size, *state) = dict(value.items()), _state(value)
+    told = _first_tensor(items.values()) is not None
+    return items.keys(), items.values(), (_rebuild, (type(value), tuple(items), len(size) if told else size, *state))
+
+
+def _rebuild(children: list[Any], context: tuple[Any, ...]) -> Any:
+    kind, keys, size, device, names, is_locked = context
+    first = _first_tensor(children) if isinstance(size, int) else None
+    size = size if first is None else first.shape[:size]
+    made = kind(dict(zip(keys, children, strict=True)), batch_size=size, device=device, names=names)
+    return made.lock_() if is_locked else made
+
+
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """Find the first tensor in what a TensorDict holds."""
+    for value in values:
+        library = library_mapping(type(value))
+        found = value if isinstance(value, Tensor) else library and _first_tensor(library.items(value).values())
+        if found is not None:
+            return found
+    return None
+
+
+def _open_data(value: Any) -> Opened:
+    """Open what holds a plain value in a TensorDict, which gives it its own batch size."""
+    return ("data",), (value.data,), (_rebuild_data, type(value))
+
+
+def _rebuild_data(children: list[Any], kind: Any) -> Any:
+    return kind(data=children[0])
+
+
+def _leads_with_batch(context: Any) -> bool:
+    """True if a TensorDict has a batch size, with which its tensors begin."""
+    return bool(context[1][2])
+
+
+def register() -> None:
+    """Let calls be passed TensorDicts."""
+
+    def put(mapping: Any, key: str, value: Any) -> None:
+        mapping.set(key, value)
+
+    def remove(mapping: Any, key: str) -> None:
+        mapping.del_(key)
+
+    def nothing(_: Any) -> None:
+        return None
+
+    LIBRARY_MAPPINGS["tensordict", "TensorDict"] = LibraryMapping(_open, _leads_with_batch, _state, put, remove)
+    LIBRARY_MAPPINGS["tensordict", "NonTensorData"] = LibraryMapping(_open_data, lambda _: False, nothing, put, remove)
+    LIBRARY_REMEDIES["tensordict"] = "{} is a {}: pass its to_tensordict(), which a graph can write to"
