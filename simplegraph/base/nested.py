@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
-from simplegraph.base.objects import attribute_of, class_member, own_dict
+from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ LIBRARY_MAPPINGS: dict[tuple[str, str], LibraryMapping] = {}
 LIBRARY_REMEDIES: dict[str, str] = {}
 
 
-@functools.lru_cache(maxsize=1024)
+@by_class
 def library_mapping(kind: type) -> LibraryMapping | None:
     """Return how mappings of a class are read and written; None if it is no library's."""
     return LIBRARY_MAPPINGS.get((_library_of(kind), kind.__name__))

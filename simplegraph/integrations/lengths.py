@@ -223,7 +223,7 @@ class PaddedCall:
 
     def __init__(
         self,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
         leaves: list[Any],
         names: list[str],
         spec: TreeSpec,

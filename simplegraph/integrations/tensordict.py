@@ -33,8 +33,10 @@ def _rebuild(children: list[Any], context: tuple[Any, ...]) -> Any:
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
     """Find the first tensor in what a TensorDict holds."""
     for value in values:
+        if isinstance(value, Tensor):
+            return value
         library = library_mapping(type(value))
-        found = value if isinstance(value, Tensor) else library and _first_tensor(library.items(value).values())
+        found = None if library is None else _first_tensor(library.items(value).values())
         if found is not None:
             return found
     return None
