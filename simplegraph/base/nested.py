@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
-from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
+from simplegraph.base.objects import attribute_of, class_member, own_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,13 @@ class LibraryMapping:
     """How a library's own mapping is read, rebuilt and written: by functions that import nothing of the library.
 
     Attributes:
-        open: as `opened_once`, one level; the keys are texts.
+        library: its name; open: as `opened_once`, one level; the keys are texts.
         leads_with_batch: says if all tensors inside have the batch first, given the context that `open` returns.
         state: returns everything else about one that a call may change, such as its batch size.
         put: sets an item; remove: deletes one.
     """
 
+    library: str
     open: Callable[[Any], Opened]
     leads_with_batch: Callable[[Any], bool]
     state: Callable[[Any], Hashable]
@@ -140,15 +141,15 @@ class LibraryMapping:
         return dict(zip(keys, values, strict=True))
 
 
-# By the library's name and the class's, and what makes one of its other mappings, by its name; extras fill these.
-LIBRARY_MAPPINGS: dict[tuple[str, str], LibraryMapping] = {}
+# By the names of the classes, and what to pass in place of a library's other mappings, by its name; extras fill these.
+LIBRARY_MAPPINGS: dict[str, LibraryMapping] = {}
 LIBRARY_REMEDIES: dict[str, str] = {}
 
 
-@by_class
 def library_mapping(kind: type) -> LibraryMapping | None:
     """Return how mappings of a class are read and written; None if it is no library's."""
-    return LIBRARY_MAPPINGS.get((_library_of(kind), kind.__name__))
+    found = LIBRARY_MAPPINGS.get(kind.__name__)
+    return found if found is not None and found.library == _library_of(kind) else None
 
 
 def library_remedy(kind: type) -> str:

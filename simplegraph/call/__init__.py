@@ -5,6 +5,7 @@ signature   the leaves of the arguments, their names and batch dimensions
 inputs      static inputs, which graphs read
 plan        binds arguments, replays, and returns the outputs; refuses single calls
 outputs     how outputs follow the batch size, and which of them share memory
+entries     what a forward sets in mappings of a library that it is passed: more outputs
 memory      what a forward reads and writes beside its arguments
 rehearsal   runs a forward beside a call, and puts everything back
 """

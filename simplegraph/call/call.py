@@ -24,7 +24,7 @@ from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.entries import run_with_entries, written_mappings
+from simplegraph.call.entries import items_of, with_entries, written_mappings
 from simplegraph.call.inputs import (
     PLAIN_TENSORS,
     Arg,
@@ -288,10 +288,14 @@ class Call:
         """Run the module's own call on these arguments; returns `WithEntries` if mappings are among them."""
         try:
             with self.plain.run(self.module):
-                run = functools.partial(invoke, self.module, args)
+                mappings = written_mappings(args, kwargs)
+                before = items_of(mappings) if mappings else []
                 if self.left.places:
-                    run = functools.partial(self.left.run, run, is_call=kwargs is self.kwargs)
-                return run_with_entries(functools.partial(run, kwargs), args, kwargs)
+                    run = functools.partial(invoke, self.module, args)
+                    result = self.left.run(run, kwargs, is_call=kwargs is self.kwargs)
+                else:
+                    result = invoke(self.module, args, kwargs)
+                return with_entries(result, mappings, before) if mappings else result
         finally:
             vars(self).pop("survey", None)
 

@@ -53,18 +53,23 @@ def states_of(mappings: Iterable[Any]) -> list[Any]:
     return [_library(mapping).state(mapping) for mapping in mappings]
 
 
-def run_with_entries(function: Callable[[], Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function that is passed these arguments; return the entries that it set, too, if it is passed mappings."""
-    mappings = written_mappings(args, kwargs)
-    if not mappings:
-        return function()
-    before = list(map(_items, mappings))
-    result = function()
-    entries = tuple(_changes(then, now) for then, now in zip(before, map(_items, mappings), strict=True))
-    numbers = {id(mapping): number for number, mapping in reversed([*enumerate(mappings)])}
-    return WithEntries(
-        _map(result, lambda value: Passed(numbers[id(value)]) if id(value) in numbers else value), entries
-    )
+def items_of(mappings: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the items of each mapping."""
+    return [_library(mapping).items(mapping) for mapping in mappings]
+
+
+def with_entries(result: Any, mappings: Sequence[Any], before: Iterable[Mapping[str, Any]]) -> WithEntries:
+    """Return what a run returned with the entries that it set.
+
+    Args:
+        result: of the run.
+        mappings: those that it was passed, as they were listed before it.
+        before: their items then.
+    """
+    entries = tuple(_changes(then, now) for then, now in zip(before, items_of(mappings), strict=True))
+    numbers = {id(mapping): number for number, mapping in enumerate(mappings)}
+    returned = _map(result, lambda value: Passed(numbers[id(value)]) if id(value) in numbers else value)
+    return WithEntries(returned, entries)
 
 
 def put_entries(result: Any, mappings: Sequence[Any]) -> Any:
@@ -77,7 +82,8 @@ def put_entries(result: Any, mappings: Sequence[Any]) -> Any:
     if type(result) is not WithEntries:
         return result
     for mapping, entries in zip(mappings, result.entries, strict=True):
-        library, held = _library(mapping), _items(mapping) if entries else {}
+        library = _library(mapping)
+        held = library.items(mapping) if entries else {}
         for key, value in entries.items():
             if type(value) is not Removed:
                 if held.get(key) is not value:
@@ -92,10 +98,6 @@ def _library(mapping: Any) -> LibraryMapping:
     if library is None:
         raise TypeError(f"{type(mapping).__name__} is no mapping of a library")
     return library
-
-
-def _items(mapping: Any) -> dict[str, Any]:
-    return _library(mapping).items(mapping)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -282,8 +282,10 @@ class _Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: CallReader) -> None:
         self._mappings = written_mappings(args, kwargs)  # whose entries are outputs
-        self._states = states_of(self._mappings)
-        self._value = tuple(map(as_dicts, args)), {name: as_dicts(value) for name, value in kwargs.items()}
+        self._states = states_of(self._mappings) if self._mappings else []
+        self._value = args, dict(kwargs)
+        if self._mappings:
+            self._value = tuple(map(as_dicts, args)), {name: as_dicts(value) for name, value in kwargs.items()}
         self._names = reader.names
         self._leaves, self._spec = flatten(self._value)
         self._containers = containers(self._value)
@@ -314,7 +316,7 @@ class _Arguments:
             held = zip(self._containers, containers(self._value), strict=True)
             if not changed and any(then is not now for then, now in held):
                 changed = names
-            if not changed and self._states != states_of(self._mappings):
+            if not changed and self._mappings and self._states != states_of(self._mappings):
                 changed = [f"what a {type(self._mappings[0]).__name__} is beside its items, such as its batch size"]
         if changed:
             return CannotBind(Reason.CHANGED_ARGUMENTS, self._remedy() or ", ".join(changed[:5]))

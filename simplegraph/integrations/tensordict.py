@@ -68,6 +68,7 @@ def register() -> None:
     def nothing(_: Any) -> None:
         return None
 
-    LIBRARY_MAPPINGS["tensordict", "TensorDict"] = LibraryMapping(_open, _leads_with_batch, _state, put, remove)
-    LIBRARY_MAPPINGS["tensordict", "NonTensorData"] = LibraryMapping(_open_data, lambda _: False, nothing, put, remove)
+    LIBRARY_MAPPINGS["TensorDict"] = LibraryMapping("tensordict", _open, _leads_with_batch, _state, put, remove)
+    data = LibraryMapping("tensordict", _open_data, lambda _: False, nothing, put, remove)
+    LIBRARY_MAPPINGS["NonTensorData"] = data
     LIBRARY_REMEDIES["tensordict"] = "{} is a {}: pass its to_tensordict(), which a graph can write to"

@@ -359,8 +359,9 @@ class GraphRunner:
                     finally:
                         if plan.program.breaks:
                             known.plain.claim(module)
-            mappings = written_mappings(args, kwargs)
-            return put_entries(self._call_slowly(module, args, kwargs, context), mappings)
+            mappings = written_mappings(args, kwargs)  # before it runs, which may put others in them
+            result = self._call_slowly(module, args, kwargs, context)
+            return put_entries(result, mappings) if mappings else result
         except CannotBind as error:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:
