@@ -122,34 +122,36 @@ class LibraryMapping:
     """How a library's own mapping is read, rebuilt and written: by functions that import nothing of the library.
 
     Attributes:
-        library: its name; open: as `opened_once`, one level; the keys are texts.
+        library: its name; open: as `opened_once`, one level; None for one that is a leaf.
+        items: returns its items, none if it is a leaf; the keys are texts.
         leads_with_batch: says if all tensors inside have the batch first, given the context that `open` returns.
         state: returns everything else about one that a call may change, such as its batch size.
         put: sets an item; remove: deletes one.
     """
 
     library: str
-    open: Callable[[Any], Opened]
+    open: Callable[[Any], Opened | None]
+    items: Callable[[Any], dict[str, Any]]
     leads_with_batch: Callable[[Any], bool]
     state: Callable[[Any], Hashable]
     put: Callable[[Any, str, Any], object]
     remove: Callable[[Any, str], object]
 
-    def items(self, value: Any) -> dict[str, Any]:
-        """Return the items of one."""
-        keys, values, _ = self.open(value)
-        return dict(zip(keys, values, strict=True))
 
-
-# By the names of the classes, and what to pass in place of a library's other mappings, by its name; extras fill these.
+# By the names of the classes, or by a name that classes of users' have that the library makes mappings of.
 LIBRARY_MAPPINGS: dict[str, LibraryMapping] = {}
+MARKED_MAPPINGS: dict[str, LibraryMapping] = {}
+# By the library's name, what to pass in place of its other mappings. Extras fill all these.
 LIBRARY_REMEDIES: dict[str, str] = {}
 
 
 def library_mapping(kind: type) -> LibraryMapping | None:
     """Return how mappings of a class are read and written; None if it is no library's."""
     found = LIBRARY_MAPPINGS.get(kind.__name__)
-    return found if found is not None and found.library == _library_of(kind) else None
+    if found is not None and found.library == _library_of(kind):
+        return found
+    marked = next((mapping for mark, mapping in MARKED_MAPPINGS.items() if mark in vars(kind)), None)
+    return None if marked is None or marked.library == _library_of(kind) else marked
 
 
 def library_remedy(kind: type) -> str:

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from simplegraph.base.nested import LIBRARY_MAPPINGS, LIBRARY_REMEDIES, LibraryMapping, Opened, library_mapping
+from simplegraph.base.nested import (
+    LIBRARY_MAPPINGS,
+    LIBRARY_REMEDIES,
+    MARKED_MAPPINGS,
+    LibraryMapping,
+    Opened,
+    library_mapping,
+)
 
 
 def _state(value: Any) -> tuple[Any, ...]:
@@ -15,9 +22,13 @@ def _state(value: Any) -> tuple[Any, ...]:
     return value.batch_size, value.device, names if any(name is not None for name in names) else None, value.is_locked
 
 
+def _items(value: Any) -> dict[str, Any]:
+    return dict(value.items())
+
+
 def _open(value: Any) -> Opened:
     """Open a TensorDict. Its batch size is told by a tensor that it holds, so that it follows the tensors' rows."""
-    items, (size, *state) = dict(value.items()), _state(value)
+    items, (size, *state) = _items(value), _state(value)
     told = _first_tensor(items.values()) is not None
     return items.keys(), items.values(), (_rebuild, (type(value), tuple(items), len(size) if told else size, *state))
 
@@ -28,6 +39,26 @@ def _rebuild(children: list[Any], context: tuple[Any, ...]) -> Any:
     size = size if first is None else first.shape[:size]
     made = kind(dict(zip(keys, children, strict=True)), batch_size=size, device=device, names=names)
     return made.lock_() if is_locked else made
+
+
+def _open_class(value: Any) -> Opened | None:
+    """Open an object of a tensorclass, whose fields are entries of a TensorDict; None if some are elsewhere."""
+    if not _is_plain(value):
+        return None
+    keys, values, (_, context) = _open(value._tensordict)
+    return keys, values, (_rebuild_class, (*context, type(value)))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value._tensordict).__name__ == "TensorDict" and not value._non_tensordict
+
+
+def _items_of_class(value: Any) -> dict[str, Any]:
+    return _items(value._tensordict) if _is_plain(value) else {}
+
+
+def _rebuild_class(children: list[Any], context: tuple[Any, ...]) -> Any:
+    return context[-1].from_tensordict(_rebuild(children, context[:-1]))
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
@@ -45,6 +76,10 @@ def _first_tensor(values: Iterable[Any]) -> Tensor | None:
 def _open_data(value: Any) -> Opened:
     """Open what holds a plain value in a TensorDict, which gives it its own batch size."""
     return ("data",), (value.data,), (_rebuild_data, type(value))
+
+
+def _items_of_data(value: Any) -> dict[str, Any]:
+    return {"data": value.data}
 
 
 def _rebuild_data(children: list[Any], kind: Any) -> Any:
@@ -68,7 +103,9 @@ def register() -> None:
     def nothing(_: Any) -> None:
         return None
 
-    LIBRARY_MAPPINGS["TensorDict"] = LibraryMapping("tensordict", _open, _leads_with_batch, _state, put, remove)
-    data = LibraryMapping("tensordict", _open_data, lambda _: False, nothing, put, remove)
-    LIBRARY_MAPPINGS["NonTensorData"] = data
-    LIBRARY_REMEDIES["tensordict"] = "{} is a {}: pass its to_tensordict(), which a graph can write to"
+    library, more = "tensordict", (_leads_with_batch, _state, put, remove)
+    LIBRARY_MAPPINGS["TensorDict"] = LibraryMapping(library, _open, _items, *more)
+    data = LibraryMapping(library, _open_data, _items_of_data, lambda _: False, nothing, put, remove)
+    LIBRARY_MAPPINGS["NonTensorData"] = LIBRARY_MAPPINGS["MetaData"] = data
+    MARKED_MAPPINGS["_is_tensorclass"] = LibraryMapping(library, _open_class, _items_of_class, *more)
+    LIBRARY_REMEDIES[library] = "{} is a {}: pass its to_tensordict(), which a graph can write to"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 
 pytest.importorskip("tensordict", reason="needs tensordict")
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
@@ -156,6 +156,33 @@ def test_a_tensordict_is_passed_as_it_is(name: str, device: torch.device) -> Non
     plain = Writes(function).to(device).eval()
     model = sg.wrap(plain, capture_sizes=[2, 5, 6], progress=False)
     check(model, plain, lambda rows: INPUTS[name](rows, device), (2, 5, 3, 6) * 5, 8)
+
+
+@tensorclass
+class Step:
+    """Holds what an agent saw and did."""
+
+    obs: Tensor
+    action: Tensor | None = None
+    name: str = "first"
+
+
+def test_an_object_of_a_tensorclass_is_read_written_and_returned(device: torch.device) -> None:
+    def function(layer: Any, step: Any) -> Any:
+        step.action = layer(step.obs) * len(step.batch_size)
+        return step, Step(obs=step.action * 2, name=step.name, batch_size=step.batch_size)
+
+    plain = Writes(function).to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[4, 8], progress=False)
+    for rows in (4, 8, 3, 5) * 5:  # as large as a row in places, which is no second batch dimension
+        passed, expected = (Step(obs=made(rows, device)["obs"], name="a", batch_size=[rows]) for _ in range(2))
+        found, answer = model(passed), plain(expected)
+        assert found[0] is passed
+        assert type(found[1]) is Step
+        assert found[1].name == "a"
+        assert_same(passed.to_tensordict(), expected.to_tensordict())
+        assert_same(found[1].to_tensordict(), answer[1].to_tensordict())
+    assert model.graph_stats.replays >= 8
 
 
 def test_a_locked_tensordict_is_read_and_refuses_to_be_written_as_eagerly(device: torch.device) -> None:
