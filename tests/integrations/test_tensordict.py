@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -363,3 +365,68 @@ def test_lengths_of_a_tensordict_that_is_written_are_not_padded(device: torch.de
         assert torch.equal(td["new"], plain.layer(td["obs"]))
     assert reasons(model)["length_padding"] == 9
     assert model.graph_stats.replays >= 3
+
+
+def test_tensors_by_their_keys_are_dispatched(device: torch.device) -> None:
+    plain = chain(device)
+    model = sg.wrap(plain, capture_sizes=[2, 4], progress=False)
+    for rows in (2, 4, 3) * 5:
+        obs = made(rows, device)["obs"]
+        for found, expected in zip(model(obs=obs), plain(obs=obs), strict=True):
+            torch.testing.assert_close(found, expected)
+    assert model.graph_stats.replays >= 6
+
+
+class Remembers(Writes):
+    """Leaves a tensor in an attribute, too."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.hidden = torch.zeros(1, WIDTH)
+
+    def forward(self, td: Any) -> Any:
+        self.hidden = torch.tanh(self.layer(td["obs"]) + self.hidden)
+        return td.set("new", self.hidden * 2)
+
+
+def test_tensors_are_left_in_attributes_beside_entries(device: torch.device) -> None:
+    plain = Remembers().to(device).eval()
+    plain.hidden = plain.hidden.to(device)
+    model = sg.wrap(copy.deepcopy(plain), capture_sizes=[2], progress=False)
+    check(model, plain, lambda rows: made(rows, device), (2,) * 9, 4)
+    torch.testing.assert_close(model.hidden, plain.hidden)
+
+
+def test_tensordicts_in_a_list_are_read_by_graphs_and_written_eagerly(device: torch.device) -> None:
+    plain = Writes(lambda layer, tds: layer(tds[0]["obs"] + tds[1]["obs"])).to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        tds = [made(2, device), made(2, device)]
+        assert torch.equal(model(tds), plain(tds))
+    assert model.graph_stats.replays >= 2
+
+    def write(layer: Any, tds: Any) -> Any:
+        for td in tds:
+            td["new"] = layer(td["obs"])
+        return tds[0]
+
+    plain = Writes(write).to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        tds = [made(2, device), made(2, device)]
+        assert model(tds) is tds[0]
+        assert torch.equal(tds[1]["new"], plain.layer(tds[1]["obs"]))
+    assert reasons(model) == {"first_call": 1, "changed_arguments": 3}
+
+
+def test_a_break_at_the_network_inside_is_passed_tensors(device: torch.device) -> None:
+    plain = chain(device)
+    twin = copy.deepcopy(plain)
+    sg.break_at(twin, "module.0.module")
+    model = sg.wrap(twin, capture_sizes=[2, 4], mode="PIECEWISE", progress=False)
+    check(model, plain, lambda rows: made(rows, device), (2, 4, 3) * 5, 4)
+
+
+def test_the_package_is_imported_by_users_only() -> None:
+    code = "import sys, simplegraph as sg, torch; sg.wrap(torch.nn.ReLU()); assert 'tensordict' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
