@@ -202,10 +202,12 @@ class SteadyReads:
 
     def _copied(self, args: Sequence[Any]) -> _Origin | None:
         """Return what a copy into new memory follows from, as its source does; None if they differ in form."""
-        target, source = args[:2]
-        forms = [(_layout(each, set()), each.untyped_storage().nbytes()) for each in (target, source)]
-        is_same = forms[0] == forms[1] and forms[0][0] is not None and not (source.is_conj() or source.is_neg())
-        return self._made.get(storage_key(source)) if is_same and storage_key(target) in self._blank else None
+        given = strided_tensors(args[:2])
+        if len(given) < 2 or storage_key(given[0]) not in self._blank:
+            return None
+        forms = [(_layout(each, set()), each.untyped_storage().nbytes()) for each in given]
+        is_same = forms[0] == forms[1] and not (given[1].is_conj() or given[1].is_neg())
+        return self._made.get(storage_key(given[1])) if is_same else None
 
     def _note_written(self, tensor: Tensor, origin: _Origin | None) -> None:
         key = storage_key(tensor)
