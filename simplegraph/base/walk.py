@@ -56,6 +56,16 @@ def is_library(name: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
+# Readers of the settings by which other libraries choose what their modules do, by the library's name. As of torch, the
+# code of these is not followed, and what their objects hold counts. Extras fill it.
+LIBRARY_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+def is_closed(name: Any) -> bool:
+    """True for modules of Python, by name, whose code is not followed."""
+    return is_library(name) or str(name).partition(".")[0] in LIBRARY_SETTINGS
+
+
 @by_class
 def is_users(kind: type) -> bool:
     """True for classes of objects that hold what users put there."""

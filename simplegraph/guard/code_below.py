@@ -14,7 +14,7 @@ from torch import nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import DEPTH, held_by, is_break, is_library, names_in
+from simplegraph.base.walk import DEPTH, held_by, is_break, is_closed, names_in
 from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
@@ -162,7 +162,7 @@ class CodeBelow:
     def _add_class(self, kind: type, away: int) -> None:
         for base in kind.__mro__:
             is_layer = not away and issubclass(base, nn.Module) and base is not nn.Module  # torch's own, too
-            if id(base) in self.classes or (is_library(base.__module__) and not is_layer):
+            if id(base) in self.classes or (is_closed(base.__module__) and not is_layer):
                 continue
             self.classes[id(base)] = base
             for name, member in list(vars(base).items()):
@@ -176,7 +176,7 @@ class CodeBelow:
         if self._breaks is not None and is_break(member):
             self._breaks += functions_in(member)[1:]
         elif issubclass(type(member), type):
-            if not is_library(member.__module__) and away < DEPTH:
+            if not is_closed(member.__module__) and away < DEPTH:
                 self._add_class(member, away + 1)
         elif away <= DEPTH:
             self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
@@ -191,15 +191,15 @@ class CodeBelow:
         self.functions.append(function)
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if not (is_library(function.__module__) or only_fills(code, name)):
+            if not (is_closed(function.__module__) or only_fills(code, name)):
                 self.cells.append((f"{function.__qualname__}.{name}", cell))
             self._add(held_by(cell).get("cell_contents"), away)
-        if is_library(function.__globals__.get("__name__")) and not is_library(function.__module__):
+        if is_closed(function.__globals__.get("__name__")) and not is_closed(function.__module__):
             return  # what decorates a function
         file, names = function.__globals__, names_in(code)
         if "globals" in names:
             names = names | names_of(code).all
-        if not is_library(file.get("__name__")):
+        if not is_closed(file.get("__name__")):
             self._add_globals(file, names & file.keys(), function, away)
         self.values |= names_of(code).values
         for name in names_of(code).all - self.names:
@@ -214,7 +214,7 @@ class CodeBelow:
             kind = type(value)
             if issubclass(kind, types.ModuleType):
                 inner = own_dict(value) or {}
-                if not is_library(inner.get("__name__")) and inner is not file and away < DEPTH:
+                if not is_closed(inner.get("__name__")) and inner is not file and away < DEPTH:
                     self._add_globals(inner, _read_of_file(names_of(function.__code__), inner), function, away + 1)
                 continue
             if issubclass(kind, type):

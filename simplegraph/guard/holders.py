@@ -24,13 +24,14 @@ from simplegraph.base.patches import plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
     DICTS,
+    LIBRARY_SETTINGS,
     LRU,
     OPAQUE,
     Policy,
     Walk,
     held_by,
     is_break,
-    is_library,
+    is_closed,
     items_in_order,
     keys_in_order,
     kind_of,
@@ -580,7 +581,7 @@ class Holders:
         holders = [
             ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts, has_tensors=True)
             for kind in code.classes.values()
-            if not is_library(kind.__module__)
+            if not is_closed(kind.__module__)
         ]
         holders += [
             ValueHolder(str(file.get("__name__")), file, counts=names.__contains__, has_tensors=True)
@@ -590,13 +591,16 @@ class Holders:
         holders += [
             ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
             for function in code.functions
-            if vars(function) and not is_library(function.__module__)
+            if vars(function) and not is_closed(function.__module__)
         ]
         holders += [
             ValueHolder(function.__qualname__, function=function, has_tensors=True)
             for function in code.functions
-            if not (is_library(function.__module__) or is_packaged(function.__code__))
+            if not (is_closed(function.__module__) or is_packaged(function.__code__))
         ]
+        libraries = {str(base.__module__).partition(".")[0] for kind in self._classes for base in kind.__mro__}
+        readers = {LIBRARY_SETTINGS[name]: None for name in sorted(LIBRARY_SETTINGS.keys() & libraries)}
+        holders += [ValueHolder("settings of a library", find=read, is_view=True) for read in readers]
         roots = [root for root in self._objects if _opens(type(root.thing)) not in (None, OPAQUE)]
         for holder in holders:
             self._add(holder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from simplegraph.base.nested import (
     Opened,
     library_mapping,
 )
+from simplegraph.base.walk import LIBRARY_SETTINGS
 
 
 def _state(value: Any) -> tuple[Any, ...]:
@@ -91,8 +93,27 @@ def _leads_with_batch(context: Any) -> bool:
     return bool(context[1][2])
 
 
+# What returns, or holds, a mode by which modules of the libraries choose what they do.
+_SETTINGS = (
+    ("tensordict.nn.probabilistic", "interaction_type"),
+    ("tensordict.nn.utils", "skip_existing"),
+    ("tensordict.nn.utils", "_dispatch_td_nn_modules"),
+    ("tensordict.nn.utils", "_composite_lp_aggregate"),
+    ("tensordict.utils", "lazy_legacy"),
+    ("tensordict.utils", "list_to_stack"),
+    ("tensordict.utils", "capture_non_tensor_stack"),
+    ("torchrl.modules.tensordict_module.rnn", "recurrent_mode"),
+)
+
+
+def _settings() -> dict[str, Any]:
+    """Read the modes that are set around a call; those of files that nobody imported are left out."""
+    found = ((name, getattr(sys.modules.get(file), name, None)) for file, name in _SETTINGS)
+    return {name: getattr(mode, "get_mode", mode)() for name, mode in found if mode is not None}
+
+
 def register() -> None:
-    """Let calls be passed TensorDicts."""
+    """Let calls be passed TensorDicts, and modules of tensordict and TorchRL be read."""
 
     def put(mapping: Any, key: str, value: Any) -> None:
         mapping.set(key, value)
@@ -108,4 +129,5 @@ def register() -> None:
     data = LibraryMapping(library, _open_data, _items_of_data, lambda _: False, nothing, put, remove)
     LIBRARY_MAPPINGS["NonTensorData"] = LIBRARY_MAPPINGS["MetaData"] = data
     MARKED_MAPPINGS["_is_tensorclass"] = LibraryMapping(library, _open_class, _items_of_class, *more)
+    LIBRARY_SETTINGS[library] = LIBRARY_SETTINGS["torchrl"] = _settings
     LIBRARY_REMEDIES[library] = "{} is a {}: pass its to_tensordict(), which a graph can write to"

@@ -22,6 +22,7 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictSequential,
     set_interaction_type,
+    set_skip_existing,
 )
 
 from tests.module.answers import reasons
@@ -308,6 +309,20 @@ def test_the_way_of_sampling_is_part_of_the_key(device: torch.device) -> None:
             torch.manual_seed(seed)
             assert_same(model(made(4, device)), expected)
     assert model.graph_stats.replays >= 4
+
+
+def test_modes_of_the_library_are_part_of_the_key_and_its_code_is_not_followed(device: torch.device) -> None:
+    plain = chain(device)
+    model = sg.wrap(plain, capture_sizes=[4], progress=False)
+    hidden = torch.ones(4, 3, device=device)
+    for skips in (False, True) * 5:
+        passed, expected = made(4, device, hidden=hidden), made(4, device, hidden=hidden)
+        with set_skip_existing(skips):
+            assert_same(model(passed), plain(expected))
+        assert (passed["hidden"] is hidden) is skips
+    assert model.graph_stats.replays >= 4
+    held = model._graph_runner._known.plain.held
+    assert len(held[0].holders) < 50, "each costs time at every call"
 
 
 def test_gradients_flow_through_what_a_module_writes(device: torch.device) -> None:
