@@ -47,6 +47,10 @@ class Extras(abc.ABC):
         """Return the class that serves the calls of a module wrapped with these settings; None for the core's own."""
 
     @abc.abstractmethod
+    def know_libraries(self) -> None:
+        """Let calls be passed the containers of other libraries, and modules of these be read; imports none of them."""
+
+    @abc.abstractmethod
     def lengths(self, config: Any) -> Any:
         """Return what pads the lengths of calls before a wrapper's runner serves them; None if nothing does."""
 

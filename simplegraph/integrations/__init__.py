@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
 from simplegraph.base.extras import Extras, Notes
-from simplegraph.integrations import tensordict
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
@@ -52,6 +51,12 @@ class LateExtras(Extras):
 
         return TrainingRunner
 
+    def know_libraries(self) -> None:
+        """Let calls be passed TensorDicts, and modules of tensordict be read."""
+        from simplegraph.integrations import tensordict
+
+        tensordict.register()
+
     def lengths(self, config: Any) -> Any:
         """Return buckets of lengths if the settings name some."""
         if not config.lengths:
@@ -82,4 +87,3 @@ class LateExtras(Extras):
 def register() -> None:
     """Let the core ask these; called once, by the package's door."""
     extras.installed = LateExtras()
-    tensordict.register()

@@ -709,5 +709,6 @@ def new_runner(
     config: CudaGraphConfig, module: Any, pool: GraphPool | None = None, ranks: RankGroup | None = None
 ) -> GraphRunner:
     """Make the runner that the settings and the module ask for."""
+    extras.installed.know_libraries()
     kind = extras.installed.runner_kind(config.from_env(), module) or GraphRunner
     return kind(config, pool, ranks)
