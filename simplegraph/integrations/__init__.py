@@ -53,9 +53,7 @@ class LateExtras(Extras):
 
     def know_libraries(self) -> None:
         """Let calls be passed TensorDicts, and modules of tensordict be read."""
-        from simplegraph.integrations import tensordict
-
-        tensordict.register()
+        import simplegraph.integrations.tensordict  # noqa: F401
 
     def lengths(self, config: Any) -> Any:
         """Return buckets of lengths if the settings name some."""

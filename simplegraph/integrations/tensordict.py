@@ -1,4 +1,7 @@
-"""TensorDicts in and out of calls, read and written without importing tensordict."""
+"""TensorDicts in and out of calls, and modules of tensordict and TorchRL, read without importing these.
+
+Registers itself where it is imported.
+"""
 
 from __future__ import annotations
 
@@ -112,22 +115,22 @@ def _settings() -> dict[str, Any]:
     return {name: getattr(mode, "get_mode", mode)() for name, mode in found if mode is not None}
 
 
-def register() -> None:
-    """Let calls be passed TensorDicts, and modules of tensordict and TorchRL be read."""
+def _put(mapping: Any, key: str, value: Any) -> None:
+    mapping.set(key, value)
 
-    def put(mapping: Any, key: str, value: Any) -> None:
-        mapping.set(key, value)
 
-    def remove(mapping: Any, key: str) -> None:
-        mapping.del_(key)
+def _remove(mapping: Any, key: str) -> None:
+    mapping.del_(key)
 
-    def nothing(_: Any) -> None:
-        return None
 
-    library, more = "tensordict", (_leads_with_batch, _state, put, remove)
-    LIBRARY_MAPPINGS["TensorDict"] = LibraryMapping(library, _open, _items, *more)
-    data = LibraryMapping(library, _open_data, _items_of_data, lambda _: False, nothing, put, remove)
-    LIBRARY_MAPPINGS["NonTensorData"] = LIBRARY_MAPPINGS["MetaData"] = data
-    MARKED_MAPPINGS["_is_tensorclass"] = LibraryMapping(library, _open_class, _items_of_class, *more)
-    LIBRARY_SETTINGS[library] = LIBRARY_SETTINGS["torchrl"] = _settings
-    LIBRARY_REMEDIES[library] = "{} is a {}: pass its to_tensordict(), which a graph can write to"
+def _no(_: Any) -> bool:
+    return False
+
+
+_LIBRARY, _MORE = "tensordict", (_leads_with_batch, _state, _put, _remove)
+_DATA = LibraryMapping(_LIBRARY, _open_data, _items_of_data, _no, _no, _put, _remove)
+LIBRARY_MAPPINGS["TensorDict"] = LibraryMapping(_LIBRARY, _open, _items, *_MORE)
+LIBRARY_MAPPINGS["NonTensorData"] = LIBRARY_MAPPINGS["MetaData"] = _DATA
+MARKED_MAPPINGS["_is_tensorclass"] = LibraryMapping(_LIBRARY, _open_class, _items_of_class, *_MORE)
+LIBRARY_SETTINGS[_LIBRARY] = LIBRARY_SETTINGS["torchrl"] = _settings
+LIBRARY_REMEDIES[_LIBRARY] = "{} is a {}: pass its to_tensordict(), which a graph can write to"
