@@ -55,7 +55,8 @@ def headline() -> str:
     calls = (
         f"**On an H200, {models} models, from ResNet-18 to DiT-XL/2, run {between(alone[1], '.1f')} times faster than",
         f"eager at batch 1 and {between(alone[8], '.1f')} times at batch 8, back to back. Calls that are waited for",
-        f"are {between(waited, '.1f')} times faster, at batch 1 ({timed} models).** Ranges are over all committed runs:",
+        f"are {between(waited, '.1f')} times faster, at batch 1 ({timed} models).** Ranges are over all committed",
+        "runs:",
     )
     soon = (
         f"The fourth call of a model, which is a replay, is done after {ours} s; with `torch.compile` and a cold",
