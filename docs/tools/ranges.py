@@ -55,8 +55,8 @@ def headline() -> str:
     one, eight, single = (between(times, ".1f") for times in (alone[1], alone[8], waited))
     calls = (
         f"**In all committed runs on an H200, {models} models, from ResNet-18 to DiT-XL/2, run {one} times faster than",
-        f"eager at batch 1 and {eight} times at batch 8, back to back. Calls whose answer is waited for before the next",
-        f"call are {single} times faster ({timed} models, batch 1).**",
+        f"eager at batch 1 and {eight} times at batch 8, back to back. Calls whose answer is waited for before the",
+        f"next call are {single} times faster ({timed} models, batch 1).**",
     )
     soon = (
         f"The fourth call of a model, which is a replay, is done after {ours} s; with `torch.compile` and a cold",
