@@ -248,7 +248,7 @@ class _CallProof:
             # Batch sizes of ranks may differ, and their clocks do.
             alone = self._ranks.size == 1
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
-            graph.prove(call.batch, first_distance(cost, table.config.verify), each=alone)
+            graph.prove(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
             return
         text, where, said = verdict
         if plan.padding and not freed:

@@ -152,7 +152,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     verdicts.append(captured.verdict(3))
     record.happened(Event.CALLED)
     verdicts.append(captured.verdict(3))
-    captured.prove(3, 2, each=True)
+    captured.prove(3, 2, per_row_count=True)
     verdicts.append(captured.verdict(3))
     assert (captured.verdict(3), captured.verdict(4)) == (RowVerdict.PROVEN, RowVerdict.DUE)
     captured.replays_until_proof -= 2
@@ -175,7 +175,7 @@ def test_distances_between_comparisons_double() -> None:
     captured = graph()
     distances = []
     for _ in range(3):
-        captured.prove(4, 5, each=True)
+        captured.prove(4, 5, per_row_count=True)
         distances.append(captured.replays_until_proof)
         captured.replays_until_proof = 0
     assert distances == [5, 10, 20]

@@ -309,14 +309,14 @@ MUTANTS = [
     Mutant(
         "a program that the table does not take is not dropped",
         "manager/capture.py",
-        "                program.drop()  # nothing else knows of it\n",
+        "                program.drop()  # nothing else refers to it\n",
         "                pass\n",
         FAULTS,
     ),
     Mutant(
         "the verdict of a proof is that nothing differs",
         "manager/proof.py",
-        "None if found is None else VerificationError(found)",
+        "None if differs is None else VerificationError(differs)",
         "None",
         PROOFS,
     ),
@@ -870,8 +870,8 @@ MUTANTS = [
     Mutant(
         "what a run beside captures noted counts as a recording's",
         "manager/capture.py",
-        "        undo(self.probes, Undone.RUN)  # what runs",
-        "        pass  # what runs",
+        "        undo(self.probes, Undone.RUN)  # notes of earlier",
+        "        pass  # notes of earlier",
         FILLED,
     ),
     Mutant(
