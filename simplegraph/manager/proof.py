@@ -216,8 +216,8 @@ class ReplayProof(contextlib.ExitStack):
         """
         try:
             effects = replay()
-            differs = self.differs_beyond_noise(effects, self.expected, replay)
-            return differs if alike or differs is None else self.difference(effects, self.expected, rounded=True)
+            mismatch = self.differs_beyond_noise(effects, self.expected, replay)
+            return mismatch if alike or mismatch is None else self.difference(effects, self.expected, rounded=True)
         except Exception as error:
             return self.failure(error)
 
@@ -230,16 +230,16 @@ class ReplayProof(contextlib.ExitStack):
         self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True
     ) -> str | None:
         """Say how a replay differs from another run by more than from a second replay; atomics make replays differ."""
-        ranks, differs = self._table.ranks, self.difference(actual, expected, memory=memory)
-        if not ranks.any(f"a difference in the proof of {self._graph.counters.label}", differs is not None):
+        ranks, mismatch = self._table.ranks, self.difference(actual, expected, memory=memory)
+        if not ranks.any(f"a difference in the proof of {self._graph.counters.label}", mismatch is not None):
             return None
         noise = again()  # on all ranks, or on none
-        return None if differs is None else self.difference(actual, expected, noise=noise, memory=memory)
+        return None if mismatch is None else self.difference(actual, expected, noise=noise, memory=memory)
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
 
-    def agree(self, differs: str | None) -> Verdict | None:
+    def agree(self, mismatch: str | None) -> Verdict | None:
         """Return what differs on any rank, given what differs on this one; None if all replays equal eager.
 
         Call it when the proof is closed.
@@ -247,7 +247,7 @@ class ReplayProof(contextlib.ExitStack):
         self.seconds = time.perf_counter() - self._started
         self._graph.counters.proof_seconds += self.seconds
         label, ranks = self._graph.counters.label, self._table.ranks
-        failure = ranks.failure(f"the proof of {label}", None if differs is None else VerificationError(differs))
+        failure = ranks.failure(f"the proof of {label}", None if mismatch is None else VerificationError(mismatch))
         if failure is None:
             return None
         where = f" on rank {failure[0]}" if ranks.size > 1 else ""
@@ -296,8 +296,8 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            differs = proof.structure_mismatch or proof.compare(replay, alike=True)
-        verdict = proof.agree(differs)  # together
+            mismatch = proof.structure_mismatch or proof.compare(replay, alike=True)
+        verdict = proof.agree(mismatch)  # together
     if verdict is None:
         graph.prove(graph.descriptor.num_tokens)
     else:
@@ -396,9 +396,9 @@ def first_difference(
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):
-        differs = difference(*pair, tolerance=tolerance, noise=None if noise is None else noise[index])
-        if differs is not None:
-            return f"{names[index] if names else f'output {index}'} {differs}"
+        mismatch = difference(*pair, tolerance=tolerance, noise=None if noise is None else noise[index])
+        if mismatch is not None:
+            return f"{names[index] if names else f'output {index}'} {mismatch}"
     return None
 
 

@@ -36,7 +36,7 @@ HOME = Path("simplegraph", "manager", "lifecycle.py")
 
 def records(model: Any) -> list[SizeRecord]:
     """The lifecycles of a wrapped module's sizes."""
-    bindings = model._graph_runner._known.bindings.values()
+    bindings = model._graph_runner._calls.bindings.values()
     return [record for binding in bindings for record in binding.sizes.values()]
 
 
@@ -115,7 +115,7 @@ def test_what_one_size_shows_of_all_calls_ends_the_replays_of_another(device: to
 def test_a_row_count_that_teaches_nothing_more_is_refused_until_another_one_comes(device: torch.device) -> None:
     model = linear(device, capture_sizes=[4, 8], verify=1)
     model.capture_graphs(torch.randn(8, 4, device=device))
-    binding = next(iter(model._graph_runner._known.bindings.values()))
+    binding = next(iter(model._graph_runner._calls.bindings.values()))
     record = SizeRecord()
     record.refuse_rows(3)
     binding.sizes["another"] = record

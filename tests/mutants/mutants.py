@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         "the verdict of a proof is that nothing differs",
         "manager/proof.py",
-        "None if differs is None else VerificationError(differs)",
+        "None if mismatch is None else VerificationError(mismatch)",
         "None",
         PROOFS,
     ),
@@ -428,7 +428,7 @@ MUTANTS = [
     Mutant(
         "half of the rows is not compared",
         "serve/proof.py",
-        "found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)",
+        "mismatch = mismatch or first_difference(eager.outputs, expected, tolerance=proof.rounding)",
         "pass",
         PROOFS,
     ),
@@ -554,14 +554,14 @@ MUTANTS = [
     Mutant(
         "what a proof's eager run computes from the batch size is not compared with the capture",
         "serve/proof.py",
-        "found = (number if plan.padding else None) or found",
+        "mismatch = (number if plan.padding else None) or mismatch",
         "pass",
         NUMBERS,
     ),
     Mutant(
         "a capture that shows a number of the batch size serves its padded call",
         "serve/builder.py",
-        "        call.check()  # as was learnt meanwhile\n",
+        "        call.check()  # the capture may have refused the signature\n",
         "",
         NUMBERS,
     ),
