@@ -1192,29 +1192,29 @@ MUTANTS = [
     Mutant(
         "learning rates of the first group alone stay in a graph",
         "training/optimizers.py",
-        "if rate != known:",
-        "if mirror is self._mirrored[0][1] and rate != known:",
+        "if rate != mirrored_rate:",
+        "if mirror is self._mirrored[0][1] and rate != mirrored_rate:",
         RATES,
     ),
     Mutant(
         "gradients that the user holds elsewhere are moved",
         "training/gradients.py",
-        "if gradient is not None and known is None and self._is_users(index):",
+        "if gradient is not None and fixed is None and self._is_users(index):",
         "if False:",
         ("tests/training/test_flat_gradients.py",),
     ),
     Mutant(
         "numbers of the first group alone are compared",
         "training/optimizers.py",
-        "places += [place for place in held.places if",
-        'places += [place for place in held.places if ".param_groups.1." not in place.name and',
+        "places += [place for place in values.places if",
+        'places += [place for place in values.places if ".param_groups.1." not in place.name and',
         OPTIMIZERS,
     ),
     Mutant(
         "numbers of a gradient scaler are frozen",
         "training/optimizers.py",
-        "found = [] if scaler is None else",
-        "found = [] if True else",
+        "held_values = [] if scaler is None else",
+        "held_values = [] if True else",
         OPTIMIZERS,
     ),
     Mutant(
@@ -1227,15 +1227,15 @@ MUTANTS = [
     Mutant(
         "what is added to a container of an optimizer is not noticed",
         "training/held_values.py",
-        "        if now != self._known:\n            self._known = now\n        return self._known\n",
-        "        self._known = self._known or now\n        return self._known\n",
+        "        if now != self._lengths:\n            self._lengths = now\n        return self._lengths\n",
+        "        self._lengths = self._lengths or now\n        return self._lengths\n",
         OPTIMIZERS,
     ),
     Mutant(
         "learning rates that rose are not written",
         "training/optimizers.py",
-        "if rate != known:",
-        "if not rate > known:",
+        "if rate != mirrored_rate:",
+        "if not rate > mirrored_rate:",
         RATES,
     ),
     Mutant(
@@ -1262,8 +1262,8 @@ MUTANTS = [
     Mutant(
         "learning rates of the first optimizer alone are followed",
         "training/optimizers.py",
-        "for each in self.all if before else ():",
-        "for each in self.all[:1] if before else ():",
+        "for optimizer in self.all if before else ():",
+        "for optimizer in self.all[:1] if before else ():",
         RATES,
     ),
     Mutant(
@@ -1290,7 +1290,7 @@ MUTANTS = [
     Mutant(
         "an optimizer that a step does not name is not noticed",
         "training/optimizers.py",
-        "if not any(one is each for each in self.all)",
+        "if not any(one is optimizer for optimizer in self.all)",
         "if False",
         ("tests/training/test_bad_steps.py",),
     ),
