@@ -26,7 +26,7 @@ from simplegraph.base.walk import names_in
 from simplegraph.call.inputs import HostInput, batch_dim_of
 from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
-from simplegraph.call.signature import CallReader, device_of, known_arguments
+from simplegraph.call.signature import CallReader, argument_rules, device_of
 from simplegraph.device.memory import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
@@ -301,7 +301,7 @@ class ModuleTrial:
         number: int = 0,
     ):
         self._module = module
-        reader = CallReader(module.forward, config, known_arguments(module))
+        reader = CallReader(module.forward, config, argument_rules(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
             device = device_of(self._leaves)

@@ -21,7 +21,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import invoke
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.rehearsal import RunEffects, observe_run, rehearse
-from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
+from simplegraph.call.signature import CallReader, argument_rules, device_of, prefixes
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.manager.proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
@@ -196,7 +196,7 @@ class OutputLengths:
         served = self.proofs.compared(padded)
         if problem is not None and served:
             problem += wrong_since(served)
-        otherwise = padded_run.left_otherwise(run)
+        otherwise = padded_run.differing_tensors(run)
         problem = problem or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
         if padded_run.notes and self._notes:
@@ -347,7 +347,7 @@ class LengthBuckets:
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
-            self._reader = CallReader(module.forward, self.config, known_arguments(module))
+            self._reader = CallReader(module.forward, self.config, argument_rules(module))
         call = PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
         if not call.padded:
             self._longest = max(self._longest, call.length)

@@ -201,7 +201,7 @@ class GraphBuilder:
         if binding.refusal is not None or any(rows in layout.plans for layout in list(binding.layouts.values())):
             return []
         mode, descriptor, _, padding = self.manager.dispatcher.dispatch(rows)
-        if padding and binding.warm[rows] and not binding.outputs.known:  # while batch dimensions are a guess
+        if padding and binding.warm[rows] and not binding.outputs.is_learnt:  # while batch dimensions are a guess
             descriptor, padding = dataclasses.replace(descriptor, num_tokens=rows), 0
         key = (binding.signature, mode, descriptor)
         graph, record = table.graphs.get(key), binding.sizes.get(key)
@@ -354,7 +354,7 @@ class GraphBuilder:
         place are restored: the call's own eager run reads them.
         """
         self.reader.lessons += 1
-        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.own.hold(entry[1].data_ptr())])
+        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
@@ -513,7 +513,7 @@ class GraphBuilder:
         Afterwards outputs can be cut to their rows, and batch dimensions are confirmed.
         """
         binding, confirmed = call.binding, call.confirmed(self.reader)
-        sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
+        sliced = binding.outputs.is_learnt or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
         for job in jobs if call.breaks else ():
             if (seen := self.manager.table.traces.get(job.key)) is not None:
                 binding.note_trace(job.rows, seen)

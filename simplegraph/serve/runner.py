@@ -24,7 +24,7 @@ from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, Graphed, KnownCalls, Refusal, invoke
+from simplegraph.call.call import Call, CallTable, Graphed, Refusal, invoke
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -268,7 +268,7 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.front: Any = extras.installed.lengths(config)
         self.left = LeftTensors(enabled=self.front is None and type(self) is GraphRunner)
-        self._calls = KnownCalls(config)
+        self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:

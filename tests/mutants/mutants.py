@@ -71,15 +71,15 @@ MUTANTS = [
     Mutant(
         "padding rows are taken for clean after a replay that raised",
         "call/plan.py",
-        "self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back",
+        "self.inputs.forget_padding()  # padding rows may have been written, and no write-back followed",
         "pass",
         (*ANSWERS, *INPUTS, *FAULTS),
     ),
     Mutant(
         "sources in static inputs are not copied before they are overwritten",
         "call/plan.py",
-        "own = self.inputs.detached(sources)",
-        "own = sources",
+        "detached = self.inputs.detached(sources)",
+        "detached = sources",
         INPUTS,
     ),
     Mutant(
