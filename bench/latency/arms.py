@@ -99,5 +99,5 @@ def remove_guards(wrapped: Any) -> None:
     unchanged: Any = _AlwaysHold()
     for layout, plan in found:
         layout.settings = plan.state.reading = unchanged
-    compared: list[Any] = wrapped._graph_runner._calls.plain.held
+    compared: list[Any] = wrapped._graph_runner._calls.plain.comparisons
     compared[:] = [_AlwaysHold(comparison.key) for comparison in compared]

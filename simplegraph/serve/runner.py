@@ -299,7 +299,9 @@ class GraphRunner:
             if layouts:
                 plain = calls.plain
                 plain.calls += 1
-                comparison = None if plain.must_look else next(iter(plain.held), None)  # another thread may clear it
+                comparison = (
+                    None if plain.must_look else next(iter(plain.comparisons), None)
+                )  # another thread may clear it
                 if comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
@@ -371,7 +373,7 @@ class GraphRunner:
             self.front = self.left if self.left.passed else None
             self._forget()
 
-    def own(self, tensor: Any) -> Any:
+    def clone_from_pool(self, tensor: Any) -> Any:
         """Return a tensor that a call left, in memory that no replay overwrites."""
         manager = self.manager
         if manager is None or self.config.outputs != "static" or not issubclass(type(tensor), Tensor):

@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "settings of a module whose version moved are not looked at",
         "guard/reading.py",
-        "if (held is not None and held is not found) or not entries.hold(found):",
+        "if (expected is not None and expected is not actual) or not entries.hold(actual):",
         "if False:",
         ("tests/module/test_versions.py", "tests/module/test_layer_settings.py"),
     ),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "another dict in place of a submodule's own is not noticed",
         "guard/reading.py",
-        "(held is not None and held is not found) or ",
+        "(expected is not None and expected is not actual) or ",
         "",
         STALE,
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "a comparison takes other attributes of a submodule for what they were",
         "guard/reading.py",
-        "dicts = [*found[::2], *dicts]  # no two dicts ever have one version",
-        "dicts = [*(holder.held for holder in self._by_version[: len(self._classes)]), *dicts]",
+        "dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version",
+        "dicts = [*(holder.container for holder in self._by_version[: len(self._classes)]), *dicts]",
         ("tests/module/test_versions.py",),
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "a submodule's end is not noticed",
         "guard/reading.py",
-        "lambda _: held.clear()",
+        "lambda _: sources.clear()",
         "lambda _: None",
         ("tests/module/test_old_memory.py",),
     ),
