@@ -114,7 +114,7 @@ class Reach:
             self._pending: list[tuple[Any, str]] = []
             # Names of objects in messages, by id.
             self._called = {id(plain(root)): "self" for root in roots}
-            Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).found()
+            Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).collect_tensors()
         return list(self._places.values())
 
     def _kind(self, kind: type) -> Any:

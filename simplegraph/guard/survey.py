@@ -174,7 +174,7 @@ def device_of_state(module: nn.Module) -> torch.device | None:
     It is None if the module holds none.
     """
     # Before looking any further.
-    registered = Walk([module], Policy(_kind_of_guarded, depth=0)).found()
+    registered = Walk([module], Policy(_kind_of_guarded, depth=0)).collect_tensors()
     devices = [tensor.device for tensor in registered if issubclass(type(tensor), nn.Parameter)]
     devices = devices or [held.tensor.device for held in held_tensors(module)]
     found = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -224,7 +224,7 @@ def kept_by(names: Iterable[str]) -> str:
 
 def _tensors_of(own: Sequence[Any]) -> Iterator[Tensor]:
     """Yield the tensors in these objects and in what they hold, but for what modules hold."""
-    for tensor in Walk(own, Policy(_kind_of_owned)).found():
+    for tensor in Walk(own, Policy(_kind_of_owned)).collect_tensors():
         yield from parts(tensor)
 
 

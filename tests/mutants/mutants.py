@@ -835,8 +835,8 @@ MUTANTS = [
     Mutant(
         "a walk ends one container earlier",
         "base/walk.py",
-        "own and steps > policy.depth and",
-        "own and steps >= policy.depth and",
+        "is_near and steps > policy.depth and",
+        "is_near and steps >= policy.depth and",
         WALK,
     ),
     Mutant(
