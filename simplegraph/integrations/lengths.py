@@ -47,20 +47,20 @@ class LengthProofs:
 
     def __init__(self, verify: int) -> None:
         self._first = first_distance(_COST, verify) if verify else 0
-        self._left: dict[Hashable, int] = {}  # calls until the next comparison, by kind of call and captured length
+        self._calls_until_proof: dict[Hashable, int] = {}  # by kind of call and captured length
         self._distance: dict[Hashable, int] = {}  # between the last comparison and the next; it doubles
 
     def due(self, calls: Hashable) -> bool:
         """Count a call; True if it must be compared."""
-        if not self._first or calls not in self._left:
+        if not self._first or calls not in self._calls_until_proof:
             return self._first > 0
-        self._left[calls] -= 1
-        return self._left[calls] < 0
+        self._calls_until_proof[calls] -= 1
+        return self._calls_until_proof[calls] < 0
 
     def compared(self, calls: Hashable) -> int:
         """Note that a call was compared; return how many of its kind were served since the last comparison."""
         before = self._distance.get(calls, 0)
-        self._left[calls] = self._distance[calls] = 2 * before or self._first
+        self._calls_until_proof[calls] = self._distance[calls] = 2 * before or self._first
         return before
 
 

@@ -19,7 +19,7 @@ from simplegraph.base.errors import CaptureError, HostError
 from simplegraph.base.failures import release_frames
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
+from simplegraph.device.protocol import GraphDevice, GraphPool, MemorySpan
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.lifecycle import CapturedGraph, Event, SizeRecord
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin, where_failed
@@ -163,7 +163,7 @@ class ProgramTable:
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
     foreign: list[Tensor] = dataclasses.field(default_factory=list)
-    accounted: list[KnownMemory] = dataclasses.field(default_factory=list)
+    accounted: list[MemorySpan] = dataclasses.field(default_factory=list)
     unowned: set[int] = dataclasses.field(default_factory=set)
     traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     probes: list[Probe] = dataclasses.field(default_factory=list)

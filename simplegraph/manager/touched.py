@@ -23,7 +23,7 @@ from simplegraph.base.reasons import explain_command
 from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
-from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
@@ -128,13 +128,13 @@ def _freed_since(table_ref: weakref.ref[ProgramTable], key: Key) -> str | None:
     return _describe_freed(freed[0]) if freed else None
 
 
-def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
+def _memory(tensor: Tensor) -> Iterator[MemorySpan]:
     # A fake tensor says that it is on the GPU, but has no memory; torch warns if its address is read.
     if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cuda":
         start = storage.data_ptr()
         if not start:
             return
-        yield KnownMemory(
+        yield MemorySpan(
             start, start + storage.nbytes(), f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         )
 
@@ -194,7 +194,7 @@ def _keep(table: ProgramTable, inventory: Inventory) -> None:
     table.unowned |= {touch.address for touch in without_tensor}
 
 
-def _holds(spans: Sequence[KnownMemory], touch: Touch) -> bool:
+def _holds(spans: Sequence[MemorySpan], touch: Touch) -> bool:
     return any(start <= touch.address < end for start, end, _ in spans)
 
 

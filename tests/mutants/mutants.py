@@ -344,8 +344,8 @@ MUTANTS = [
     Mutant(
         "probes undo in the order of their list",
         "program/probes.py",
-        "        for probe in probes:\n            stack.callback(probe.undo, what, runs)\n",
-        "        for probe in reversed(probes):\n            stack.callback(probe.undo, what, runs)\n",
+        "        for probe in probes:\n            stack.callback(probe.undo, stage, runs)\n",
+        "        for probe in reversed(probes):\n            stack.callback(probe.undo, stage, runs)\n",
         ("tests/manager/test_probes.py",),
     ),
     Mutant(
@@ -589,7 +589,7 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton that may be passed an address is taken to read its tensors alone",
         "program/observe.py",
-        "        shown_arguments = own or all(map(_holds_no_address, given))",
+        "        shown_arguments = is_ours or all(map(_holds_no_address, given))",
         "        shown_arguments = True",
         UNSEEN,
     ),
@@ -828,7 +828,7 @@ MUTANTS = [
     Mutant(
         "a dict that was empty is no place once it is filled",
         "program/snapshot.py",
-        "            self._places[id(holder)] = holder, {}, own\n",
+        "            self._places[id(holder)] = holder, {}, is_near\n",
         "            pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
     ),
