@@ -234,9 +234,9 @@ class Reading:
             told: a comparison that held in this call.
         """
         try:
-            held = self._sources[0]
+            sources = self._sources[0]
             version: Any = versions.dict_version
-            if any(held.empty) or self._hooks != self._hooks_before:
+            if any(sources.empty) or self._hooks != self._hooks_before:
                 return False
             if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
                 if any(self._empty_hooks):

@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "tensors in plain attributes are not compared before a replay",
         "guard/guards.py",
-        "(*held, *survey.links)",
+        "(*links, *survey.links)",
         "survey.links",
         STALE,
     ),
