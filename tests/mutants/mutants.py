@@ -1494,7 +1494,7 @@ MUTANTS = [
     Mutant(
         "an audit surveys memory that was freed since for its owner",
         "doctor/audit.py",
-        "            owner = then\n",
+        "            owner = fresh_owner\n",
         "            pass\n",
         AUDIT,
     ),
