@@ -31,7 +31,7 @@ class WithEntries(NamedTuple):
 
 def written_mappings(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """List the mappings that a call may write: arguments, and what lies in these."""
-    return [found for value in (*args, *kwargs.values()) for found in _mappings_in(value)]
+    return [mapping for value in (*args, *kwargs.values()) for mapping in _mappings_in(value)]
 
 
 def _mappings_in(value: Any) -> Iterator[Any]:
@@ -64,9 +64,9 @@ def with_entries(result: Any, mappings: Sequence[Any], before: Iterable[Mapping[
     Args:
         result: of the run.
         mappings: those that it was passed, as they were listed before it.
-        before: their items then.
+        before: their items before it.
     """
-    entries = tuple(_changes(then, now) for then, now in zip(before, items_of(mappings), strict=True))
+    entries = tuple(_changes(earlier, now) for earlier, now in zip(before, items_of(mappings), strict=True))
     numbers = {id(mapping): number for number, mapping in enumerate(mappings)}
     returned = _map(result, lambda value: Passed(numbers[id(value)]) if id(value) in numbers else value)
     return WithEntries(returned, entries)
@@ -83,12 +83,12 @@ def put_entries(result: Any, mappings: Sequence[Any]) -> Any:
         return result
     for mapping, entries in zip(mappings, result.entries, strict=True):
         library = _library(mapping)
-        held = library.items(mapping) if entries else {}
+        items = library.items(mapping) if entries else {}
         for key, value in entries.items():
             if type(value) is not Removed:
-                if held.get(key) is not value:
+                if items.get(key) is not value:
                     library.put(mapping, key, value)
-            elif key in held:
+            elif key in items:
                 library.remove(mapping, key)
     return _map(result.result, lambda value: mappings[value.number] if type(value) is Passed else value)
 

@@ -51,8 +51,8 @@ class LateExtras(Extras):
 
         return TrainingRunner
 
-    def know_libraries(self) -> None:
-        """Let calls be passed TensorDicts, and modules of tensordict be read."""
+    def register_libraries(self) -> None:
+        """Register how TensorDicts, and modules of tensordict and TorchRL, are read."""
         import simplegraph.integrations.tensordict  # noqa: F401
 
     def lengths(self, config: Any) -> Any:

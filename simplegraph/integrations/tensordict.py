@@ -32,10 +32,11 @@ def _items(value: Any) -> dict[str, Any]:
 
 
 def _open(value: Any) -> Opened:
-    """Open a TensorDict. Its batch size is told by a tensor that it holds, so that it follows the tensors' rows."""
+    """Open a TensorDict. Its batch size is read from a tensor that it holds, so that it follows the tensors' rows."""
     items, (size, *state) = _items(value), _state(value)
-    told = _first_tensor(items.values()) is not None
-    return items.keys(), items.values(), (_rebuild, (type(value), tuple(items), len(size) if told else size, *state))
+    if _first_tensor(items.values()) is not None:
+        size = len(size)
+    return items.keys(), items.values(), (_rebuild, (type(value), tuple(items), size, *state))
 
 
 def _rebuild(children: list[Any], context: tuple[Any, ...]) -> Any:
@@ -72,9 +73,9 @@ def _first_tensor(values: Iterable[Any]) -> Tensor | None:
         if isinstance(value, Tensor):
             return value
         library = library_mapping(type(value))
-        found = None if library is None else _first_tensor(library.items(value).values())
-        if found is not None:
-            return found
+        tensor = None if library is None else _first_tensor(library.items(value).values())
+        if tensor is not None:
+            return tensor
     return None
 
 
@@ -110,9 +111,9 @@ _SETTINGS = (
 
 
 def _settings() -> dict[str, Any]:
-    """Read the modes that are set around a call; those of files that nobody imported are left out."""
-    found = ((name, getattr(sys.modules.get(file), name, None)) for file, name in _SETTINGS)
-    return {name: getattr(mode, "get_mode", mode)() for name, mode in found if mode is not None}
+    """Read the modes that are set around a call; those of files that are not imported are left out."""
+    modes = ((name, getattr(sys.modules.get(file), name, None)) for file, name in _SETTINGS)
+    return {name: getattr(mode, "get_mode", mode)() for name, mode in modes if mode is not None}
 
 
 def _put(mapping: Any, key: str, value: Any) -> None:

@@ -205,7 +205,7 @@ class SteadyReads:
         given = strided_tensors(args[:2])
         if len(given) < 2 or storage_key(given[0]) not in self._blank:
             return None
-        forms = [(_layout(each, set()), each.untyped_storage().nbytes()) for each in given]
+        forms = [(_layout(tensor, set()), tensor.untyped_storage().nbytes()) for tensor in given]
         is_same = forms[0] == forms[1] and not (given[1].is_conj() or given[1].is_neg())
         return self._made.get(storage_key(given[1])) if is_same else None
 
