@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import containers, flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
+from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
@@ -48,8 +48,15 @@ class MemoryInUse:
     written: set[int] = dataclasses.field(default_factory=set)
     launched: set[int] = dataclasses.field(default_factory=set)
 
-    def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Take in what runs were seen to use; `inputs` are the keys of their inputs, `survey` is of their module."""
+    def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device) -> None:
+        """Take in what runs were seen to use.
+
+        Args:
+            survey: of their module.
+            observers: of the runs.
+            inputs: storage keys of their inputs.
+            device: of the graphs; constants that are moved there are kept in other ways as well.
+        """
         read, held = self.read, {key for each in survey.tensors.values() for key in each.memory}
         for observer in observers:
             read.unseen = read.unseen or observer.reads_anything
@@ -59,8 +66,8 @@ class MemoryInUse:
                 read.keys.add(key)
                 known = read.elsewhere.get(key)
                 # If it moved since, its key means another's memory.
-                if key not in held and (known is None or storage_key(known) != key):
-                    read.elsewhere[key] = tensor
+                if key not in held and (known is None or storage_key(known.tensor) != key):
+                    read.elsewhere[key] = OwnedTensor(tensor, tells=tensor.device == device)
             self.launched |= observer.launched  # an argument may be the module's own memory
             self.written |= {key for key in observer.written if key in held or key not in inputs}
 
@@ -80,7 +87,7 @@ class MemoryInUse:
 
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
         """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""
-        known = dict(self.read.elsewhere)
+        known = {key: owned.tensor for key, owned in self.read.elsewhere.items()}
         held = (part for each in call.survey.tensors.values() for part in parts(each.tensor))
         known |= {storage_key(part): part for part in held if has_address(part)}
         everything = Spans(known[key] for key in self.read.keys | self.written if key in known)
@@ -121,8 +128,8 @@ class MemoryInUse:
         """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
         named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
         named += [
-            ("memory from elsewhere", _whole(tensor))
-            for key, tensor in self.read.elsewhere.items()
+            ("memory from elsewhere", _whole(owned.tensor))
+            for key, owned in self.read.elsewhere.items()
             if key in self.written or key in self.launched
         ]
         found: dict[Hashable, tuple[str, Tensor]] = {}
@@ -240,9 +247,17 @@ class Rehearsals(Probe):
 
 
 def invoke_watched(
-    call: Call, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int = 0
+    call: Call,
+    reader: CallReader,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    limit: int = 0,
+    *,
+    recorded: bool = False,
 ) -> Any:
     """Run the call's module on these arguments, and note if it does to them what no replay can, or writes to them.
+
+    A run that sets gradients of tensors that the module holds does what no replay can, too.
 
     Args:
         call: what is called.
@@ -250,10 +265,12 @@ def invoke_watched(
         args: these.
         kwargs: these.
         limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
+        recorded: the run is a recording, whose gradients mean nothing outside of it.
     """
     arguments = _Arguments(args, kwargs, reader)
     copies = arguments.copied(call, limit)
-    result = call.run(args, kwargs)
+    with _gradients_kept(call, put_back=recorded):
+        result = call.run(args, kwargs)
     with outside_modes():
         for name, view, nbytes, copy in copies:
             if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
@@ -262,6 +279,28 @@ def invoke_watched(
     if (effect := arguments.effect(result)) is not None:
         call.binding.refuse(effect)
     return result
+
+
+@contextlib.contextmanager
+def _gradients_kept(call: Call, *, put_back: bool) -> Iterator[None]:
+    """Let no graph serve calls that set gradients, but for training steps; `put_back` what they were."""
+    is_looked_at = not computes_gradients(call.module) and call.plain.names(_SETTING_GRADIENTS)
+    held = call.survey.tensors.values() if is_looked_at else ()
+    before = [(each, gradient_of(each.tensor)) for each in held]
+    try:
+        yield
+    finally:
+        changed = [(each, gradient) for each, gradient in before if gradient_of(each.tensor) is not gradient]
+        for each, gradient in changed if put_back else ():
+            each.tensor.grad = gradient
+    if changed:
+        call.binding.refuse(
+            CannotBind(Reason.PYTHON_STATE, f"the gradient of {changed[0][0].name}; {_GRADIENT_REMEDY}")
+        )
+
+
+_SETTING_GRADIENTS = ("grad", "zero_grad", "backward")
+_GRADIENT_REMEDY = "write to it in place, set it outside of the call, or let simplegraph.train_step have the whole step"
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
-from simplegraph.base.tensors import has_address, is_wrapper, parts
+from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
 from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
 from simplegraph.guard.links import HOOKS, REGISTRIES, SETTINGS, AttributeEntries, Link, getter, levels_of, split
@@ -35,6 +35,8 @@ _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past what the class of an object makes of it
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
+_tensor_of = operator.attrgetter("tensor")
+_grad = operator.attrgetter("grad")
 _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
 parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -92,15 +94,17 @@ class Reading:
         owned: tensors that nothing else is known to hold.
         watched: values of tensors.
         left: places, by the id of a dict and the key, in which runs leave tensors: what they hold does not count.
+        graded: ids of tensors whose gradients are compared as well.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         links: Iterable[Sequence[Link]],
-        owned: Sequence[Tensor] = (),
+        owned: Sequence[OwnedTensor] = (),
         watched: Sequence[WatchedValue | WatchedVersion] = (),
         left: Collection[tuple[int, str]] = (),
+        graded: Collection[int] = (),
     ) -> None:
         root, *children = modules
         below = [vars(child) for child in children]
@@ -110,6 +114,7 @@ class Reading:
         self._hooks_before = [held.copy() for held in self._hooks]  # of their class, which may count the order
         self._handles = RemovableHandle.next_id
         self._owned, self._watched = owned, watched
+        self._asked = False  # each owned tensor, so that it knows whether others hold it
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
         entries, read = split(modules, links)
@@ -133,7 +138,11 @@ class Reading:
         self._values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
         if has_orders:
             self._values_of = _ordered_values_of
+        self._graded_at: Callable[[Any], Sequence[Tensor]] | None = None
         values, self._lengths = self._read(vars(root))
+        if graded:
+            self._graded_at = getter([at for at, value in enumerate(values) if id(value) in graded])
+            values += map(_grad, self._graded_at(values))
         registered = self._lengths[0]
         places = [(id(held), name) for held, names in zip(registries, self._names, strict=True) for name in names]
         ignored = {at for at, place in enumerate(places) if place in left}
@@ -194,6 +203,8 @@ class Reading:
         lengths = [len(values)]
         if self._levels:
             self._read_links(attributes, values, lengths)
+        if self._graded_at is not None:
+            values += map(_grad, self._graded_at(values))
         return values, lengths
 
     def _registries(self, attributes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,7 +224,7 @@ class Reading:
         tensors = self._tensors_at(values)
         if self._wraps:
             tensors = tuple(part for tensor in tensors for part in parts(tensor))
-        return (*tensors, *self._owned) if self._owned else tensors
+        return (*tensors, *map(_tensor_of, self._owned)) if self._owned else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
         """True if a tensor that is compared requires grad now; None if one cannot be read, or is none any more."""
@@ -235,6 +246,8 @@ class Reading:
             version: Any = versions.dict_version
             if any(held.empty) or self._hooks != self._hooks_before:
                 return False
+            if self._owned and self._is_released():
+                return False
             if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
                 if any(self._empty_hooks):
                     return False
@@ -246,6 +259,8 @@ class Reading:
                 self._read_links(attributes, values, lengths)
             if lengths != self._lengths:
                 return False
+            if self._graded_at is not None:
+                values += map(_grad, self._graded_at(values))
             # Values alone do not tell names: two parameters may have changed theirs.
             filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
             if filled is None or filled != self._filled:
@@ -279,6 +294,12 @@ class Reading:
             return [kind.forward for kind in self._kinds] == self._forwards
         except Exception:  # a survey finds out what it was
             return False
+
+    def _is_released(self) -> bool:
+        """True if everything else let go of a tensor that is owned here."""
+        owned = held_by_nobody(self._owned) if self._asked else self._owned
+        self._asked = True
+        return any(list(map(OwnedTensor.is_released, owned)))
 
     def renew(self, renewed: Mapping[int, int]) -> None:
         """Take dicts of these versions for known by their new ones."""

@@ -96,7 +96,9 @@ class Survey:
             self._places[id(thing)] = self._places[above]
             for own, tensor in held.items() if key != "_modules" else ():
                 if tensor is not None and (id(thing), own) not in self.left:
-                    self._add(HeldTensor(_dotted(name, own), _dotted(name, own), tensor, registered=True))
+                    place = _dotted(name, own)
+                    self._add(HeldTensor(place, place, tensor, registered=True))
+                    self._add_attributes(place, tensor, ((thing, own, tensor),))
             return True
         if above:
             name = _dotted(name, key)
@@ -125,6 +127,7 @@ class Survey:
             if issubclass(kind, Tensor):
                 place = _dotted(name, key)
                 self._add(HeldTensor(place, attribute or place, value, links))
+                self._add_attributes(place, value, links)
             elif issubclass(kind, torch.Generator):
                 place = _dotted(name, key)
                 while place in self.generators:
@@ -135,6 +138,14 @@ class Survey:
                 self.links.append(links)
             elif id(value) in self._places or id(value) in self._walk.empty:
                 yield links
+
+    def _add_attributes(self, name: str, tensor: Tensor, links: tuple[Link, ...]) -> None:
+        """Add tensors that are set on a tensor, such as the mask of a weight; its class may keep its own there."""
+        held = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
+        for key, value in list(held.items()) if held else ():
+            if issubclass(type(value), Tensor):
+                place = _dotted(name, key)
+                self._add(HeldTensor(place, place, value, (*links, (held, key, value))))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}
