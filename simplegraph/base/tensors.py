@@ -61,17 +61,13 @@ class OwnedTensor:
         self._storage = tensor.untyped_storage()  # owned, since torch counts this object, too, while it lives
         self._was_shared = False
 
-    def is_released(self) -> bool:
-        """True if this was asked before while something else held the memory, and nothing does any more.
+    def note_holders(self) -> None:
+        """Note if something else holds the memory now: what the forward itself makes at each run, nothing does."""
+        self._was_shared = self._was_shared or (self._tells and self.uses() != _uses_alone())
 
-        Memory that nothing else held then, such as what the forward itself made, is never released.
-        """
-        if not self._tells:
-            return False
-        if self.uses() != _uses_alone():
-            self._was_shared = True
-            return False
-        return self._was_shared
+    def is_released(self) -> bool:
+        """True if something else was noted to hold the memory, and nothing does any more."""
+        return self._was_shared and self.uses() == _uses_alone()
 
     def uses(self) -> tuple[int, int, int]:
         """Count the references to the Python object, the tensor and the memory."""

@@ -102,6 +102,7 @@ class CapturedState:
             self._places.setdefault(each.name, _place(each.tensor))
         for owned in self._read.elsewhere.values():
             self._elsewhere.setdefault(owned, _place(owned.tensor))
+            owned.note_holders()  # before the call returns, after which the user may let go of it
         for each in () if self._own_gradients else tensors:
             gradient = gradient_of(each.tensor)
             if each.tensor.is_leaf and (names_gradients or self._reads(gradient)):

@@ -35,6 +35,7 @@ _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past what the class of an object makes of it
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
+_is_released = operator.methodcaller("is_released")
 _tensor_of = operator.attrgetter("tensor")
 _grad = operator.attrgetter("grad")
 _DICTS = itertools.repeat("__dict__")
@@ -114,7 +115,6 @@ class Reading:
         self._hooks_before = [held.copy() for held in self._hooks]  # of their class, which may count the order
         self._handles = RemovableHandle.next_id
         self._owned, self._watched = owned, watched
-        self._asked = False  # each owned tensor, so that it knows whether others hold it
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
         entries, read = split(modules, links)
@@ -246,7 +246,7 @@ class Reading:
             version: Any = versions.dict_version
             if any(held.empty) or self._hooks != self._hooks_before:
                 return False
-            if self._owned and self._is_released():
+            if self._owned and any(map(_is_released, held_by_nobody(self._owned))):
                 return False
             if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
                 if any(self._empty_hooks):
@@ -294,12 +294,6 @@ class Reading:
             return [kind.forward for kind in self._kinds] == self._forwards
         except Exception:  # a survey finds out what it was
             return False
-
-    def _is_released(self) -> bool:
-        """True if everything else let go of a tensor that is owned here."""
-        owned = held_by_nobody(self._owned) if self._asked else self._owned
-        self._asked = True
-        return any(list(map(OwnedTensor.is_released, owned)))
 
     def renew(self, renewed: Mapping[int, int]) -> None:
         """Take dicts of these versions for known by their new ones."""
