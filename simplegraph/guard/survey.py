@@ -67,11 +67,12 @@ class Survey:
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
         self.left = left_by(module).exempt()
-        roots: list[Any] = [module]
+        roots, policy = [module], _POLICY
         if isinstance(module, FunctionModule):
             module.resolve()
-            roots += module.held()
-        self._walk = Walk(roots, _POLICY)
+            roots += module.held()  # type: ignore[arg-type]
+            policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
+        self._walk = Walk(roots, policy)
         # By id of what was looked into: its name, the attribute that it hangs on, and the links to it.
         self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
         # Every module and its own tensors are named before what attributes lead to.
@@ -239,7 +240,13 @@ def _is_sized(value: Any) -> bool:
         return False
 
 
+def _kind_with_optimizers(kind: type) -> Any:
+    """Return the same, but for optimizers, which a function that is no training step reads as other objects."""
+    return _attributes if issubclass(kind, Optimizer) else _kind_of_guarded(kind)
+
+
 _POLICY = Policy(_kind_of_guarded, depth=DEPTH)
+_WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

@@ -62,6 +62,11 @@ def by_norm(parameter: Tensor) -> Callable[..., Any]:
     return lambda x: x / torch.nn.utils.get_total_norm([each.grad for each in [parameter]])
 
 
+def by_optimizer(parameter: Tensor) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD([parameter])
+    return lambda x: x @ torch.stack([each.grad for group in optimizer.param_groups for each in group["params"]])[0]
+
+
 def by_module(parameter: Tensor) -> nn.Module:
     module = Reading(torch.empty(0))
     module.weight = parameter
@@ -74,6 +79,7 @@ READERS = {
     "dict": by_dict,
     "computed name": by_computed_name,
     "norm": by_norm,
+    "optimizer": by_optimizer,
     "method": lambda parameter: Trainer(parameter).run,
     "module": by_module,
 }
@@ -244,6 +250,40 @@ def test_an_update_by_hand_trains_as_eager(device: torch.device, update: str, be
     close(torch.stack(found), torch.stack(expected))
     if between != "none":  # the gradients stay where they are
         assert run.graph_stats.replays >= 7
+
+
+def stepped(
+    device: torch.device, kind: Callable[..., torch.optim.Optimizer], *, zeroes: bool, graphed: bool
+) -> tuple[list[Tensor], Any]:
+    """Train by a function that calls an optimizer, whose rate falls; nothing else leads it to the weights."""
+    torch.manual_seed(1)
+    model = nn.Linear(WIDTH, 2, device=device)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def update() -> Tensor:
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+        return optimizer.param_groups[0]["params"][0].sum()
+
+    run: Any = sg.wrap(update, exact_shapes=True) if graphed else update
+    seen = []
+    for at in range(12):
+        with torch.enable_grad():
+            model(torch.randn(5, WIDTH, device=device)).square().mean().backward()
+        seen.append(run().clone())
+        if not zeroes:
+            optimizer.zero_grad(set_to_none=at % 3 == 2)
+        optimizer.param_groups[0]["lr"] = 0.1 if at < 6 else 0.01
+    return seen, run
+
+
+@pytest.mark.parametrize("zeroes", [False, True], ids=["steps", "steps and zeroes"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_that_a_function_calls_trains_as_eager(device: torch.device, kind: Any, zeroes: bool) -> None:
+    expected, _ = stepped(device, kind, zeroes=zeroes, graphed=False)
+    found, _ = stepped(device, kind, zeroes=zeroes, graphed=True)
+    close(torch.stack(found), torch.stack(expected))
 
 
 @pytest.mark.parametrize("between", ["none", "zero", "keep"])
