@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.errors import ReplayError
-from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, lies_at, parts, storage_key
+from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, is_wrapper, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
@@ -128,7 +128,8 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         tensors = [each for each in survey.tensors.values() if self._read.covers(each) or each.name in self._gradients]
         held = [each.links for each in tensors if each.links]
-        owned = [owned for owned in self._read.elsewhere.values() if has_address(owned.tensor)]
+        elsewhere = self._read.elsewhere.values()
+        owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
         graded = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
         return Reading(list(survey.modules.values()), (*held, *survey.links), owned, values, survey.left, graded)

@@ -171,7 +171,7 @@ class Reading:
         # Of a module that another thread added since the survey: never holds, so that all is surveyed again.
         added = AttributeEntries({}, ()), None
         self._held[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
-        self._wraps = any(is_wrapper(values[at]) for at in tensors)
+        self._wraps = any(map(is_wrapper, (*(values[at] for at in tensors), *map(_tensor_of, owned))))
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
@@ -222,9 +222,9 @@ class Reading:
 
     def _of(self, values: list[Any]) -> Sequence[Tensor]:
         tensors = self._tensors_at(values)
-        if self._wraps:
-            tensors = tuple(part for tensor in tensors for part in parts(tensor))
-        return (*tensors, *map(_tensor_of, self._owned)) if self._owned else tensors
+        if self._owned:
+            tensors = (*tensors, *map(_tensor_of, self._owned))
+        return tuple(part for tensor in tensors for part in parts(tensor)) if self._wraps else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
         """True if a tensor that is compared requires grad now; None if one cannot be read, or is none any more."""

@@ -67,10 +67,11 @@ class Survey:
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
         self.left = left_by(module).exempt()
-        roots, policy = [module], _POLICY
+        roots: list[Any] = [module]
+        policy = _POLICY
         if isinstance(module, FunctionModule):
             module.resolve()
-            roots += module.held()  # type: ignore[arg-type]
+            roots += module.held()
             policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
         self._walk = Walk(roots, policy)
         # By id of what was looked into: its name, the attribute that it hangs on, and the links to it.
