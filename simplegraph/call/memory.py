@@ -48,14 +48,16 @@ class MemoryInUse:
     written: set[int] = dataclasses.field(default_factory=set)
     launched: set[int] = dataclasses.field(default_factory=set)
 
-    def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device) -> None:
+    def add(
+        self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device | None
+    ) -> None:
         """Take in what runs were seen to use.
 
         Args:
             survey: of their module.
             observers: of the runs.
             inputs: storage keys of their inputs.
-            device: of the graphs; constants that are moved there are kept in other ways as well.
+            device: on which counts tell who holds memory; constants that are moved there are kept in other ways, too.
         """
         read, held = self.read, {key for each in survey.tensors.values() for key in each.memory}
         for observer in observers:

@@ -269,7 +269,9 @@ class GraphBuilder:
         if call.left.places:
             call.left.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
-        self.seen.add(call.survey, observers, inputs | unread, self.manager.device.torch_device)
+        # Of a step, gradients and rates are held in ways of its own.
+        device = None if computes_gradients(call.module) else self.manager.device.torch_device
+        self.seen.add(call.survey, observers, inputs | unread, device)
         if self.state is not None:
             self.state.accept(call.survey)
 
