@@ -268,12 +268,12 @@ def _worker_reports(report: Path, started: float) -> Iterator[tuple[Path, list[d
         try:
             if path.stat().st_mtime < started:
                 continue
-            found = json.loads(path.read_text(encoding="utf-8"))
+            saved = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             print(f"simplegraph audit: {path} was not read: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        if isinstance(found, dict) and {"process", "survey_seconds", "findings"} <= found.keys():  # else another's file
-            yield path.with_suffix(report.suffix), found["findings"]
+        if isinstance(saved, dict) and {"process", "survey_seconds", "findings"} <= saved.keys():  # else another's file
+            yield path.with_suffix(report.suffix), saved["findings"]
 
 
 def _audit(options: argparse.Namespace) -> int:

@@ -61,7 +61,7 @@ USUAL = tuple(name for name, arm in ARMS.items() if not arm.compiles)
 
 def plans(wrapped: Any) -> Iterator[tuple[CallLayout, Plan]]:
     """Yield the plans that serve calls of a wrapper, each with the layout of its calls."""
-    for layout in wrapped._graph_runner._known.layouts:
+    for layout in wrapped._graph_runner._calls.layouts:
         for plan in layout.plans.values():
             if isinstance(plan, Plan):
                 yield layout, plan
@@ -99,5 +99,5 @@ def remove_guards(wrapped: Any) -> None:
     unchanged: Any = _AlwaysHold()
     for layout, plan in found:
         layout.settings = plan.state.reading = unchanged
-    compared: list[Any] = wrapped._graph_runner._known.plain.held
+    compared: list[Any] = wrapped._graph_runner._calls.plain.comparisons
     compared[:] = [_AlwaysHold(comparison.key) for comparison in compared]

@@ -36,7 +36,7 @@ def breakdown(wrapped: Any, batch: tuple[Any, ...], device: torch.device, calls:
     module, state = plan.state.module(), plan.state
     found = held(module)
     found["goal_us"] = DICT_US * found["dicts"] + TENSOR_US * found["tensors"]
-    told = next(iter(wrapped._graph_runner._known.plain.held), None)
+    told = next(iter(wrapped._graph_runner._calls.plain.comparisons), None)
     parts: dict[str, Callable[[], object]] = {"moved": state.moved, "settings": layout.settings.hold}
     if told is not None:
         parts["plain"] = lambda: told.holds(vars(module))

@@ -47,16 +47,15 @@ def _ms(figures: dict[str, Any]) -> str:
     return f"{figures[WAITED] / 1e3:.2f}" if WAITED in figures else "-"
 
 
-def calls() -> str:
-    """Return a table of waited calls, one of calls back to back, and one of guards."""
+def waited() -> str:
+    """Return the table of calls that are waited for."""
+    return _by_arm("waited for, us", WAITED, rows())
+
+
+def back_to_back() -> str:
+    """Return a table of calls back to back, and one of guards."""
     found = rows()
-    return "\n\n".join(
-        [
-            _by_arm("waited for, us", WAITED, found),
-            _by_arm("back to back, us a call", ROW, found),
-            _guards(found),
-        ]
-    )
+    return _by_arm("back to back, us a call", ROW, found) + "\n\n" + _guards(found)
 
 
 def _by_arm(title: str, figure: str, found: dict[str, Any]) -> str:

@@ -122,8 +122,8 @@ class LayerBackend(GraphHooks):
         return self
 
     @property
-    def each(self) -> list[LayerBackend]:
-        """List this backend, as `BackendGroup.each` lists several."""
+    def members(self) -> list[LayerBackend]:
+        """List this backend, as `BackendGroup.members` lists several."""
         return [self]
 
     def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
@@ -146,7 +146,7 @@ class BackendGroup(GraphHooks):
         backends: layer index -> its backend, whose cache has that layer.
 
     Attributes:
-        each: the backends, each once, in the order of `backends`.
+        members: the backends, each once, in the order of `backends`.
 
     Raises:
         ConfigError: `backends` is empty or no mapping.
@@ -158,37 +158,37 @@ class BackendGroup(GraphHooks):
         self.support = minimum_support(backends.values())
         self.backends = dict(backends)
         self.device = next(iter(backends.values())).device
-        self.each = list({id(backend): backend for backend in backends.values()}.values())
-        bounds = [backend.max_num_reqs for backend in self.each if backend.max_num_reqs is not None]
+        self.members = list({id(backend): backend for backend in backends.values()}.values())
+        bounds = [backend.max_num_reqs for backend in self.members if backend.max_num_reqs is not None]
         self.max_num_reqs = min(bounds, default=None)
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        for backend in self.each:
+        for backend in self.members:
             backend.before_capture(mode, descriptor)
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         self._check_step()
-        for backend in self.each:
+        for backend in self.members:
             backend.before_replay(mode, descriptor)
 
     def undo_step(self) -> None:
-        for backend in self.each:
+        for backend in self.members:
             backend.undo_step()
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        for backend in self.each:
+        for backend in self.members:
             backend.end_of_forward(mode, descriptor)
 
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Call `LayerBackend.enter` of each backend."""
         if mode is CudaGraphMode.NONE:
             self._check_step()
-        for backend in self.each:
+        for backend in self.members:
             backend.enter(mode, descriptor)
 
     def _check_step(self) -> None:
-        first = self.each[0].metadata.batch
-        for backend in self.each:
+        first = self.members[0].metadata.batch
+        for backend in self.members:
             batch = backend.metadata.batch
             if batch.num_reqs != first.num_reqs or batch.num_tokens != first.num_tokens:
                 raise ReplayError(

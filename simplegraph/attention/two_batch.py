@@ -129,7 +129,7 @@ class TwoBatchOverlap(GraphHooks):
             batch: the manager's answer for the step.
             query_lens: (num_reqs,) integers, tokens of each request in this step, or one number for all.
             seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
-            tables: for each backend of `whole.each`, what its metadata takes: (num_reqs, n) pages, or (num_reqs,) slots
+            tables: for each of `whole.members`, what its metadata takes: (num_reqs, n) pages, or (num_reqs,) slots
                 of states.
 
         Raises:
@@ -145,7 +145,7 @@ class TwoBatchOverlap(GraphHooks):
             reqs = descriptor.num_reqs if full else len(lengths)
             _write(self.whole, query_lens, lengths, tables, descriptor.num_tokens, reqs)
             return
-        for backend, table in zip(self.whole.each, tables, strict=True):
+        for backend, table in zip(self.whole.members, tables, strict=True):
             if isinstance(backend.metadata, StateMetadata):  # a slot in both halves shows in neither
                 backend.metadata.check_slots(int64s("slots", table), len(lengths))  # type: ignore[arg-type]
         halves = _halves(query_lens, lengths, parts[0].descriptor.num_tokens)
@@ -172,7 +172,7 @@ class TwoBatchOverlap(GraphHooks):
             ReplayError: no step is set.
         """
         for attention in (self.whole,) if self._step is None else self.micro:
-            for backend in attention.each:
+            for backend in attention.members:
                 backend.metadata.repeat()
 
     def _serving(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[tuple[Attention, BatchDescriptor]]:
@@ -239,13 +239,13 @@ def _in_turn(waiting: Sequence[tuple[Attention, Stages]]) -> list[Any]:
 def _write(
     attention: Attention, queries: Any, lengths: Any, tables: Sequence[Any], rows: int, reqs: int | None
 ) -> None:
-    for backend, table in zip(attention.each, tables, strict=True):
+    for backend, table in zip(attention.members, tables, strict=True):
         metadata: Any = backend.metadata  # whose `set` takes pages, or slots of states
         metadata.set(queries, lengths, table, num_tokens=rows, num_reqs=reqs)
 
 
 def _write_dummy(attention: Attention, descriptor: BatchDescriptor) -> None:
-    for backend in attention.each:
+    for backend in attention.members:
         backend.metadata.set_dummy(descriptor.num_tokens, descriptor.num_reqs, descriptor.uniform_query_len)
 
 
@@ -253,16 +253,16 @@ def _check_backends(whole: Attention, micro: Sequence[Attention]) -> None:
     """Refuse backends that share a step's buffers, or do not serve the same caches."""
     if len(micro) != 2:
         raise ConfigError(f"micro has {len(micro)} entries; expected the backends of two micro-batches.")
-    backends = [backend for attention in (whole, *micro) for backend in attention.each]
+    backends = [backend for attention in (whole, *micro) for backend in attention.members]
     if len({id(backend.metadata) for backend in backends}) < len(backends):
         raise ConfigError("two backends share a metadata; expected one for each, since their steps are set together.")
-    caches = [[id(getattr(backend, "cache", None)) for backend in attention.each] for attention in (whole, *micro)]
+    caches = [[id(getattr(backend, "cache", None)) for backend in attention.members] for attention in (whole, *micro)]
     if caches[0] != caches[1] or caches[0] != caches[2]:
         raise ConfigError(
             "the backends of micro-batches have other caches than those of whole steps; share the caches."
         )
     for name in ("support", "window", "scale", "softcap"):
-        kinds = [[getattr(backend, name, None) for backend in attention.each] for attention in (whole, *micro)]
+        kinds = [[getattr(backend, name, None) for backend in attention.members] for attention in (whole, *micro)]
         if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
             raise ConfigError(
                 f"{name} of the backends is {kinds}; expected the same for micro-batches as for whole steps."

@@ -1,4 +1,4 @@
-"""Python's garbage collector, and when it shall wait. Imports no torch."""
+"""Pauses of Python's garbage collector. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
-_pauses: dict[object, bool] = {}  # that last, with what was before the first: the last one to end puts it back
+_pauses: dict[object, bool] = {}  # running pauses, with the state before the first, which the last one restores
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile, in any thread: for what makes many objects, and hardly any garbage.
+    """Pause garbage collection in the block, in all threads: for code that makes many objects, but little garbage.
 
-    With torch loaded a whole collection takes 70 to 250 ms, and what makes objects starts one every few times. Imports
-    and Triton's compiler take a tenth less without, and what is remembered before a capture is gone after it. A graph
-    that the collector destroyed during another's capture would break that one (pytorch #161037).
+    With torch loaded a full collection takes 70 to 250 ms, and making many objects triggers one every so often. Imports
+    and Triton's compiler take a tenth less time without, and objects that a capture needs are released after it. If the
+    collector destroyed a graph during another's capture, that capture would break (pytorch #161037).
     """
     pause = object()
     try:
@@ -33,7 +33,7 @@ def without_collections() -> Iterator[None]:
 
 
 def _end_all() -> None:
-    """Begin anew in a child: the threads whose pauses these are were left behind."""
+    """End all pauses in a forked child, which does not have the threads that made them."""
     global _lock
     _lock = threading.Lock()
     if any(_pauses.values()):

@@ -20,7 +20,7 @@ class CudaGraphMode(enum.Enum):
     """Choose which graphs serve which batches.
 
     A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
-    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes that a single run can have. A
+    runs. NONE, PIECEWISE and FULL treat both equally and are the only modes that a single run can have. A
     PIECEWISE run is graph segments with eager breaks between them (see `eager_break`); without breaks, one segment.
 
     Source: the mode names follow vLLM's ``cudagraph_mode``.
@@ -56,7 +56,7 @@ class CudaGraphMode(enum.Enum):
         """Return the mode of this name, in any case, "off" for NONE; a mode is returned as it is.
 
         Raises:
-            ConfigError: the name is no mode.
+            ConfigError: the name is not a mode.
         """
         if isinstance(value, cls):
             return value
@@ -96,32 +96,32 @@ class CudaGraphConfig:
         max_num_tokens: the most tokens in a batch; larger `capture_sizes` are an error.
         uniform_query_len: tokens per request in a uniform decode batch (1, or 1 + draft tokens).
         batch_dims: argument name (``"positions"``, ``"states.0"``) -> batch dimension; None for a
-            tensor without one, ``"reference"`` for one that must never be copied (such as a KV cache that is
+            tensor without one, ``"reference"`` for a tensor that must never be copied (such as a KV cache that is
             passed in): its address becomes part of the key. Other dimensions are inferred.
         pad_values: argument name -> how padding rows are filled: ``"zero"`` (the default), ``"keep"``
             (not written), ``"repeat-last"``, or a number.
         length_dims: argument name -> dimension of a length, such as samples or frames, that is padded to the next of
             `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly. Arguments with
             lengths of their own have a dimension and a name (``{"clicks": (1, "clicks"), "views": (1, "views")}``);
-            all are padded to what the longest is padded to.
+            all are padded to the captured length of the longest.
         lengths: the lengths to capture, each with graphs for all batch sizes.
         padding: False serves only batches whose exact size was captured.
-        exact_shapes: capture each combination of input shapes by itself, whatever `capture_sizes`; nothing is padded.
+        exact_shapes: True captures each combination of input shapes, whatever `capture_sizes`; nothing is padded.
         outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
             next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
             the forward returns are returned as the caller's own tensors.
-        capture: ``"lazy"`` captures a size at the second call of that size, the first of which warms it up;
-            ``"upfront"`` only in `capture_graphs`, so that a later call never pays for a capture.
-        num_warmups: eager runs before a capture. Calls of a size run eagerly so often, then it is captured.
-            `capture_graphs` runs the largest size once for all sizes, or with a number above 1 each size so often;
-            code that tunes itself over several runs needs that. 0 is for a `CudaGraphManager` whose owner warmed up; a
-            wrapper refuses it, and takes it as 1 from the environment.
+        capture: ``"lazy"`` captures a size at its second call, after the first one warmed it up; ``"upfront"`` captures
+            only in `capture_graphs`, so that a later call never pays for a capture.
+        num_warmups: eager runs before a capture. That many calls of a size run eagerly, then it is captured.
+            `capture_graphs` runs the largest size once for all sizes, or, with a number above 1, each size that many
+            times; code that tunes itself over several runs needs that. 0 is for a `CudaGraphManager` whose owner
+            warmed up; a wrapper refuses it, and takes it as 1 from the environment.
         on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
         verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
-            double, which together take at most so many percent of the time of the replays since. Such a call runs
-            eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
-            that size (or padding) is given up, or `VerificationError` raised, as `on_capture_failure` says. 0 proves
-            nothing. Engines request it in `CudaGraphManager.run`.
+            double, which together take at most this percentage of the time of the replays since. Such a call runs
+            eagerly; then a replay starts from the same memory and random numbers. If its effects differ from eager's,
+            that size (or padding) runs eagerly from then on, or `VerificationError` is raised, as `on_capture_failure`
+            says. 0 proves nothing. Engines request it in `CudaGraphManager.run`.
         max_signatures: the most call signatures (dtypes, trailing shapes, non-tensor values, values of
             `state_key`) that are captured.
         on_too_many_signatures: ``"eager"`` runs calls with further signatures eagerly; ``"flush"`` drops all graphs,
@@ -130,15 +130,15 @@ class CudaGraphConfig:
         state_key: a function that gets the module before every call and returns the Python state that the forward
             reads (``lambda model: (model.enabled, model.scale)``). The state must be hashable and the function cheap. A
             graph is replayed only in the state that it was captured in. Plain values that the forward reads through
-            Python are part of a graph's key without it; it is for what objects do not show. State that the forward
-            changes (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names
-            it, unless the key contains that state; a replay then leaves it unchanged.
+            Python are part of a graph's key without it; use it for state that Python objects do not show. State that
+            the forward changes (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the
+            report names it, unless the key contains that state; a replay then leaves it unchanged.
         decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
             ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
-        training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.
-        debug: check every captured input's address at every replay, and name those that moved; with a
-            `RankGroup` check that all ranks replay the same graph.
-        progress: show a progress bar while capturing several sizes.
+        training: True captures calls under grad mode, too, as a forward and a backward graph of exactly their shapes.
+        debug: True checks every captured input's address at every replay, and names those that moved; with a
+            `RankGroup` it checks that all ranks replay the same graph.
+        progress: True shows a progress bar while capturing several sizes.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.
 
@@ -205,7 +205,7 @@ class CudaGraphConfig:
         """Return a copy with some fields changed, validated again.
 
         Raises:
-            ConfigError: a name is no field, or a value is invalid.
+            ConfigError: a name is not a field, or a value is invalid.
         """
         return dataclasses.replace(self, **changes)
 
@@ -223,7 +223,7 @@ class CudaGraphConfig:
         """
         environ = os.environ if environ is None else environ
         fields = {ENV_PREFIX + field.upper(): field for field, (_, kind) in _kinds().items() if kind.parse}
-        others = (f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # which are `sg.audit`'s
+        others = (f"{ENV_PREFIX}AUDIT", f"{ENV_PREFIX}AUDIT_EVERY")  # read by `sg.audit`
         unknown = [name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in (*fields, *others)]
         if unknown:
             _warn_of_unknown(tuple(unknown), tuple(fields))
@@ -233,15 +233,15 @@ class CudaGraphConfig:
             try:
                 changes[fields[variable]] = (kind.parse or str)(environ[variable].strip())
             except (ValueError, LookupError):
-                found = f"{variable}={environ[variable]!r} is not valid"
-                raise ConfigError(f"{found}: expected {kind.expected}.") from None
+                problem = f"{variable}={environ[variable]!r} is not valid"
+                raise ConfigError(f"{problem}: expected {kind.expected}.") from None
         try:
             return self.replace(**changes) if changes else self
         except ConfigError as error:
             raise ConfigError(f"{error} (set from the environment: {', '.join(given)})") from None
 
 
-# What to use in place of settings that there were.
+# Replacements of former settings.
 _REPLACED = {
     "max_capture_size": "capture_sizes=simplegraph.default_sizes(largest)",
     "on_stale": "graph_stats.recaptures, which counts captures that were dropped",
@@ -252,13 +252,13 @@ _REPLACED = {
 
 
 def check_settings(names: Iterable[str], where: str = "") -> None:
-    """Refuse names that are no fields of `CudaGraphConfig`, and say what to use instead."""
-    known = CudaGraphConfig.__dataclass_fields__
-    unknown = sorted(set(names) - known.keys())
+    """Refuse names that are not fields of `CudaGraphConfig`, and say what to use instead. Raises ConfigError."""
+    fields = CudaGraphConfig.__dataclass_fields__
+    unknown = sorted(set(names) - fields.keys())
     if unknown:
         replaced = [f" ({name} is replaced by {_REPLACED[name]})" for name in unknown if name in _REPLACED]
-        hint = "".join(replaced) or did_you_mean(unknown, known)
-        raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(known)}.")
+        hint = "".join(replaced) or did_you_mean(unknown, fields)
+        raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(fields)}.")
 
 
 class _FrozenMapping(dict[str, Any]):
@@ -278,13 +278,13 @@ class _FrozenMapping(dict[str, Any]):
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_of_unknown(variables: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Warn once a process of environment variables that name no setting, or one that no text can give."""
+def _warn_of_unknown(variables: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Warn once a process about environment variables that name no setting, or one that text cannot express."""
     for variable in variables:
         field = variable.removeprefix(ENV_PREFIX).lower()
         unreadable = f"is ignored: {field} cannot be set from the environment; pass it to wrap"
         # The prefix alone makes any two similar.
-        unknown = f"names no setting{did_you_mean([variable], known, cutoff=0.9)}, and is ignored"
+        unknown = f"names no setting{did_you_mean([variable], names, cutoff=0.9)}, and is ignored"
         logger.warning("simplegraph: %s %s.", variable, unreadable if field in _kinds() else unknown)
 
 
@@ -292,10 +292,10 @@ class _Kind(NamedTuple):
     """The values that settings of one type may have.
 
     Attributes:
-        accepts: returns True for them.
-        expected: describes them in messages.
-        parse: reads one from an environment variable, if that is possible.
-        kept: returns what is kept of a valid one.
+        accepts: returns True for valid values.
+        expected: describes valid values in messages.
+        parse: reads a value from an environment variable; None if that is impossible.
+        kept: converts a valid value to the one that is stored.
     """
 
     accepts: Callable[[Any], bool]
@@ -320,7 +320,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _mapping_to(is_valid: Callable[[Any], bool], expected: str) -> _Kind:
-    """Make the kind of a mapping from arguments' names to such values."""
+    """Make the kind of a mapping from arguments' names to valid values."""
 
     def accepts(value: Any) -> bool:
         items = value.items() if isinstance(value, Mapping) else [(None, None)]
@@ -331,7 +331,7 @@ def _mapping_to(is_valid: Callable[[Any], bool], expected: str) -> _Kind:
 
 _SPELLED = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _KINDS: dict[Any, _Kind] = {
-    CudaGraphMode: _Kind(lambda _: True, "a mode", str, CudaGraphMode.parse),  # which refuses others
+    CudaGraphMode: _Kind(lambda _: True, "a mode", str, CudaGraphMode.parse),  # `parse` refuses other values
     int: _Kind(lambda value: _is_int(value, 1), "a whole number of at least 1", int),
     bool: _Kind(lambda value: isinstance(value, bool), "True or False", lambda text: _SPELLED[text.lower()]),
     Sequence[int]: _Kind(
@@ -357,7 +357,7 @@ _KINDS: dict[Any, _Kind] = {
 
 @functools.cache
 def _kinds() -> dict[str, tuple[bool, _Kind]]:
-    """Return for each field, from its annotation, if it may be None, and its kind."""
+    """Return for each field if it may be None, and its kind, as its annotation says."""
     kinds = {}
     for name, hint in typing.get_type_hints(CudaGraphConfig).items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

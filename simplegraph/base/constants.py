@@ -1,4 +1,4 @@
-"""What captures take from warmups: device copies of Python data, and values that were read back from the device."""
+"""Constants that captures take from warmups: device copies of Python data, and values read back from the device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from simplegraph.base.operators import without_modes
 from simplegraph.base.tensors import storage_key
 
-# A CPU tensor that the forward did not make is compared by its bytes at every call, up to this many; of a larger one
-# the version is, and as many bytes spread over it.
+# A CPU tensor that the forward did not make is compared by its bytes at every call, up to this size; a larger one by
+# its version, and by the same number of bytes spread over it.
 WATCHED_BYTES = 64
-# Beyond this a CPU tensor belongs to a forward that brings its weights along, which no graph should hold.
+# A larger CPU tensor is assumed to be a weight that the forward moves each time, which no graph should hold.
 LARGEST_BYTES = 16 << 20
 LARGEST_TOTAL_BYTES = 64 << 20
-# Warmups in a row that find other values than the one before; then a capture is tried, which refuses them by name.
+# Warmups in a row that find new values; then a capture is tried, which refuses them by name.
 _MOST_CHANGES = 8
 
 
@@ -37,12 +37,12 @@ SERVING = _ServingThread()  # active while a capture of this thread gets its con
 class FrozenConstants:
     """The device copies of a model's constants, by the graph whose last warmup moved them to the device.
 
-    A copy is found by what it is a copy of, to the bit. So a graph without a warmup of its own may use another's
-    copies: what it finds is right, and what it does not find asks for a warmup.
+    A copy is found by the exact bits that it is a copy of. So a graph without its own warmup may use another's copies:
+    those that it finds are right, and if one is missing, it needs a warmup.
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        notes: what extras noted of eager runs; see `simplegraph.base.extras`.
+        notes: notes of extras about eager runs; see `simplegraph.base.extras`.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class FrozenConstants:
         met_host: bool,
         answers: Mapping[bytes, Answer],
     ) -> None:
-        """Keep what a warmup of this graph moved to the device, instead of what an earlier one did.
+        """Keep the constants of a graph's warmup, instead of those of an earlier one.
 
         Args:
             key: the graph.
-            copies: what was moved, by content.
-            sources: the CPU tensors from before among what was moved: the next warmup may find other values in them.
+            copies: the tensors that were moved to the device, by content.
+            sources: CPU tensors from before the warmup that were moved; the next warmup may find other values in them.
             met_host: True if the warmup met a CPU tensor.
-            answers: what it read back from memory that nothing writes, by computation.
+            answers: values that it read back from memory that nothing writes, by computation.
         """
         self.met_host = bool(self.met_host) or met_host
         self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
@@ -81,23 +81,31 @@ class FrozenConstants:
         self._sources[key] = [*map(WatchedValue, sources), *roots]
 
     def find(self, content: Hashable, otherwise: Tensor) -> Tensor:
-        """Return a copy that another graph has already, so that equal constants take memory once."""
+        """Return an equal copy of another graph if there is one, so that equal constants take memory once."""
         return next((copies[content] for copies in self._copies.values() if content in copies), otherwise)
 
     def copies(self, key: Hashable) -> Mapping[Hashable, Tensor]:
         """Return the copies that a capture of this graph may use: its own, or all if it had no warmup."""
-        own = self._copies.get(key)
-        return own if own is not None else {c: copy for copies in self._copies.values() for c, copy in copies.items()}
+        own_copies = self._copies.get(key)
+        return (
+            own_copies
+            if own_copies is not None
+            else {c: copy for copies in self._copies.values() for c, copy in copies.items()}
+        )
 
     def answers(self, key: Hashable) -> Mapping[bytes, Answer]:
         """Return the values that a capture of this graph may take: its own, or all if it had no warmup."""
-        own = self._answers.get(key)
-        return own if own is not None else {d: answer for each in self._answers.values() for d, answer in each.items()}
+        own_answers = self._answers.get(key)
+        return (
+            own_answers
+            if own_answers is not None
+            else {d: answer for answers in self._answers.values() for d, answer in answers.items()}
+        )
 
     def needs_warmup(self, key: Hashable) -> bool:
-        """True if there are or were constants, and this graph had no warmup, or one that found other values.
+        """True if there are or were constants, and this graph had no warmup, or their values changed since.
 
-        Values that change from call to call need no more warmups: they are no constants.
+        Values that change from call to call need no more warmups: they are not constants.
         """
         if key in self._copies:
             return self._changes[key] < _MOST_CHANGES and self._changed(key)
@@ -107,7 +115,7 @@ class FrozenConstants:
         return not all(source.is_same() for source in self._sources.get(key, ()))
 
     def clear(self) -> None:
-        """Drop the copies and values; that there were copies is kept."""
+        """Drop the copies and values, but remember if there were any."""
         self._copies.clear()
         self._answers.clear()
         self._sources.clear()
@@ -125,7 +133,7 @@ def content(tensor: Tensor) -> Hashable:
 def value_bytes(tensor: Tensor) -> bytes:
     """Return a CPU tensor's elements, in order, as bytes."""
     plain = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    # By address: `.numpy()` knows fewer dtypes, and modes of functions see it.
+    # By address, since `.numpy()` supports fewer dtypes, and torch function modes see it.
     return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
 
 
@@ -138,9 +146,9 @@ def span(tensor: Tensor) -> int:
 
 
 def is_watchable(tensor: Tensor) -> bool:
-    """True if writes to a CPU tensor can be noticed: it is small, or its version tells of them.
+    """True if writes to a CPU tensor can be noticed: it is small, or its version shows them.
 
-    Inference tensors have no version. Memory that NumPy holds too cannot be resized, which tells it apart.
+    Inference tensors have no version. Memory shared with NumPy is recognised because it cannot be resized.
     """
     nbytes = span(tensor)
     if nbytes <= WATCHED_BYTES:
@@ -149,10 +157,10 @@ def is_watchable(tensor: Tensor) -> bool:
 
 
 class WatchedValue:
-    """The value of a CPU tensor: whatever writes to it, versions and hooks may miss it.
+    """Compares the value of a CPU tensor, since versions and hooks may miss a write to it.
 
     Args:
-        tensor: itself.
+        tensor: the tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -161,12 +169,12 @@ class WatchedValue:
         self._before = self._read()
 
     def is_same(self) -> bool:
-        """True if it is what it was."""
+        """True if the value did not change."""
         return self._read() == self._before
 
 
 def _reader(tensor: Tensor) -> Callable[[], Hashable]:
-    """Return a function that reads what tells if a CPU tensor was written to: its bytes, or version and some bytes."""
+    """Return a function that reads a CPU tensor's bytes if it is small, else its version and some bytes."""
     address, nbytes, read = tensor.data_ptr, span(tensor), ctypes.string_at
     if nbytes > WATCHED_BYTES:
         return functools.partial(_version_and_samples, tensor, nbytes)
@@ -189,10 +197,10 @@ def _version_and_samples(tensor: Tensor, nbytes: int) -> Hashable:
 
 
 class WatchedVersion:
-    """Tells if a tensor was written to by an operator, or is gone, without keeping it alive.
+    """Detects if an operator wrote to a tensor, or if it is gone, without keeping it alive.
 
     Args:
-        tensor: itself, since another view of its memory may have a version of its own.
+        tensor: the tensor; another view of its memory may have a different version.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -208,12 +216,12 @@ class WatchedVersion:
         return self._tensor()
 
     def is_same(self) -> bool:
-        """True if it is what it was."""
+        """True if the tensor was neither moved nor written to."""
         tensor = self._tensor()
         return tensor is not None and (tensor.data_ptr(), tensor._version) == self._before
 
     def end_if_in(self, storages: Collection[int]) -> None:
-        """Count it as another one from now on, if it lies in memory that graphs write: replays raise no version."""
+        """Count it as changed from now on if it lies in memory that graphs write, since replays raise no version."""
         if self._storage in storages:
             self._before = None
 
@@ -224,7 +232,7 @@ _WRITTEN_BY_GRAPHS: dict[int, StorageWeakRef] = {}
 
 
 def note_graph_writes(tensors: Iterable[Tensor]) -> None:
-    """Note memory that a graph was recorded to write: what it holds is data from now on."""
+    """Note memory that a graph was recorded to write: its values are data from now on."""
     storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     with _LOCK:
         for key in [key for key, storage in _WRITTEN_BY_GRAPHS.items() if storage.expired()]:  # type: ignore[no-untyped-call]
@@ -243,7 +251,7 @@ def is_written_by_graphs(tensor: Tensor) -> bool:
 
 
 class Answer(NamedTuple):
-    """A value that was read, and what it follows from."""
+    """A value that was read back, and the tensors that it was computed from."""
 
     value: Any
     roots: tuple[WatchedVersion, ...]

@@ -1,4 +1,4 @@
-"""The context of a thread's calls: whether they run eagerly, and what `describe` says of their batches."""
+"""The context of a thread's calls: whether they run eagerly, and the description of their batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CallContext(NamedTuple):
     """The context of calls in this thread.
 
     Attributes:
-        bypass: why they run eagerly; None if they need not.
-        batch: their requests, tokens of each request, and active LoRAs, where these are known.
+        bypass: why they run eagerly; None if they may use graphs.
+        batch: the number of requests, tokens of each request, and active LoRAs, if they are known.
     """
 
     bypass: Reason | None
@@ -49,18 +49,18 @@ def _calling(context: CallContext | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bypassed(reason: Reason) -> Iterator[None]:
-    """Run every wrapped module of this thread eagerly in here, for this reason."""
+    """Run every wrapped module of this thread eagerly in the block, for this reason."""
     with _calling(CallContext(reason, described_batch())):
         yield
 
 
 def outside_calls() -> contextlib.AbstractContextManager[None]:
-    """Forget the context in here: wrapped modules run as outside of the calls around."""
+    """Forget the context in the block: wrapped modules run as outside of all calls."""
     return _calling(None)
 
 
 def described_batch() -> tuple[int | None, int | None, int]:
-    """Return what `describe` says of the batches of this thread."""
+    """Return the description of this thread's batches, as `describe` set it."""
     return CALLS.context.batch if CALLS.context is not None else _UNDESCRIBED
 
 
@@ -68,7 +68,7 @@ def described_batch() -> tuple[int | None, int | None, int]:
 def describe(
     *, num_reqs: int | None = None, uniform_query_len: int | None = None, num_active_loras: int = 0
 ) -> Iterator[None]:
-    """Describe the batches of the calls in here, where a module's arguments do not tell.
+    """Describe the batches of the calls in the block, if a module's arguments do not show it.
 
     FULL_DECODE_ONLY and FULL_AND_PIECEWISE give a batch its full graph only if it is known to be uniform
     decode; without a description every call counts as mixed.
@@ -84,10 +84,10 @@ def describe(
 
 
 def eager() -> contextlib.AbstractContextManager[None]:
-    """Leave graphs alone in here: every wrapped module of this thread runs eagerly, and counts it.
+    """Run every wrapped module of this thread eagerly in the block, and count these calls.
 
-    Around calls of wrapped modules. Inside a forward that is captured it changes nothing, and a warning says so: there,
-    mark the part as an eager break (`eager_break`, `break_at`).
+    Use it around calls of wrapped modules. Inside a forward that is captured it has no effect, and warns; there, mark
+    the part as an eager break (`eager_break`, `break_at`).
     """
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         _warn_of_eager(running_line())
@@ -96,7 +96,7 @@ def eager() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _warn_of_eager(line: tuple[str, int] | None) -> None:
-    """Warn once of each line: every size is captured."""
+    """Warn once for each line, since every size captures it."""
     logger.warning(
         "simplegraph: eager()%s has no effect inside a forward that is captured; the part is captured, too.\n"
         "  To run it eagerly between two graphs mark it as a break (eager_break, break_at) under mode='PIECEWISE'; "

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-# What pip calls this package, which is in no registry.
+# The package's name in pip; it is in no registry.
 DISTRIBUTION = "simple-cuda-graph"
 
 
@@ -34,8 +34,8 @@ class CaptureError(SimpleGraphError, RuntimeError):
 
     Attributes:
         location: "file:line `source`" of the user's line; None if CUDA did not report it.
-        cause: what that line did that a graph cannot record; None if unknown.
-        part: the pattern of the innermost submodule that was called there, for `break_at`; empty for the whole.
+        cause: what the line did that a graph cannot record; None if unknown.
+        part: the pattern of the innermost submodule that was called there, for `break_at`; empty for the whole module.
     """
 
     def __init__(self, message: str, *, location: str | None = None, cause: str | None = None, part: str = "") -> None:
@@ -58,7 +58,7 @@ class ReplayError(SimpleGraphError, RuntimeError):
 
 
 class RankError(SimpleGraphError, RuntimeError):
-    """Ranks that must act together did not: one is missing, failed, or does something else."""
+    """Ranks that must act together did not: one is missing, failed, or acted differently."""
 
 
 class StaleGraphError(SimpleGraphError, RuntimeError):
@@ -77,7 +77,7 @@ class HostError(SimpleGraphError, RuntimeError):
     """A forward that is being captured used a CPU tensor in a way that a replay would not repeat.
 
     Attributes:
-        remedy: what the user can do about it; empty if nothing but an eager break helps.
+        remedy: what the user can do; empty if only an eager break helps.
         breaks: True if an eager break around it helps as well.
     """
 
@@ -87,7 +87,7 @@ class HostError(SimpleGraphError, RuntimeError):
 
 
 def refuse_inside_capture(is_capturing: bool) -> None:
-    """Refuse what a capture cannot contain, before anything is begun: CUDA ends the process for some of it.
+    """Refuse to start work that a capture cannot contain: for some of it CUDA ends the process.
 
     Raises:
         CaptureError: the stream of this thread is being captured.
@@ -96,14 +96,14 @@ def refuse_inside_capture(is_capturing: bool) -> None:
         raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
 
 
-def did_you_mean(names: Iterable[str], known: Collection[str], cutoff: float = 0.6) -> str:
+def did_you_mean(names: Iterable[str], valid_names: Collection[str], cutoff: float = 0.6) -> str:
     """Return " (did you mean ...?)" with known names at least that similar (of 1) to these; "" if there are none."""
-    close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1, cutoff))
+    close = dict.fromkeys(match for name in names for match in difflib.get_close_matches(name, valid_names, 1, cutoff))
     return f" (did you mean {', '.join(close)}?)" if close else ""
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: the editable install in a checkout, else what the extra names."""
+    """Return the command that installs an extra: the editable install in a checkout, else the extra's packages."""
     if Path(__file__).parents[2].joinpath("setup.cfg").is_file():
         return f'pip install -e ".[{extra}]"'
     required = (line.partition(";") for line in importlib.metadata.requires(DISTRIBUTION) or ())

@@ -1,6 +1,6 @@
-"""What the core asks of extras, which it does not import: one object that the package's door installs.
+"""The interface through which the core calls extras, without importing them: one object that the package installs.
 
-An extra works without being imported: what is installed loads it when it is first asked.
+An extra works without being imported: the installed object loads it at its first use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ StateKey = Callable[[Any], Hashable]
 
 
 class Extras(abc.ABC):
-    """Answers what the core asks."""
+    """The functions of extras that the core calls."""
 
     @abc.abstractmethod
     def probes(self, notes: Notes) -> list[Any]:
         """Make the probes of every run and capture of one model's graphs; see `simplegraph.program.probes`.
 
         Args:
-            notes: what a probe notes of eager runs, under its own name, for the captures after them. They are kept with
-                the graphs.
+            notes: notes of probes about eager runs, each under its own name, for later captures. They are kept with the
+                graphs.
         """
 
     @abc.abstractmethod
@@ -32,15 +32,15 @@ class Extras(abc.ABC):
         """Make the probes of an engine's captures.
 
         Args:
-            table: of the graphs.
-            kept_alive: is given the tensors that the graphs read.
-            forward: the engine's.
-            jobs: what is captured.
+            table: the table of the graphs.
+            kept_alive: the list to add tensors to that the graphs read.
+            forward: the engine's forward.
+            jobs: the graphs to capture.
         """
 
     @abc.abstractmethod
     def prove_batch(self, table: Any, job: Any, state: Sequence[Any], run: Callable[[], Any]) -> Any:
-        """Run an engine's batch eagerly, compare a replay of its graph with that, and return what eager returned."""
+        """Run an engine's batch eagerly, compare a replay of its graph with it, and return eager's result."""
 
     @abc.abstractmethod
     def runner_kind(self, config: Any, module: Any) -> Any:
@@ -48,11 +48,11 @@ class Extras(abc.ABC):
 
     @abc.abstractmethod
     def lengths(self, config: Any) -> Any:
-        """Return what pads the lengths of calls before a wrapper's runner serves them; None if nothing does."""
+        """Return the object that pads the lengths of calls before a runner serves them; None if none is padded."""
 
     @abc.abstractmethod
     def touched_lines(self, module: Any, manager: Any) -> tuple[str, ...]:
-        """Say what the kernels of a module's graphs touch."""
+        """Return lines about the memory that the kernels of a module's graphs touch."""
 
     @abc.abstractmethod
     def report_page(self, report: Any) -> str:
@@ -60,27 +60,28 @@ class Extras(abc.ABC):
 
     @abc.abstractmethod
     def sleeper(self) -> Any:
-        """Return what puts holders of graphs to sleep and wakes them; see `Sleeps`."""
+        """Return the object that puts holders of graphs to sleep and wakes them; see `Sleeps`."""
 
 
-installed: Extras = None  # type: ignore[assignment]  # until the package's door sets it
-# Called before captures, outside of locks: what is loaded in threads meanwhile, beside which nothing may be captured.
+installed: Extras = None  # type: ignore[assignment]  # until the package sets it
+# Called before captures, outside of locks: they wait for threads that load libraries, during which nothing may be
+# captured.
 before_captures: set[Callable[[], object]] = set()
-# What allocates memory that can sleep, once the process asked for such: `graph_pool_id` and `static_memory`, see below.
+# Allocators of memory that can sleep, once the process uses one: `graph_pool_id` and `static_memory` below call them.
 memory_sources: list[Any] = []
-# Hooks on the steps of all optimizers that change nothing of a step: graphs of steps need not hold what they do.
+# Hooks on the steps of all optimizers that do not change steps: graphs of steps need not contain them.
 harmless_step_hooks: set[Callable[..., object]] = set()
 
 
 class Sleeps:
-    """Mixin of what holds graphs and can give the memory of these, and of what they read, back to the driver."""
+    """Mixin of holders of graphs that can give the memory of their graphs and weights back to the driver."""
 
     def sleep(self, **options: Any) -> Any:
         """Give the memory of graphs, static inputs, caches and weights back until `wake`; see `simplegraph.sleep`."""
         return installed.sleeper().sleep(self, **options)
 
     def wake(self, parts: Collection[str] | None = None) -> None:
-        """Take the memory again, at the same addresses: of these parts, or of all; see `simplegraph.wake`."""
+        """Restore the memory of these parts, or of all, at the same addresses; see `simplegraph.wake`."""
         installed.sleeper().wake(self, parts)
 
 

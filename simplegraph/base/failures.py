@@ -1,4 +1,4 @@
-"""Explain to a user why a capture failed: at which of their lines, what that asked for, why, and what to do."""
+"""Explain to a user why a capture failed: the line, the cause, and what to do."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 
 from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, HostError
 
-# Operations whose results have as many elements as the values say.
+# Operations whose results' shapes depend on values.
 _DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
-# Functions of torch.linalg that look if they succeeded, and have a form, named with _ex, that does not.
+# Functions of torch.linalg that check on the host if they succeeded, and have a variant, named with _ex, that does not.
 _CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
 _OF_MASKS = (ast.Compare, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
 _MASKS = (torch.bool, torch.uint8)
 _CALLS = {"__call__", "_call_impl"}  # methods that run a module's forward
 _BACKWARDS = {"backward", "grad", "_engine_run_backward"}  # functions of torch.autograd that run one
-_TEXT = {"__repr__", "__str__", "__format__"}  # of a tensor, called by print, str and f-strings
+_TEXT = {"__repr__", "__str__", "__format__"}  # a tensor's methods that print, str and f-strings call
 
 
 class CalledLine(NamedTuple):
@@ -41,19 +41,19 @@ class CalledLine(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """True if it is neither torch's nor this library's."""
+        """True if the line is neither torch's nor this library's."""
         return _is_users(self.summary.filename)
 
     @property
     def is_own(self) -> bool:
-        """True if it is the user's and in no installed package, so that its functions can be decorated."""
+        """True if the line is the user's and in no installed package, so that its functions can be decorated."""
         return is_own(self.summary.filename)
 
     @property
     def module(self) -> nn.Module | None:
-        """The module whose method this is."""
-        found = self.frame.f_locals.get("self")
-        return found if isinstance(found, nn.Module) else None
+        """The module whose method runs the line; None if there is none."""
+        instance = self.frame.f_locals.get("self")
+        return instance if isinstance(instance, nn.Module) else None
 
     def __str__(self) -> str:
         return _described(self.summary)
@@ -69,12 +69,12 @@ def called_lines(*errors: BaseException) -> list[CalledLine]:
 
 
 def users_line(lines: Sequence[CalledLine]) -> str | None:
-    """Describe the innermost line that is the user's; one in a package with the line of their own that led there."""
+    """Describe the innermost line of the user's; if it is in a package, also the user's own line that led there."""
     users = [line for line in lines if line.is_users]
-    own = next((line for line in reversed(users) if line.is_own), None)
-    if not users or own in (None, users[-1]):
+    own_line = next((line for line in reversed(users) if line.is_own), None)
+    if not users or own_line in (None, users[-1]):
         return str(users[-1]) if users else None
-    return f"{users[-1]}, called at {own}"
+    return f"{users[-1]}, called at {own_line}"
 
 
 def running_lines() -> list[CalledLine]:
@@ -84,7 +84,7 @@ def running_lines() -> list[CalledLine]:
 
 
 def running_line() -> tuple[str, int] | None:
-    """Find the innermost line that is running and the user's: its file and its number."""
+    """Return file and number of the innermost running line of the user's; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -97,7 +97,7 @@ def described_line(filename: str, number: int) -> str:
 
 
 def is_printing(lines: Sequence[CalledLine]) -> bool:
-    """True if what failed was to make text of a tensor."""
+    """True if formatting a tensor as text failed."""
     inside = (
         line.summary
         for line in lines[_innermost_users(lines) + 1 :]
@@ -107,14 +107,14 @@ def is_printing(lines: Sequence[CalledLine]) -> bool:
 
 
 def is_inside(lines: Sequence[CalledLine], path: str, name: str) -> bool:
-    """True if a line below the user's own is in a file of this path, in the function of this name if one is given."""
-    own = max((index for index, line in enumerate(lines) if line.is_own), default=-1)
-    inside = (line.summary for line in lines[own + 1 :] if path in line.summary.filename.replace(os.sep, "/"))
+    """True if a line below the user's own is in a file of this path, and in this function if a name is given."""
+    innermost_own = max((index for index, line in enumerate(lines) if line.is_own), default=-1)
+    inside = (line.summary for line in lines[innermost_own + 1 :] if path in line.summary.filename.replace(os.sep, "/"))
     return any(name in ("", line.name) for line in inside)
 
 
 def checked_solver(lines: Sequence[CalledLine]) -> str | None:
-    """Name the function of torch.linalg that the failing line calls if it looks at the device."""
+    """Name the function of torch.linalg that the failing line calls if it reads back from the device."""
     index = _innermost_users(lines)
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _CHECKED and "linalg" in ast.unparse(node.func):
@@ -123,7 +123,7 @@ def checked_solver(lines: Sequence[CalledLine]) -> str | None:
 
 
 def dynamic_shape(lines: Sequence[CalledLine]) -> str | None:
-    """Name the operation whose result's shape depends on values if the failing line holds one."""
+    """Name the operation in the failing line whose result's shape depends on values; None if there is none."""
     index = _innermost_users(lines)
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _DYNAMIC:
@@ -139,11 +139,11 @@ class FailingPart(NamedTuple):
     """The submodule that a failing line belongs to.
 
     Attributes:
-        root: the outermost module that was called; of a function, the module that it reaches.
+        root: the outermost module that was called; for a function, the module that it reaches.
         name: the submodule's dotted name in it; empty for the root itself.
         decorable: True if code of the user's own ran inside it.
-        holder: the child of a wrapped function that the root is; empty if a module was wrapped.
-        method: the method of a submodule inside it that failed and that no call of that submodule led to, if so.
+        holder: the root's name as a child of a wrapped function; empty if a module was wrapped.
+        method: the method of an inner submodule that failed without a call of that submodule; empty if there is none.
     """
 
     root: nn.Module
@@ -154,24 +154,24 @@ class FailingPart(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The name that the user's code has for the root."""
+        """The root's name in the user's code."""
         return self.holder.rstrip("'") or "model"
 
     @property
     def whole_pattern(self) -> str:
-        """The part's pattern, from the module that was wrapped."""
+        """The part's pattern, starting at the module that was wrapped."""
         return ".".join(filter(None, (self.holder, self.name and self.pattern)))
 
     @property
     def pattern(self) -> str:
-        """Its name for `break_at`: a layer of a list stands for all of them."""
+        """The part's pattern for `break_at`: a layer of a list stands for all layers."""
         steps, named = self.name.split("."), dict(self.root.named_modules(remove_duplicate=False))
         holders = [named.get(".".join(steps[:index])) for index in range(len(steps))]
         return ".".join("*" if isinstance(it, nn.ModuleList) else step for it, step in zip(holders, steps, strict=True))
 
 
 def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
-    """Find the innermost submodule that failed and was called, as `break_at` breaks calls; None if there is none."""
+    """Return the innermost submodule that was called and failed, where `break_at` can break; None if there is none."""
     modules = [(index, line.module) for index, line in enumerate(lines) if line.module is not None]
     if not modules:
         return None
@@ -183,7 +183,7 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     called = {id(root), *(id(line.module) for line in lines if line.summary.name in _CALLS)}
     named = [(index, names[id(module)], id(module) in called) for index, module in modules if id(module) in names]
     name = next(name for _, name, is_called in reversed(named) if is_called)
-    start = next(index for index, found, _ in named if found == name)
+    start = next(index for index, part, _ in named if part == name)
     innermost = named[-1][1]
     method = "" if innermost == name else next(lines[index].summary.name for index, it, _ in named if it == innermost)
     generated = (line.summary.filename.startswith("<") for line in lines[start:])
@@ -192,7 +192,7 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
 
 
 def _before_backward(lines: Sequence[CalledLine]) -> Sequence[CalledLine]:
-    """Return the lines that led to the outermost backward or torch.func transform; all if there is none."""
+    """Return the lines that led to the outermost backward or torch.func transform; all lines if there is none."""
     for index, line in enumerate(lines):
         path = line.summary.filename.replace(os.sep, "/")
         if "torch/_functorch/" in path or ("torch/autograd/" in path and line.summary.name in _BACKWARDS):
@@ -205,7 +205,7 @@ def _innermost_users(lines: Sequence[CalledLine]) -> int:
 
 
 def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
-    """Yield the expression that failed, or, before Python 3.11, all that its line holds."""
+    """Yield the expression that failed, or, before Python 3.11, all expressions of its line."""
     source = linecache.getline(line.filename, line.lineno or 0)
     start, end = getattr(line, "colno", None), getattr(line, "end_colno", None)
     whole = start is None or getattr(line, "end_lineno", None) != line.lineno
@@ -218,7 +218,7 @@ def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
 
 
 def _is_mask(index: ast.expr, frame: FrameType) -> bool:
-    """True if an index is made of boolean masks, as its text or present values say."""
+    """True if an index consists of boolean masks, by its text or present values."""
     for node in ast.walk(index):
         value = _value(node, frame)
         compares = isinstance(node, ast.Call) and _name(node.func) in _COMPARISONS
@@ -228,7 +228,7 @@ def _is_mask(index: ast.expr, frame: FrameType) -> bool:
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:
-    """Look up a name, or an attribute that needs no code to run."""
+    """Return the value of a name, or of an attribute that can be read without running code."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if not isinstance(node, ast.Attribute):
@@ -255,7 +255,7 @@ def _described(line: traceback.FrameSummary) -> str:
 
 
 def is_own(filename: str) -> bool:
-    """True for a file that is the user's and in no installed package."""
+    """True for a file that is the user's, and in no installed package."""
     return _is_users(filename) and _package_path(filename) is None
 
 
@@ -270,10 +270,10 @@ def _is_users(filename: str) -> bool:
 
 
 def _package_path(filename: str) -> str | None:
-    """Return the path of a file inside the folder of installed packages; None for other files."""
+    """Return a file's path in the folder of installed packages; None for other files."""
     for folder in ("site-packages", "dist-packages"):
-        _, found, path = filename.rpartition(f"{os.sep}{folder}{os.sep}")
-        if found:
+        _, separator, path = filename.rpartition(f"{os.sep}{folder}{os.sep}")
+        if separator:
             return path
     return None
 
@@ -282,18 +282,18 @@ class Remedy(NamedTuple):
     """Says what a user can do.
 
     Attributes:
-        text: what to change in the code; empty if nothing but a break helps.
+        text: what to change in the code; empty if only a break helps.
         breaks: True if an eager break around it helps as well.
-        held: what such a break has to hold.
+        break_scope: what the break must contain, as the end of the sentence.
     """
 
     text: str
     breaks: bool = False
-    held: str = ""
+    break_scope: str = ""
 
 
 _CAUSES: tuple[tuple[tuple[str, ...], str, Remedy], ...] = (
-    # (words any of which torch's or the emulator's message holds, cause, remedy); the first that fits is used
+    # (words, any of which torch's or the emulator's message contains; cause; remedy): the first that fits is used
     (
         ("out of memory",),
         "the device ran out of memory.",
@@ -357,7 +357,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, Remedy], ...] = (
         Remedy("Call the Python function it was made of.", breaks=True),
     ),
 )
-# (part of a path, function or "", remedy): what torch's Python, or a library's, reads back below the user's line
+# (part of a path, function or "", remedy) of Python code of torch or a library that reads back below the user's line
 _CHECKS = (
     "Call torch.distributions.Distribution.set_default_validate_args(False) once, or pass validate_args=False to the "
     "distribution and to all that it makes: they look at every value."
@@ -386,7 +386,7 @@ _READERS = (
         for path in ("utils/_scatter", "utils/num_nodes", "nn/aggr/", "nn/norm/")
     ),
 )
-# Words of a read back to Python, and of a device that was waited for.
+# Words in messages about a read back to Python, or a wait for the device.
 _READS = (
     *("read back", "stream is capturing", "during capture", "graph capture", "stream capture"),
     *("a capturing stream", "a capturing blocking stream"),
@@ -401,12 +401,12 @@ OPTIMIZER_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer
 
 
 def capture_error(error: Exception, label: str, *, trains: bool = False) -> CaptureError:
-    """Make the error a user sees: what failed, at which of their lines, why, and what to do.
+    """Make the error that a user sees: what failed, at which of their lines, why, and what to do.
 
     Args:
-        error: what a run raised.
-        label: what was captured.
-        trains: it is a training step, or a forward or backward for training: no break can be in its graph.
+        error: the exception that a run raised.
+        label: what was captured, for messages.
+        trains: True for a training step, or a forward or backward for training, whose graph can contain no break.
     """
     chain = list(_chain(error))
     cause = _said(error) if len(chain) == 1 else f"{_said(error)} (caused by {_said(chain[-1])})"
@@ -425,13 +425,13 @@ def capture_error(error: Exception, label: str, *, trains: bool = False) -> Capt
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those it was raised from, or while handling, down to the first of them."""
+    """Yield an error, then the errors that it was raised from or while handling, down to the first one."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def release_locals(error: BaseException) -> None:
@@ -439,12 +439,12 @@ def release_locals(error: BaseException) -> None:
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
         for frame, _ in traceback.walk_tb(link.__traceback__):
-            # Before Python 3.13 the dict that `f_locals` made outlives the clearing; asked for again, it is emptied.
+            # Before Python 3.13 the dict that `f_locals` made outlives the clearing; reading it again empties it.
             _ = frame.f_locals
 
 
 def release_frames(error: BaseException) -> None:
-    """Let an error that is kept, and not raised again, go without tracebacks: callers' frames hold their arguments."""
+    """Remove the tracebacks of an error that is kept and not raised again: callers' frames hold their arguments."""
     release_locals(error)
     for link in _chain(error):
         link.__traceback__ = None
@@ -455,7 +455,7 @@ def _said(error: BaseException) -> str:
 
 
 def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, Remedy] | None:
-    """Return an error's cause and remedy; None if it is not known."""
+    """Return an error's cause and remedy; None if the cause is unknown."""
     if isinstance(error, BreakError):
         return str(error), _HOLD_MORE
     if isinstance(error, HostError):
@@ -466,7 +466,7 @@ def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, 
             return str(error) if isinstance(error, EmulatorError) else f"{cause} ({_said(error)})", remedy
     if not any(word in text for word in _READS):
         return None
-    if "previous error" in text:  # whatever line it shows at is not the one
+    if "previous error" in text:  # the error is reported at another line than the one that caused it
         return f"{_SWALLOWED} ({_said(error)}).", Remedy("Look for an except that hides it; take it out.", breaks=True)
     return _explained_read(error, lines)
 
@@ -475,7 +475,7 @@ _SWALLOWED = "something before it was refused, and the error swallowed: a tensor
 
 
 def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, Remedy]:
-    """Tell apart the ways in which values come to be read back."""
+    """Return the cause and remedy of a value that was read back."""
     emulated = isinstance(error, EmulatorError)
     said = "" if emulated else f" ({_said(error)})"
     if is_printing(lines):
@@ -485,22 +485,24 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     if checked is not None:
         cause = f"{checked} reads back from the device if it succeeded"
         return f"{cause}{said}.", Remedy(f"Call {checked}_ex, which returns that in a tensor.", breaks=True)
-    known = next((Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name)), None)
+    library_remedy = next((Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name)), None)
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        remedy = known or Remedy("Test it on the device (torch.where), or read it after the call.", breaks=True)
+        remedy = library_remedy or Remedy(
+            "Test it on the device (torch.where), or read it after the call.", breaks=True
+        )
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
     shapes = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
         shapes = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
-    held = ": one that holds everything up to where shapes are fixed again"
-    return cause, known or Remedy(f"Keep the shape: {shapes}.", breaks=True, held=held)
+    break_scope = ": one that holds everything up to where shapes are fixed again"
+    return cause, library_remedy or Remedy(f"Keep the shape: {shapes}.", breaks=True, break_scope=break_scope)
 
 
 def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains: bool = False) -> str:
-    """Return a remedy that needs no edit of code which is not the user's, with an eager break where one helps."""
+    """Return a remedy that needs no edit of other people's code, with an eager break if one helps."""
     if not remedy.breaks:
         return remedy.text
     outside = _before_backward(lines)
@@ -520,7 +522,7 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
     elif len(outside) < len(lines):
         advice = _BREAK.replace("function", "function that runs the whole backward, or calls torch.func,")
     both = f"{remedy.text[:-1]}; or {advice}" if remedy.text else f"{advice[0].upper()}{advice[1:]}"
-    return f"{both}{remedy.held}."
+    return f"{both}{remedy.break_scope}."
 
 
 def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> str:
@@ -528,7 +530,7 @@ def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> 
 
     Args:
         root: the module that was wrapped.
-        place: in it or in a submodule, such as "encoder.0.state".
+        place: the place's dotted name in it, such as "encoder.0.state".
         trains: see `capture_error`.
     """
     name, modules = place.rpartition(".")[0], dict(root.named_modules())

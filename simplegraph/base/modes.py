@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import torch
 
-# Cheaper than the state of one device. Private to torch; where it is absent, that is asked for each time.
+# Cheaper than reading the state of one device. Private to torch; where it is absent, the state is read each time.
 ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The autocast dtype in force, or None."""
+    """Return the autocast dtype in force, or None."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 @contextlib.contextmanager
 def autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Let autocast keep casts of weights in here, or not. Casts from before are not used; none is left.
+    """Enable or disable autocast's cache of cast weights in the block, which starts and ends with an empty cache.
 
-    In a capture they would be pool memory, and ones from before are freed. The warmup does without the cache too, since
-    Dynamo compiles for either state, and must not compile in the capture.
+    Casts made in a capture would be pool memory, and casts from before are freed. A warmup runs without the cache, too,
+    since Dynamo compiles for each state, and must not compile in the capture.
     """
     was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -36,12 +36,12 @@ def autocast_cache(*, enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run operators that are no work of the caller's: unseen by its modes, recorded for no gradient."""
+    """Run the library's own operators: the caller's modes do not see them, and no gradient is recorded."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())  # first: modes of functions see the others entered
+        stack.enter_context(torch._C.DisableTorchFunction())  # first: function modes would see the others being entered
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C._DisableTorchDispatch())  # made here: it works from then on
+        stack.enter_context(torch._C._DisableTorchDispatch())  # last: it takes effect when it is made
         yield
 
 
@@ -54,17 +54,17 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls, device_type: str) -> Modes:
-        """Read those in force in this thread."""
+        """Return the modes of this thread."""
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device_type))
 
     def changed_from(self, ambient: Modes) -> frozenset[str]:
-        """Name what the forward itself changed; for the others the modes around a replay are right."""
+        """Name the modes that the forward itself changed; others follow the modes around a replay."""
         changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
         return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
 
     @contextlib.contextmanager
     def restored(self, changed: frozenset[str], device_type: str) -> Iterator[None]:
-        """Re-enter those that the forward changed."""
+        """Re-enter the modes that the forward changed."""
         with contextlib.ExitStack() as stack:
             if "inference" in changed:
                 stack.enter_context(torch.inference_mode(self.inference))

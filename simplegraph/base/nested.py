@@ -19,10 +19,10 @@ from simplegraph.base.objects import attribute_of, class_member, own_dict
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """The nesting of leaves. Equal specs nest alike; a spec without a type is one leaf.
+    """The structure of a nested value; equal specs are equal structures. A spec without a type is one leaf.
 
-    Containers are lists, tuples, named tuples, mappings, dataclasses that hold nothing beside their fields,
-    and whatever is registered as a pytree node (transformers' ModelOutput, for one). Everything else is a leaf.
+    Containers are lists, tuples, named tuples, mappings, dataclasses that hold only their fields, and registered pytree
+    nodes such as transformers' ModelOutput. Everything else is a leaf.
     """
 
     type: type | None = None
@@ -32,10 +32,10 @@ class TreeSpec:
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Rebuild the nested value from its leaves."""
-        left = iter(leaves)  # of an iterator this is the iterator itself: each child takes up where the last one ended
+        remaining = iter(leaves)  # an iterator is returned itself, so that each child continues after the last one
         if self.type is None:
-            return next(left)
-        children = [child.unflatten(left) for child in self.children]
+            return next(remaining)
+        children = [child.unflatten(remaining) for child in self.children]
         if self.type is list:
             return children
         if self.type is tuple:
@@ -47,7 +47,7 @@ class TreeSpec:
             return rebuild(children, self.context[1])
         if issubclass(self.type, tuple):
             return tuple.__new__(self.type, children)
-        # Not through __init__: it may validate, convert or copy what must stay the very same tensors.
+        # Not through __init__, which may validate, convert or copy values that must stay the same tensors.
         value = object.__new__(self.type)
         for name, item in zip(self.keys, children, strict=True):
             object.__setattr__(value, name, item)
@@ -74,14 +74,14 @@ _PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, i
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Take a nested value apart: its leaves in order, and their nesting."""
+    """Return the leaves of a nested value in order, and its structure."""
     leaves: list[Any] = []
     return leaves, _flatten_into(value, leaves)
 
 
 def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     kind = type(value)
-    opened = None if kind in _PLAIN_LEAVES else opened_once(value)  # this is on the way to replays
+    opened = None if kind in _PLAIN_LEAVES else opened_once(value)  # fast, since replays call this
     if opened is None:
         leaves.append(value)
         return LEAF
@@ -90,7 +90,7 @@ def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
 
 
 def map_leaves(value: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    """Change the wanted leaves of a nested value; without any it is returned itself, the very containers."""
+    """Change the wanted leaves of a nested value; if there are none, the value itself is returned."""
     leaves, spec = flatten(value)
     if not any(map(wanted, leaves)):
         return value
@@ -102,15 +102,15 @@ def containers(value: Any) -> list[Any]:
     opened = None if type(value) in _PLAIN_LEAVES else opened_once(value)
     if opened is None:
         return []
-    own = [] if issubclass(type(value), tuple) else [value]
-    return own + [found for item in opened[1] for found in containers(item)]
+    changeable = [] if issubclass(type(value), tuple) else [value]
+    return changeable + [container for item in opened[1] for container in containers(item)]
 
 
 Opened = tuple[Iterable[Any], Iterable[Any], Any]
 
 
 def opened_once(value: Any) -> Opened | None:
-    """Open a container: its keys, its values, and what other than builtin ones are rebuilt with; None for a leaf."""
+    """Return a container's keys, its values, and the context to rebuild one that is not builtin; None for a leaf."""
     opened = _opened_plain(value)
     return _opened_mapping(value) if opened is None and issubclass(type(value), Mapping) else opened
 
@@ -127,15 +127,15 @@ def _opened_plain(value: Any) -> Opened | None:
         node = pytree.SUPPORTED_NODES[kind]
         values, context = node.flatten_fn(value)
         return range(len(values)), values, (node.unflatten_fn, context)
-    # Only what holds its fields and nothing else can be rebuilt from them.
+    # Only an object that holds nothing beside its fields can be rebuilt from them.
     names = _fields(kind)
     if names is None or not set(names).issuperset(own_dict(value) or ()):
         return None
     if issubclass(kind, tuple):
         items = tuple(tuple.__iter__(value))
         return (names, items, None) if len(items) == len(names) and not own_dict(value) else None
-    held = [attribute_of(value, name, _ABSENT) for name in names]
-    return None if any(item is _ABSENT for item in held) else (names, held, None)
+    field_values = [attribute_of(value, name, _ABSENT) for name in names]
+    return None if any(item is _ABSENT for item in field_values) else (names, field_values, None)
 
 
 _ABSENT = object()
@@ -155,23 +155,23 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     return names if set(names).issuperset(slots) else None
 
 
-# Mappings of other classes: UserDict and what is derived from it or from dict, read-only views, classes of the user's.
+# Mappings of other classes: UserDict, subclasses of UserDict and dict, read-only views, classes of users.
 
-_ITEMS = ""  # the key of the attribute that holds a mapping's items: names of leaves go without it
+_ITEMS = ""  # the key of the attribute that holds a mapping's items, which is left out of the names of leaves
 
 
 class WithheldError(RuntimeError):
-    """A forward that is being captured read what a `Withheld` stands for; eager calls may."""
+    """A forward that is being captured read a `Withheld` object; eager calls may read the original."""
 
 
 class Withheld:
-    """Stands in a capture for an object that may differ from call to call, such as a tokenizer's encodings.
+    """Replaces an object in a capture that may differ from call to call, such as a tokenizer's encodings.
 
-    Captured calls do not read it: a forward that does is refused.
+    A forward that reads it while it is captured is refused.
 
     Args:
-        kind: the type that it stands for.
-        where: where it is found, for messages.
+        kind: the type of the object.
+        where: its place, for messages.
     """
 
     def __init__(self, kind: type, where: str = "beside the items of a mapping") -> None:
@@ -198,27 +198,27 @@ _withheld: Callable[[Any], Withheld] = functools.lru_cache(maxsize=256)(
 
 
 def _opened_mapping(value: Any) -> Opened | None:
-    """Open a mapping that can be rebuilt without its own code: from its items, its attributes, or both."""
+    """Open a mapping that can be rebuilt from its items, its attributes, or both, without running its own code."""
     kind: Any = type(value)
     base = _base_of_mapping(kind)
     if base is None:
         return None
     items = dict(base.items(value)) if base is not object else {}
     attributes = own_dict(value) or {}
-    names, held, repeated = list(items), list(items.values()), []
+    names, values, repeated = list(items), list(items.values()), []
     for name, item in attributes.items():
         if name in items and items[name] is item:  # an attribute for each item, as transformers' outputs have
             repeated.append(name)
             continue
         holds_items = type(item) is dict and item.keys() == (_keys_of(value) if base is object else items.keys())
         names.append(_ITEMS if holds_items else name)
-        held.append(item if holds_items or _is_plain(item) else _withheld(type(item)))
+        values.append(item if holds_items or _is_plain(item) else _withheld(type(item)))
     others = tuple(name for name in attributes if name not in repeated)
-    return names, held, (_rebuilt_mapping, (base, kind, tuple(items), others, tuple(repeated)))
+    return names, values, (_rebuilt_mapping, (base, kind, tuple(items), others, tuple(repeated)))
 
 
 def _keys_of(value: Mapping[Any, Any]) -> Any:
-    """Return the keys of a mapping that only its own code tells; None if that fails."""
+    """Return the keys of a mapping by running its own code; None if that fails."""
     try:
         return set(value)
     except Exception:
@@ -245,15 +245,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:
-    """Rebuild a mapping without its ``__init__`` and ``__setitem__``, which may convert or copy what they get."""
+    """Rebuild a mapping without its ``__init__`` and ``__setitem__``, which may convert or copy values."""
     base, kind, keys, attributes, repeated = context
     mapping = base.__new__(kind)
     for key, item in zip(keys, children[: len(keys)], strict=True):
         base.__setitem__(mapping, key, item)
     if attributes or repeated:
-        held = vars(mapping)
-        held.update((name, base.__getitem__(mapping, name)) for name in repeated)
-        held.update(zip(attributes, children[len(keys) :], strict=True))
+        namespace = vars(mapping)
+        namespace.update((name, base.__getitem__(mapping, name)) for name in repeated)
+        namespace.update(zip(attributes, children[len(keys) :], strict=True))
     return mapping
 
 
@@ -261,7 +261,7 @@ ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, ty
 ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
-# Read the value of what is derived from these, past methods of that class.
+# Functions that read the value of a subclass of these types, past its own methods.
 _VALUE_OF: dict[type, Callable[[Any], Any]] = {
     bool: bool,
     int: int.__int__,
@@ -273,7 +273,7 @@ _VALUE_OF: dict[type, Callable[[Any], Any]] = {
 
 
 def constant_key(value: Any) -> Hashable:
-    """Return a key that tells a value from others of its type: 0.0 from -0.0, but not one NaN from another."""
+    """Return a key that is equal for equal values of one type; it distinguishes 0.0 and -0.0, but not NaNs."""
     kind = type(value)
     if issubclass(kind, frozenset):
         return frozenset((type(item), constant_key(item)) for item in frozenset.__iter__(value))

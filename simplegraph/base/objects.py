@@ -1,6 +1,6 @@
-"""Read objects of the user's without running their code: no property, no `__getattr__`, no faked `__class__`.
+"""Read users' objects without running their code: no property, no `__getattr__`, no faked `__class__`.
 
-A kind is asked for by `type`, since `isinstance` reads `__class__`, which a mock fakes and a dead weak proxy lacks.
+Classes are read by `type`, since `isinstance` reads `__class__`, which a mock fakes and a dead weak proxy lacks.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _DESCRIPTORS = frozenset({types.GetSetDescriptorType, types.MemberDescriptorType
 
 
 def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
-    """Remember what a function returns for a class as long as the class lives.
+    """Cache a function's result for each class as long as the class lives.
 
-    A class made for one object, as transformers' models get one for their graphs, may hold the object.
+    A cache that kept classes alive would keep objects alive, since a class made for one object may hold it.
     """
     answers: dict[int, tuple[_Answer, weakref.ref[type]]] = {}
 
     def remembered(kind: type) -> _Answer:
-        found = answers.get(number := id(kind))
-        if found is None:
+        entry = answers.get(number := id(kind))
+        if entry is None:
             gone = weakref.ref(kind, lambda _: answers.pop(number, None))
-            found = answers[number] = function(kind), gone
-        return found[0]
+            entry = answers[number] = function(kind), gone
+        return entry[0]
 
     return functools.wraps(function)(remembered)
 
 
 def own_dict(thing: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes, past what its class makes of them; None if it has none."""
+    """Return the dict of an object's attributes, past its class's own ``__dict__``; None if it has none."""
     read = _dict_reader(type(thing))
     return None if read is None else read(thing)
 
@@ -42,19 +42,19 @@ def own_dict(thing: Any) -> dict[str, Any] | None:
 @by_class
 def _dict_reader(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     member = class_member(kind, "__dict__")
-    return member.__get__ if type(member) in _DESCRIPTORS else None  # else a property of the user's
+    return member.__get__ if type(member) in _DESCRIPTORS else None  # else a user's property
 
 
 def class_member(kind: type, name: str) -> Any:
-    """Return what a class or its first base that has the name holds by it, unbound; None if none does."""
+    """Return a member of a class or its bases by name, unbound; None if none has it."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def attribute_of(thing: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute as the object, or else its class, holds it; a property itself, a slot's value."""
-    held = own_dict(thing) or {}
-    if name in held:
-        return held[name]
+    """Return an attribute from the object's dict, or else from its class: a property itself, but a slot's value."""
+    attributes = own_dict(thing) or {}
+    if name in attributes:
+        return attributes[name]
     member = class_member(type(thing), name)
     if member is None:
         return default
@@ -67,7 +67,7 @@ def attribute_of(thing: Any, name: str, default: Any = None) -> Any:
 
 
 def behind(thing: Any) -> Any:
-    """Return what a weak proxy stands for, None if that is gone; anything else itself."""
+    """Return the target of a weak proxy, None if it is gone; any other object itself."""
     if type(thing) not in PROXIES:
         return thing
     try:

@@ -1,4 +1,4 @@
-"""Operators as torch dispatches them: a mode that sees each one, and what is known of it."""
+"""Operators as torch dispatches them: a mode that sees each one, and facts about it."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _keys_at_entry: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B0
 _AUTOCAST = {name: _KeySet(key) for name, key in vars(_Key).items() if name.startswith("Autocast")}
 _ALL_AUTOCAST = functools.reduce(operator.or_, _AUTOCAST.values())
 _LAZY = _KeySet(_Key.Conjugate) | _KeySet(_Key.Negative) | _KeySet(_Key.ZeroTensor)
-# Only torch.cdist calls them, whose autocast kernel has run; a mode does not see that one but in inference mode.
+# Only torch.cdist calls these, after its own autocast kernel; a mode sees torch.cdist itself only in inference mode.
 _CAST_ALREADY = frozenset({"aten::_cdist_forward", "aten::_euclidean_dist"})
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that sees every operator and changes none: results are to the bit what they are without it.
+    """A dispatch mode that sees every operator and changes none: results are bit for bit the same as without it.
 
-    Torch runs an operator inside a mode without autocast and lazy conjugation, on which operators that are made of
-    others rely; refuses to run higher-order operators; and runs what is compiled uncompiled. Here all do as usual.
-    What remains: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under no_grad;
-    and torch.pinverse under a CPU's autocast, which a mode sees as the torch.linalg.pinv that autocast leaves alone.
-    Dynamo leaves this mode alone where it is loaded; it is not loaded where it is not, as torch does for every mode at
-    its first operator, which takes seconds.
+    Inside a mode, torch runs an operator without autocast and lazy conjugation, on which operators made of others rely;
+    it refuses higher-order operators, and runs compiled functions uncompiled. In this mode all of them run as usual,
+    with two exceptions: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under
+    no_grad; and torch.pinverse under a CPU's autocast, which a mode sees as torch.linalg.pinv, without autocast.
+    Dynamo ignores this mode if it is loaded. If it is not, it stays so: torch would load it at every mode's first
+    operator, which takes seconds.
     """
 
     supports_higher_order_operators = True
-    _next: OperatorMode | None = None  # what this one leaves operators to, without another dispatch
-    _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for an operator that is being taken apart
+    _next: OperatorMode | None = None  # the mode that gets operators next, without another dispatch
+    _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for an operator that is being decomposed
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
-        """An instance of the class, which Dynamo leaves alone from now on if it is loaded."""
+        """Make an instance of the class, which Dynamo ignores from now on if it is loaded."""
         kind: Any = cls
         if "torch._dynamo" in sys.modules:
             _hide_from_dynamo(kind)
@@ -65,17 +65,17 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(wrapper_class, types)):
-            return NotImplemented  # it first turns into operators on plain tensors
+            return NotImplemented  # the wrapper first turns it into operators on plain tensors
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(_FAKE) is not None:  # as when DTensor computes how its results are sharded
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # such as when DTensor plans its sharding
             return func(*args, **kwargs)
         if is_higher_order(func):
             return self.run(func, args, kwargs)
-        # Give it the dispatch keys that it has without a mode. A mode comes after autocast, and torch excludes all that
-        # comes before, lest it runs twice. What an operator calls in turn must find it, but for autocast where the
-        # operator's own autocast kernel, which excludes it, has run.
+        # Set the dispatch keys that the operator has without a mode. A mode comes after autocast, and torch excludes
+        # all earlier keys so that they do not run twice. Operators that this one calls need them, except autocast if
+        # the operator's own autocast kernel, which excludes it, has run.
         included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with _keys_at_entry():  # as it was when Python called
+        with _keys_at_entry():  # the keys when Python called the operator
             excluded_before = torch._C._dispatch_tls_local_exclude_set()
         hidden = _not_run_before(func, torch.is_inference_mode_enabled()) - excluded_before - self._cast
         with torch._C._ForceDispatchKeyGuard(included, excluded - hidden):
@@ -86,12 +86,12 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.leave(func, args, kwargs)
 
     def leave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave an operator to the mode that comes next, or else run it."""
+        """Pass an operator to the next mode, or run it if there is none."""
         return func(*args, **kwargs) if self._next is None else self._next.run(func, args, kwargs)
 
     @contextlib.contextmanager
     def before(self, mode: OperatorMode) -> Iterator[None]:
-        """Let another mode see every operator that this one leaves: as if entered first, but in half the time."""
+        """Pass every operator that this mode leaves to another one: as if that was entered first, in half the time."""
         self._next = mode
         try:
             yield
@@ -99,7 +99,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._next = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what an operator is made of, and see each of these; call it from `run`."""
+        """Run the operators that an operator is made of, and see each of them; call it from `run`."""
         before, self._cast = self._cast, self._cast | (_ALL_AUTOCAST - _not_run_before(func, False))
         try:
             with self:
@@ -117,7 +117,7 @@ def _hide_from_dynamo(mode: Any) -> None:
 def _not_run_before(func: Any, inference: bool) -> Any:
     """Return the dispatch keys before a mode's that have not run for an operator when a mode sees it."""
     name, may_run = func.name(), {} if func.name() in _CAST_ALREADY else _AUTOCAST
-    if inference:  # elsewhere autograd comes before a mode, and does without views inside operators
+    if inference:  # otherwise autograd runs before a mode, and excludes this key inside operators
         may_run = may_run | {"ADInplaceOrView": _KeySet(_Key.ADInplaceOrView)}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return functools.reduce(operator.or_, (key for kind, key in may_run.items() if not has_kernel(name, kind)), _LAZY)
@@ -129,26 +129,26 @@ def wrapper_class(kind: type) -> bool:
 
 
 def is_higher_order(func: Any) -> bool:
-    """True if the operator runs functions that it is passed, as torch.cond and flex_attention do; it has no schema."""
+    """True if the operator runs functions that it is passed, such as torch.cond; it has no schema."""
     return isinstance(func, HigherOrderOperator)
 
 
 class OperatorFacts(NamedTuple):
-    """Facts that an operator's name, schema and kernels show; the defaults are those of one without a schema.
+    """Facts that an operator's name, schema and kernels show; the defaults are for an operator without a schema.
 
     Attributes:
-        name: without ``aten::``; empty for a higher-order operator.
-        is_composite: True if it is only made of others. Under inference_mode it is dispatched whole.
+        name: its name without ``aten::``; empty for a higher-order operator.
+        is_composite: True if it is only made of other operators. Under inference_mode it is dispatched whole.
         is_collective: True if it communicates with other ranks.
-        may_draw: True if it draws random numbers, or is not torch's own and may do so unsaid.
+        may_draw: True if it draws random numbers, or if it is not torch's own and may draw without declaring it.
         may_solve: True if it computes eigenvalues, or is made of others that may.
-        multiplies_groups: True if it multiplies rows by one matrix per group, as experts do: a group's size decides
-            rounding.
-        is_uninitialised: True if what it makes is whatever the memory held.
-        reads_no_value: True if it returns a view of its argument, or looks at its shape, dtype and place only.
-        writes_all: True if it writes every element of what it writes to, whatever its values are.
+        multiplies_groups: True if it multiplies rows by one matrix per group, such as experts; the rounding then
+            depends on a group's size.
+        is_uninitialised: True if its results are uninitialised memory.
+        reads_no_value: True if it returns a view of its argument, or reads only its shape, dtype and device.
+        writes_all: True if it writes every element of the tensors that it writes to, whatever their values are.
         numeric: (position, name) of each argument that may be a number of its arithmetic, and the default.
-        written: (position, name, flag) of each argument that it writes to; with a flag, only where that one is true.
+        written: (position, name, flag) of each argument that it writes to; with a flag, only if that argument is true.
     """
 
     name: str = ""
@@ -173,7 +173,7 @@ _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a 
 
 @functools.lru_cache(maxsize=4096)
 def facts_of(func: Any) -> OperatorFacts:
-    """Return what is known of an operator."""
+    """Return the facts about an operator."""
     if is_higher_order(func):
         return OperatorFacts()
     schema, has_kernel = func._schema, torch._C._dispatch_has_kernel_for_dispatch_key
@@ -204,10 +204,10 @@ def facts_of(func: Any) -> OperatorFacts:
 def _written(schema: Any, *, is_c10d: bool) -> tuple[tuple[int, str, tuple[int, str] | None], ...]:
     arguments = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
     aliases = [argument.alias_info for argument in schema.arguments]
-    # Collectives say nothing of their outputs, which come first.
+    # The schemas of collectives do not declare their outputs, which come first.
     always = {index for index, alias in enumerate(aliases) if alias is not None and alias.is_write}
     always |= {0} if is_c10d else set()
-    # Batch norm updates its statistics without a word in its schema, but only in training.
+    # Batch norm updates its statistics without declaring it in its schema, but only in training.
     flag = next((place for place in arguments if place[1] in ("training", "use_input_stats")), None)
     flagged = {index for index, name in arguments if flag is not None and name in ("running_mean", "running_var")}
     return tuple(
@@ -216,7 +216,7 @@ def _written(schema: Any, *, is_c10d: bool) -> tuple[tuple[int, str, tuple[int, 
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return what an operator is passed at this position, or by this name; None if nothing."""
+    """Return the argument of an operator at this position, or by this name; None if it is not passed."""
     return args[position] if position < len(args) else kwargs.get(name)
 
 
@@ -232,16 +232,16 @@ def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
     """List the strided tensors among arguments, lists of them included; this runs for every operator observed."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if issubclass(type(value), Tensor):
             if value.layout is torch.strided:
-                found.append(value)
+                tensors.append(value)
         elif issubclass(type(value), (list, tuple)):
-            found += strided_tensors(value)
-    return found
+            tensors += strided_tensors(value)
+    return tensors
 
 
 def defined(result: Any) -> Any:
-    """Return an operator's result; an undefined tensor in a list comes out as None, which cannot go back in."""
+    """Return an operator's result; in a list, None stands for an undefined tensor, and is replaced by an empty one."""
     return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result

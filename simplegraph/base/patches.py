@@ -1,6 +1,6 @@
-"""Every change this library makes to other people's classes and registries, and the way back; and subclasses.
+"""Every change that this library makes to other people's classes and registries, and how it is undone; and subclasses.
 
-While a capture runs, or an observer of one, and taken back at its end:
+While a capture or an observer of one runs, and undone at its end:
 
     torch.cuda.Event.record, wait      names the line that forked to a side stream (device.cuda.forks)
     JITFunction.run of Triton          shows its launches to a capture's observer (program.observe)
@@ -14,7 +14,7 @@ While an audit is attached (doctor.attach):
     torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
     EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
 
-While something sleeps, on objects that graphs were given to, and taken back when they wake:
+While something sleeps, on objects that graphs were given to, and undone when they wake:
 
     _apply, load_state_dict, forward, ...  of modules, optimizers, managers: wake first, or refuse (sleeping.sleeper)
 
@@ -23,7 +23,7 @@ While a program is advised (doctor.advise):
     torch.nn.Module.__call__           counts outermost calls; a compiler sees torch's own
     methods of modules that make them  the same
 
-From the first use that needs them on, for the rest of the process:
+From the first use that needs them, for the rest of the process:
 
     bases of a class under @cuda_graph  `CudaGraphWrapper` comes first, and leaves those of its subclasses (serve.wrap)
     break operators                    kernels on a spare dispatch key, so that they can break (program.breaks.marks)
@@ -39,20 +39,20 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-_changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many asked for each, and what takes it back
+_changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many callers made each, and a function that undoes it
 _lock = threading.Lock()
 _ABSENT = object()
 
 
 def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
-    """Replace an attribute of somebody else's class or module by what `replacing` makes of it, if nobody has yet."""
+    """Replace an attribute of other people's class or module by `replacing` of it, if it is not replaced yet."""
     with _lock:
         label = _label(owner, name)
         holders, take_back = _changes.get(label, (0, bool))
         if not holders:
-            own = vars(owner).get(name, _ABSENT)  # absent also where it is inherited
-            take_back = functools.partial(setattr, owner, name, own)
-            if own is _ABSENT:
+            own_member = vars(owner).get(name, _ABSENT)  # also absent if it is inherited
+            take_back = functools.partial(setattr, owner, name, own_member)
+            if own_member is _ABSENT:
                 take_back = functools.partial(delattr, owner, name)
             original = getattr(owner, name)
             ours = replacing(original)
@@ -63,7 +63,7 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
 
 
 def restore(owner: Any, name: str) -> None:
-    """Give up what `replace` asked for: the last one puts the attribute back. Harmless where nothing was replaced."""
+    """Undo one `replace`; the last one restores the attribute. Does nothing if it was not replaced."""
     with _lock:
         label = _label(owner, name)
         holders, take_back = _changes.pop(label, (0, bool))
@@ -79,12 +79,12 @@ def _label(owner: Any, name: str) -> str:
 
 
 def installed() -> list[str]:
-    """List what is replaced at the moment."""
+    """List the attributes that are replaced at the moment."""
     return list(_changes)
 
 
 def replaced(value: Any) -> Any:
-    """Return what a function of ours stands for, as users know it; everything else as it is."""
+    """Return the original of a function that this library replaced; any other value itself."""
     while (
         type(value) is FunctionType
         and str(value.__module__).startswith("simplegraph.")
@@ -94,7 +94,7 @@ def replaced(value: Any) -> Any:
     return value
 
 
-# Subclasses made at run time, which go by the original's name in messages, pickles and reprs.
+# Subclasses made at run time, which have the original's name in messages, pickles and reprs.
 
 
 def subclass(
@@ -107,8 +107,8 @@ def subclass(
         members: its own methods and attributes.
         *mixins: classes that come before the original in its method resolution order.
         name: another name for it.
-        mark: a member. The subclass that was made before with the same value of it is returned, while there is one: a
-            class knows its subclasses weakly, so neither is kept for the life of the process.
+        mark: the name of a member. If a subclass with the same value of this member exists, it is returned. A class
+            refers to its subclasses weakly, so no subclass is kept for the life of the process.
     """
     if mark is not None:
         for kind in type.__subclasses__(original):
@@ -119,8 +119,8 @@ def subclass(
 
 
 def plain(module: Any) -> Any:
-    """Return the object that a wrapper was made around, as its forward sees it; others as they are.
+    """Return the object that a wrapper was made around, which is its forward's `self`; other objects themselves.
 
-    A class that was changed since by way of the wrapper, as for a parametrization, is the wrapper's alone.
+    A wrapper whose class was changed since, such as by a parametrization, keeps that class for itself.
     """
     return module._graph_original if "_graph_original" in vars(type(module)) else module

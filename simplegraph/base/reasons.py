@@ -14,15 +14,15 @@ class Reason(str, enum.Enum):
     """Explains how a batch ran. The value is for counters and JSON, `text` for people.
 
     Attributes:
-        text: one line saying what was found and, where there is a remedy, what to do.
-        command: prints the section of the troubleshooting page about it.
+        text: one line with the cause and, if there is a remedy, what to do.
+        command: the command that prints its section of the troubleshooting page.
     """
 
     text: str
 
     EXACT = "exact", "a graph of exactly this size"
     PADDED = "padded", "padded to the next captured size"
-    # The dispatcher's own.
+    # Reasons of the dispatcher.
     SWITCHED_OFF = "switched_off", "graphs are switched off: by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
     BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any that is captured"
     SIZE_NOT_CAPTURED = (
@@ -49,7 +49,7 @@ class Reason(str, enum.Enum):
         "more kinds of calls than max_signatures: raise it, pass changing values as tensors, or lengths by length_dims",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
-    # What is going on around the call.
+    # The state around the call.
     TRAINING = "training", "the module is in training mode; call .eval() first, or wrap it with training=True"
     GRAD = (
         "grad",
@@ -63,9 +63,9 @@ class Reason(str, enum.Enum):
         "the call is traced, transformed or observed: vmap, jvp, dual numbers, jit.trace, make_fx, operator modes",
     )
     BUSY = "busy", "the stream is being captured by someone else, or another thread generates with these graphs"
-    WRONG_DEVICE = "wrong_device", "the inputs and the whole module are not on one device, which a graph needs"
+    WRONG_DEVICE = "wrong_device", "inputs and module are on different devices; a graph needs all of them on one"
     ALLOCATOR = "allocator", "torch's CUDA allocator cannot tell what memory a capture made; use backend:native"
-    # What the call passes and returns.
+    # Arguments and results of the call.
     AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
     BATCH_MISMATCH = (
         "batch_mismatch",
@@ -97,7 +97,7 @@ class Reason(str, enum.Enum):
         "python_state",
         "the forward changes numbers, flags or settings in Python, which no replay does",
     )
-    # Generation by a library beside this one.
+    # Generation by another library.
     GENERATION = (
         "generation",
         "decode graphs serve greedy decoding, sampling and beam search on a cache that generate makes, not this one",
@@ -115,7 +115,7 @@ class Reason(str, enum.Enum):
     ONE_TOKEN = "one_token", "graphs of one token served a generation, though tokens_per_launch asks for more"
 
     def __new__(cls, value: str, text: str) -> Reason:
-        """A member with the value for machines and the text for people."""
+        """Make a member with the value for machines and the text for people."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.text = text
@@ -130,7 +130,7 @@ class Reason(str, enum.Enum):
 
 
 class CannotBind(Exception):
-    """This call cannot be served by a graph; internal, becomes a counted eager call.
+    """A call cannot be served by a graph; internal, the call runs eagerly and is counted.
 
     Attributes:
         reason, detail: why.
@@ -144,11 +144,11 @@ class CannotBind(Exception):
         self.size = size
 
     def again(self) -> CannotBind:
-        """Return an equal one to raise: an error that is raised keeps the frames it passed, and their tensors."""
+        """Return an equal error to raise, since a raised error keeps the frames that it passed, and their tensors."""
         return CannotBind(self.reason, self.detail, self.size)
 
     @property
     def explained(self) -> str:
-        """Return the reason, what it is about, and the command that says more, as the end of a message."""
+        """Return the reason, its detail, and the command that says more, as the end of a message."""
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.reason.text}{detail}.\n  See: {self.reason.command}"

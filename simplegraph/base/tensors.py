@@ -29,18 +29,18 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """True if the tensor has no memory of its own, and only wraps others that have."""
+    """True if the tensor has no memory of its own, and wraps tensors that have."""
     return type(tensor) not in _PLAIN and wrapper_class(type(tensor))
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose memory it is: those that it wraps, or itself."""
+    """Yield the tensors that hold the memory: those that the tensor wraps, or itself."""
     if not is_wrapper(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
-        inner = getattr(tensor, name)  # of a DTensor one is the device mesh
+        inner = getattr(tensor, name)  # one of a DTensor's is the device mesh
         if isinstance(inner, Tensor):
             yield from parts(inner)
 
@@ -50,14 +50,14 @@ class OwnedTensor:
 
     Args:
         tensor: it.
-        tells: False if others in here may hold it as well, so that counts mean nothing.
+        counts: False if others in the library may hold the tensor as well, so that reference counts mean nothing.
     """
 
     __slots__ = ("_storage", "_tells", "_was_shared", "tensor")
 
-    def __init__(self, tensor: Tensor, *, tells: bool = True) -> None:
+    def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
         self.tensor = tensor
-        self._tells = tells and _TELLS
+        self._tells = counts and _TELLS
         self._storage = tensor.untyped_storage()  # owned, since torch counts this object, too, while it lives
         self._was_shared = False
 
@@ -88,25 +88,25 @@ def held_by_nobody(owned: Sequence[OwnedTensor]) -> list[OwnedTensor]:
 
 
 def wait_collectives(value: Any) -> Any:
-    """Wait for every AsyncCollectiveTensor in a value, and replace it by the tensor it stands for.
+    """Wait for every AsyncCollectiveTensor in a value, and replace it by the tensor that it wraps.
 
-    One that leaves a capture unwaited records its wait in whatever touches it first, outside the graph:
-    "CUDA error: invalid argument", which engines report as DTensor models that cannot be captured.
+    One that leaves a capture unwaited waits at its first use, outside the graph: "CUDA error: invalid argument", which
+    engines report as DTensor models that cannot be captured.
     """
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     kind: Any = getattr(collectives, "AsyncCollectiveTensor", None)
-    if kind is None:  # not imported, or by another thread right now: then there is none
+    if kind is None:  # not imported, or still being imported: then there is no such tensor
         return value
     return map_leaves(value, lambda leaf: issubclass(type(leaf), kind), operator.methodcaller("wait"))
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor's elements, as far as views and results depend on it; not how large its gaps are.
+    """The layout of a tensor's elements, as far as views and results depend on it; the size of gaps is not part of it.
 
     Attributes:
         order: its dimensions from largest to smallest stride, for memory formats.
-        gaps: the dimensions whose rows do not follow each other in memory.
-        repeated: those of them whose rows are all the same memory, as `expand` makes them.
+        gaps: the dimensions whose rows are not adjacent in memory.
+        repeated: those of them whose rows are all the same memory, such as after `expand`.
     """
 
     order: tuple[int, ...]
@@ -114,7 +114,7 @@ class Layout(NamedTuple):
     repeated: tuple[int, ...] = ()
 
     def strides(self, shape: Sequence[int], gap: int = 0) -> tuple[int, ...]:
-        """Return the strides of a tensor of this layout whose gaps are of so many elements."""
+        """Return the strides of a tensor of this layout with gaps of `gap` elements."""
         strides, step = [0] * len(shape), 1
         for dim in reversed(self.order):
             if gap and dim in self.gaps:
@@ -124,7 +124,7 @@ class Layout(NamedTuple):
         return tuple(strides)
 
     def __str__(self) -> str:
-        """Show what differs from a tensor that is contiguous."""
+        """Show how it differs from a contiguous layout."""
         order = "" if self.order == tuple(range(len(self.order))) else f" by strides {self.order}"
         gaps = [dim for dim in self.gaps if dim not in self.repeated]
         parts = f" with gaps in {tuple(gaps)}" if gaps else ""
@@ -132,22 +132,22 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
-    """Find the layout of a tensor.
+    """Return the layout of a tensor.
 
-    The stride of a dimension of one row has no meaning to torch, but in the batch dimension it tells what more rows
-    would look like, so that one row has the layout of several.
+    The stride of a dimension of size 1 has no meaning to torch, but in the batch dimension it shows the layout of more
+    rows, so that one row has the same layout as several.
     """
     shape, strides = tensor.shape, tensor.stride()
     natural = tuple(range(len(shape)))
     if 0 in shape or strides == Layout(natural).strides(shape):
         return Layout(natural)
     if tensor.is_contiguous() and len(natural) in (4, 5):
-        # With one channel, or one pixel, images are contiguous either way, and convolutions go by the strides.
+        # Images of one channel, or one pixel, are contiguous in both memory formats; convolutions follow the strides.
         last = Layout((0, *natural[2:], 1))
         if strides == last.strides(shape):
             return last
     told = [dim for dim in natural if shape[dim] > 1 or dim == batch_dim]
-    # Results of torch's operators are as dense, and in the same order.
+    # Results of torch's operators are dense and in the same order.
     dense = torch.empty_like(tensor, device="meta").stride()
     order = sorted(told, key=lambda dim: (-(dense if shape[dim] > 1 else strides)[dim], shape[dim] == 1, dim))
     gaps, expected = [], 1
@@ -155,7 +155,7 @@ def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
         if strides[dim] != expected:
             gaps.append(dim)
         expected = strides[dim] * shape[dim]
-    for dim in natural:  # those of one row keep their places
+    for dim in natural:  # dimensions of size 1 keep their places
         if dim not in told:
             order.insert(dim, dim)
     return Layout(tuple(order), tuple(sorted(gaps)), tuple(dim for dim in told if not strides[dim]))
@@ -172,5 +172,5 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 
 
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor lies and how: the same memory transposed or negated is other numbers to a graph."""
+    """Return a tensor's address and layout: the same memory transposed or negated gives a graph other numbers."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()

@@ -1,7 +1,7 @@
-"""Walk what objects lead to, as far as a policy says, running none of their code.
+"""Walk the objects that objects lead to, as far as a policy says, without running their code.
 
-One walk serves everything that looks through Python's objects: what captures remember and put back, what graphs guard,
-and who holds their memory.
+One walk serves every search through Python's objects: for state that captures save and restore, for state that graphs
+guard, and for holders of their memory.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from simplegraph.base.patches import plain
 from simplegraph.base.tensors import parts
 
 # The caps of all walks, which docs/limits.md names.
-MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for what hangs on by accident
-MAX_BEYOND_CODE = 20_000  # objects with code on the way
-DEPTH = 4  # a class, its method, a function that it names, and what that names: further on lie whole libraries
-OPAQUE = object()  # the kind of what holds nothing that counts as its own: code, and objects of libraries
+MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for objects held by accident
+MAX_BEYOND_CODE = 20_000  # objects that only code leads to
+DEPTH = 4  # a class, its method, a function that it names, and objects that this names: beyond lie whole libraries
+OPAQUE = object()  # the kind of objects without contents of their own: code, and objects of libraries
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton", "pytest", "_pytest", "pluggy"}
-# Libraries whose objects hold what users put there.
+# Libraries whose objects hold users' objects.
 _HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
 DICTS = (collections.OrderedDict, dict)
 _SEQUENCES = (list, collections.deque, set, tuple)
 _CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
-_CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to everything there is
+_CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to all objects of the process
 _OF_C = frozenset(
     {"__dict__", "__dictoffset__", "__vectorcalloffset__", "__weaklistoffset__"}
-)  # members of C's classes
-_RUNNER = "_simplegraph"  # a wrapper's own, which is not the user's
+)  # members of classes written in C
+_RUNNER = "_simplegraph"  # the attribute of a wrapper, which is not the user's
 LRU: Any = type(functools.lru_cache(bool))
-_EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
+_EXACT = frozenset({dict, collections.OrderedDict})  # the builtin dicts, whose methods are not overridden
 _SHOWN = frozenset({str, int, float, bool, bytes, type(None)})
 REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 
 
 def is_library(name: Any) -> bool:
-    """True for modules of Python, by name, that keep no tensors of users."""
+    """True for names of Python modules that keep no tensors of users."""
     return str(name).partition(".")[0] in _LIBRARIES
 
 
 @by_class
 def is_users(kind: type) -> bool:
-    """True for classes of objects that hold what users put there."""
+    """True for classes whose objects hold users' objects."""
     return (
         issubclass(kind, nn.Module)
         or not is_library(kind.__module__)
@@ -68,10 +68,10 @@ def is_users(kind: type) -> bool:
 
 @by_class
 def kind_of(kind: type) -> Any:
-    """Return `Tensor`, the container class that a class is of, `object` if attributes count, `OPAQUE`, or None.
+    """Return `Tensor`, a builtin container class, `object` if attributes count, `OPAQUE`, or None.
 
-    The methods of the container class read and write it: subclasses may refuse, decode or do more. None is for values
-    that lead to nothing.
+    A container's contents are read and written by the methods of its builtin class: those of subclasses may refuse,
+    decode or do more. None is for values that lead to nothing.
     """
     for base in (Tensor, *DICTS, *_SEQUENCES):
         if issubclass(kind, base):
@@ -80,14 +80,14 @@ def kind_of(kind: type) -> Any:
         return OPAQUE
     if issubclass(kind, _DULL):
         return None
-    # Entries of weak dictionaries go by themselves, and are not put back.
+    # Entries of weak dictionaries vanish by themselves, and are not restored.
     has_attributes = kind.__module__ not in ("builtins", "weakref") and (kind.__dictoffset__ or slots_of(kind))
     return object if has_attributes and is_users(kind) else OPAQUE
 
 
 @by_class
 def referring_kind(kind: type) -> Any:
-    """Return the kind for walks that open everything but classes and files, as the garbage collector sees it."""
+    """Return the kind for walks that open everything except classes and files, as the garbage collector sees it."""
     if issubclass(kind, Tensor):
         return Tensor
     return None if issubclass(kind, (type, types.ModuleType, types.CodeType, *ATOMS)) else _referents
@@ -102,13 +102,13 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 
 
 def held_by(place: Any, base: Any = None) -> Any:
-    """Return what a container, a cell, a function, a class or a user's object holds; None if it is none of these.
+    """Return the contents of a container, a cell, a function, a class or a user's object; None for other objects.
 
-    Lists, deques, sets and tuples are returned as a tuple, all else as a dict.
+    The contents of lists, deques, sets and tuples are returned as a tuple, all others as a dict.
 
     Args:
-        place: anything.
-        base: its kind, as a policy opens it.
+        place: any object.
+        base: its kind by the walk's policy.
     """
     kind = type(place)
     if base is None:
@@ -116,67 +116,67 @@ def held_by(place: Any, base: Any = None) -> Any:
     if type(base) in (types.FunctionType, types.MethodType):
         return base(place)
     if kind is dict:
-        return place.copy()  # asks no key for its hash
+        return place.copy()  # calls no key's ``__hash__``
     if base in DICTS:
         return dict(items_in_order(place))
     if base in _SEQUENCES:
         return tuple(base.__iter__(place))
     if base is object:
-        held: dict[str, Any] = {}  # filled slots, and attributes
+        attributes: dict[str, Any] = {}  # filled slots, and attributes
         for name, slot in slots_of(kind).items():
-            with contextlib.suppress(AttributeError):  # an empty one
-                held[name] = slot.__get__(place)
-        held |= own_dict(place) or {}
-        held.pop(_RUNNER, None)
-        return held
+            with contextlib.suppress(AttributeError):  # an empty slot
+                attributes[name] = slot.__get__(place)
+        attributes |= own_dict(place) or {}
+        attributes.pop(_RUNNER, None)
+        return attributes
     if kind is types.CellType:
         return {"cell_contents": place.cell_contents} if gc.get_referents(place) else {}
     return dict(vars(place)) if base is OPAQUE and issubclass(kind, (type, types.FunctionType)) else None
 
 
 def _referents(thing: Any) -> tuple[Any, ...]:
-    """List what the garbage collector sees a thing hold; of a function what it alone holds, which is no code."""
+    """List the objects that an object refers to, as the garbage collector sees it; for a function without its code."""
     if issubclass(type(thing), types.FunctionType):
         return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)
     return tuple(gc.get_referents(thing))
 
 
-def keys_in_order(held: Any) -> list[Any]:
-    """List the keys of a dict as it is iterated over, past what its class makes of that."""
-    keys = list(dict.keys(held))
-    # An OrderedDict has an order of its own, and asks keys for their hashes to tell it.
-    is_told = issubclass(type(held), collections.OrderedDict) and _SHOWN.issuperset(map(type, keys))
-    return list(collections.OrderedDict.__iter__(held)) if is_told else keys
+def keys_in_order(mapping: Any) -> list[Any]:
+    """List the keys of a dict in its order of iteration, past its class's own methods."""
+    keys = list(dict.keys(mapping))
+    # An OrderedDict has its own order, and reading it calls keys' ``__hash__``.
+    is_told = issubclass(type(mapping), collections.OrderedDict) and _SHOWN.issuperset(map(type, keys))
+    return list(collections.OrderedDict.__iter__(mapping)) if is_told else keys
 
 
-def items_in_order(held: Any) -> list[tuple[Any, Any]]:
-    """List the keys and values of a dict, likewise."""
-    items = list(dict.items(held))
-    order = keys_in_order(held) if issubclass(type(held), collections.OrderedDict) else ()
+def items_in_order(mapping: Any) -> list[tuple[Any, Any]]:
+    """List the keys and values of a dict, in the same way."""
+    items = list(dict.items(mapping))
+    order = keys_in_order(mapping) if issubclass(type(mapping), collections.OrderedDict) else ()
     if all(key is moved for (key, _), moved in zip(items, order, strict=False)):
         return items
-    return [(key, dict.__getitem__(held, key)) for key in order]
+    return [(key, dict.__getitem__(mapping, key)) for key in order]
 
 
-def values_in_order(held: Any) -> list[Any]:
-    """List the values of a dict, likewise."""
-    return [value for _, value in items_in_order(held)]
+def values_in_order(mapping: Any) -> list[Any]:
+    """List the values of a dict, in the same way."""
+    return [value for _, value in items_in_order(mapping)]
 
 
-def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys and values of what `held_by` returned."""
-    return held.items() if isinstance(held, dict) else enumerate(held or ())
+def items_of(contents: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of contents that `held_by` returned."""
+    return contents.items() if isinstance(contents, dict) else enumerate(contents or ())
 
 
 def shown(key: Any) -> str:
-    """Return a key as names have it; of objects, whose own text is code, their class."""
+    """Return a key as it stands in names; for objects, whose text would run code, their class."""
     if type(key) is tuple:
         return f"({', '.join(map(shown, key))})"
     return str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"
 
 
 def holder_of(thing: Any, key: Any) -> Any:
-    """Return what has a key of what a thing holds: the dict of its attributes, or it, a container or one with slots."""
+    """Return the object that has a key of a thing's contents: the dict of its attributes, or the thing itself."""
     attributes = None if issubclass(type(thing), (*DICTS, *_SEQUENCES)) else own_dict(thing)
     return thing if attributes is None or key not in attributes else attributes
 
@@ -187,11 +187,11 @@ class Policy:
 
     Attributes:
         opens: returns the kind of a class as `kind_of` does, or a function that reads its objects.
-        depth: containers and objects inside each other that are opened, from an attribute of a module or a root on.
-        width: entries of a container beyond which no walk goes into them.
-        objects: opened at most where no code is on the way; beyond_code: where some is.
-        code: classes, functions and files that a place may be away; 0 reads no code.
-        breaks: reads the code of eager breaks as well.
+        depth: nested containers and objects that are opened, counted from an attribute of a module or a root.
+        width: containers with more entries are not searched.
+        objects: the most objects that are opened without code on the way; beyond_code: the most that code leads to.
+        code: the most classes, functions and files on the way to an object; 0 reads no code.
+        breaks: True to read the code of eager breaks as well.
     """
 
     opens: Callable[[type], Any] = kind_of
@@ -203,41 +203,42 @@ class Policy:
     breaks: bool = True
 
 
-# A thing that a walk looked into, what it holds, as `held_by` tells, and True if no code is on the way to it.
+# An object that a walk opened, its contents as `held_by` returns them, and True if no code is on the way to it.
 Opened = tuple[Any, Any, bool]
 
 
 class _Kinds(dict[type, Any]):
-    """Has the kind of each class, for the time of one walk: looking up is much quicker than a call."""
+    """Caches the kind of each class during one walk, since a lookup is much faster than a call."""
 
     opens: Callable[[type], Any]
 
     def __missing__(self, kind: type) -> Any:
-        self[kind] = found = self.opens(kind)
-        return found
+        self[kind] = opened_kind = self.opens(kind)
+        return opened_kind
 
 
 class Walk:
-    """Opens what roots lead to, each thing once: registered parts of modules first, then what is near, then code.
+    """Opens the objects that roots lead to, each once: registered parts of modules first, then near objects, then code.
 
-    Functions, classes, files, optimizers and objects of libraries (`nn.Module` excepted) are not looked into, unless
-    the policy says so. A file of code leads to what functions that are looked into name there: what else it holds may
-    be a notebook's whole state.
+    Functions, classes, files, optimizers and objects of libraries (except `nn.Module`) are not opened, unless the
+    policy says so. A file leads only to the objects that opened functions name there, since a notebook's file holds its
+    whole state.
 
     Args:
         roots: modules, functions and other objects.
         policy: how far to go.
-        known: ids of things that are not opened.
+        closed: ids of objects that are not opened.
 
     Attributes:
-        ways: by id: a thing, the id of what led to it first (0 for a root), by which key that holds it, and True if no
+        ways: by id: an object, the id of the object that led to it first (0 for a root), its key there, and True if no
             code is on the way.
-        tensors: those found without code on the way, each once.
-        empty: by id, without an object each, which Python would collect garbage for: dicts that hold nothing. They are
-            not opened. led: the ids of what led to them. empty_near: to so many no code leads.
+        tensors: tensors found without code on the way, each once.
+        empty: empty dicts, by id, which are not opened; kept in one dict, since an object for each would trigger
+            garbage collections. led: by their ids, the ids of objects that led to them. empty_near: how many of them,
+            the first ones, have no code on the way.
     """
 
-    def __init__(self, roots: Iterable[Any], policy: Policy = Policy(), known: Collection[int] = ()) -> None:
+    def __init__(self, roots: Iterable[Any], policy: Policy = Policy(), closed: Collection[int] = ()) -> None:
         self.policy = policy
         self.kinds = _Kinds()
         self.kinds.opens = policy.opens
@@ -246,12 +247,12 @@ class Walk:
         self.empty: dict[int, Any] = {}
         self.led: dict[int, int] = {}
         self.empty_near = 0
-        self._roots, self._known = [plain(root) for root in roots], known
+        self._roots, self._closed = [plain(root) for root in roots], closed
 
     def __iter__(self) -> Iterator[Opened]:
-        policy, kinds, ways, known = self.policy, self.kinds, self.ways, self._known
+        policy, kinds, ways, closed = self.policy, self.kinds, self.ways, self._closed
         empty, led = self.empty, self.led
-        # What to look into, the id of what led there, its key, and how many containers, or how much code, is between.
+        # Objects to open, the id of the object that led there, the key, and the number of containers, or code, between.
         tree: list[tuple[Any, int, Any, int]] = []
         near: collections.deque[tuple[Any, int, Any, int]] = collections.deque()
         far: collections.deque[tuple[Any, int, Any, int]] = collections.deque()
@@ -259,61 +260,61 @@ class Walk:
             if (leads := kinds[type(root)]) is not None:
                 (far if leads is OPAQUE else near).append((root, 0, "", 0))
         counts = [0, 0]
-        while (own := bool(tree or near)) or (policy.code and far):
-            if counts[own] >= (policy.objects if own else policy.beyond_code):
+        while (is_near := bool(tree or near)) or (policy.code and far):
+            if counts[is_near] >= (policy.objects if is_near else policy.beyond_code):
                 return
             registered = bool(tree)
             value, above, key, steps = tree.pop() if registered else (near or far).popleft()
             at, kind, is_module = id(value), kinds[type(value)], issubclass(type(value), nn.Module)
-            is_deep = own and steps > policy.depth and not is_module and kind is not Tensor
-            if is_deep or at in ways or at in empty or at in known:
+            is_deep = is_near and steps > policy.depth and not is_module and kind is not Tensor
+            if is_deep or at in ways or at in empty or at in closed:
                 continue
-            ways[at] = value, above, key, own
+            ways[at] = value, above, key, is_near
             if kind is Tensor:
                 self.tensors.append(value)
                 continue
-            if not own and issubclass(type(value), _CODE):
+            if not is_near and issubclass(type(value), _CODE):
                 steps += 1
                 if steps > policy.code or _is_closed(value, policy.breaks):
                     continue
-            held = held_by(value, kind)
-            if held is not None and (own or kind is not tuple):
-                counts[own] += 1
-                yield value, held, own
-            away, inside = (0, 1 if is_module else steps + 1) if own else (steps, steps)
+            contents = held_by(value, kind)
+            if contents is not None and (is_near or kind is not tuple):
+                counts[is_near] += 1
+                yield value, contents, is_near
+            away, inside = (0, 1 if is_module else steps + 1) if is_near else (steps, steps)
             first: list[tuple[Any, int, Any, int]] = []
-            is_wide = kind in _CONTAINERS and len(held) > policy.width
-            for name, item in () if is_wide or is_globals(value) else items_of(held):
+            is_wide = kind in _CONTAINERS and len(contents) > policy.width
+            for name, item in () if is_wide or is_globals(value) else items_of(contents):
                 kind = type(item)
                 if kind in _EXACT and not item:  # most are, a module's ten for hooks
-                    if own or not is_module:
+                    if is_near or not is_module:
                         empty[id(item)] = item
                         led.setdefault(id(item), at)
                 elif (leads := kinds[kind]) is None:
                     continue
                 elif leads is OPAQUE:
                     far.append((item, at, name, away))
-                elif not own:
+                elif not is_near:
                     if leads is not Tensor:
                         far.append((item, at, name, away))
                 elif name in REGISTERED if is_module else registered:
                     first.append((item, at, name, 0))
                 else:
                     near.append((item, at, name, inside))
-            if own:
+            if is_near:
                 tree += reversed(first)
                 self.empty_near = len(empty)
-            for name, thing in _beyond(value, held) if policy.code else ():
+            for name, thing in _beyond(value, contents) if policy.code else ():
                 if kinds[type(thing)] not in (None, Tensor):
                     far.append((thing, at, name, away))
 
-    def found(self) -> list[Tensor]:
+    def collect_tensors(self) -> list[Tensor]:
         """Walk to the end, and return the tensors."""
         collections.deque(self, maxlen=0)
         return self.tensors
 
     def filled(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the dicts that were empty and are not by now, with True if no code is on the way."""
+        """Yield the dicts that were empty and are no longer, with True if no code is on the way."""
         for number, (at, place) in enumerate(self.empty.items()):
             if place and at not in self.ways:
                 above = self.led[at]
@@ -322,19 +323,19 @@ class Walk:
                 yield place, number < self.empty_near
 
     def way_to(self, thing: Any) -> tuple[Any, Any]:
-        """Return what led to a thing, and by which key it held that; None for a root."""
+        """Return the object that led to a thing, and the key there; None for a root."""
         _, above, key, _ = self.ways[id(thing)]
         return (self.ways[above][0], key) if above else (None, "")
 
     def path(self, thing: Any) -> str:
-        """Name the place that holds a thing."""
+        """Return the name of the place that a thing is in."""
         holder, key = self.way_to(thing)
         return "" if holder is None else self.path_of(key, holder)
 
     def path_of(self, key: Any, holder: Any) -> str:
-        """Name what a holder holds by a key.
+        """Return the name of a holder's key.
 
-        It is dotted from the root, or after the first thing on the way of code to it that has a name.
+        It is dotted from the root, or, if code leads to it, starts at the first named object on the way.
         """
         way = [(holder, key)]
         while (above := self.way_to(way[-1][0]))[0] is not None:
@@ -377,19 +378,19 @@ def is_globals(value: Any) -> bool:
     return type(value) is dict and "__builtins__" in value
 
 
-def _beyond(value: Any, held: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what code, and objects that are not looked into, lead to beside what they hold, with keys."""
+def _beyond(value: Any, contents: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the objects that code, and objects without readable contents, lead to beside their contents, with keys."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         return (("__dict__", own_dict(value)),)
-    if issubclass(kind, threading.local):  # what is this thread's
+    if issubclass(kind, threading.local):  # its attributes in this thread
         return (("__dict__", vars(value)),)
-    if kind is contextvars.ContextVar:  # what it is in this context
+    if kind is contextvars.ContextVar:  # its value in this context
         with contextlib.suppress(LookupError):
             return (("get()", value.get()),)
         return ()
     if is_globals(value) or issubclass(kind, LRU):
-        return ()  # functions lead to what they name there
+        return ()  # functions lead to the globals that they name
     if kind is types.FunctionType:
         return _beyond_function(value)
     if issubclass(kind, type):
@@ -397,20 +398,20 @@ def _beyond(value: Any, held: Any) -> Iterable[tuple[Any, Any]]:
     if issubclass(kind, nn.Module):
         return (("__class__", kind),)
     if kind in _EXACT:
-        return [(key, key) for key in held if type(key) is not str]
-    if held is None:
+        return [(key, key) for key in contents if type(key) is not str]
+    if contents is None:
         return enumerate(gc.get_referents(value) if is_users(kind) else ())
-    # An object's own dict is no place beside it; items of a tuple's subclass and such are no attributes.
+    # An object's own dict does not count; items of a tuple's subclass and the like are not attributes.
     return [(at, thing) for at, thing in enumerate(gc.get_referents(value)) if type(thing) is not dict]
 
 
 def _beyond_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield a function's file, what it names there and in files that it names, its closure and its defaults."""
+    """Yield a function's file, the globals that it names there and in files it names, its closure and its defaults."""
     names, code = sorted(names_in(function.__code__)), function.__code__
     cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
     files = [function.__globals__, *_files_in(held_by(cell).get("cell_contents") for _, cell in cells)]
     yield "__globals__", function.__globals__
-    for file in files:  # which grows meanwhile
+    for file in files:  # the list grows meanwhile
         things = [(name, file[name]) for name in names if name in file]
         files += [one for one in _files_in(thing for _, thing in things) if not any(one is other for other in files)]
         yield from ((f"the global {name} of {file.get('__name__')}", thing) for name, thing in things)
@@ -424,18 +425,20 @@ def _files_in(things: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes that code has, and the functions in it."""
-    return set(code.co_names).union(*(names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    """Return the names of globals and attributes in code, inner functions included."""
+    return set(code.co_names).union(
+        *(names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor that a value is or holds, in containers and users' objects."""
-    for tensor in Walk([value]).found():
+    for tensor in Walk([value]).collect_tensors():
         yield from parts(tensor)
 
 
 def all_tensors(*kinds: type) -> list[Any]:
-    """List all tensors there are, and objects of other kinds, by a look at all that the garbage collector knows."""
+    """List all tensors of the process, and objects of other kinds, among all objects of the garbage collector."""
     things = gc.get_objects()
     types_of = list(map(type, things))  # an engine has a million
     wanted = {kind for kind in set(types_of) if issubclass(kind, (Tensor, *kinds))}

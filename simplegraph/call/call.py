@@ -1,4 +1,4 @@
-"""A call of a wrapped module, how it passes its arguments, and what is known of calls like it."""
+"""A call of a wrapped module, how it passes its arguments, and everything learnt about calls like it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from simplegraph.call.inputs import (
     short_repr,
 )
 from simplegraph.call.outputs import OutputShapes, unreturnable
-from simplegraph.call.signature import CallReader, Signature, known_arguments
+from simplegraph.call.signature import CallReader, Signature, argument_rules
 from simplegraph.guard.effects import CountedState
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import LeftTensors
@@ -57,39 +57,39 @@ from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
 _ATTENTION = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
-_TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
+_TRACES = 3  # batch sizes whose traces of eager calls are kept; two are enough to learn from
 
 
 class Graphed:
-    """Base class by which `invoke` knows a wrapped module: the class after it in the MRO has the real call."""
+    """Base class that marks a wrapped module for `invoke`: the next class in the MRO has the real call."""
 
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the module's own call, hooks included; a wrapped one's forward sees as `self` what `wrap` was given."""
-    own = plain(module)
-    call: Any = super(Graphed, own).__call__ if isinstance(own, Graphed) else own  # type: ignore[misc]
+    """Run the module's own call, hooks included; the `self` of a wrapped module's forward is what `wrap` was given."""
+    original = plain(module)
+    call: Any = super(Graphed, original).__call__ if isinstance(original, Graphed) else original  # type: ignore[misc]
     return call(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)
 class Binding(SignatureRecord):
-    """Everything known of the calls of one signature: beside their lifecycle, what their runs showed.
+    """Everything learnt about the calls of one signature: their lifecycle, and what their runs showed.
 
     Attributes:
         inputs: static inputs, one set unless sizes have their own.
         outputs: how outputs follow the batch size.
         layouts: the ways its calls pass their arguments, by nesting.
-        traces: what the breaks of eager calls returned, by batch size; of the latest few.
-        break_rows: which dimensions of what breaks are passed and return hold rows; None until two sizes were seen.
+        traces: traces of the breaks of eager calls, by batch size; of the latest few sizes.
+        break_rows: the batch dimensions of arguments and results of breaks; None until two sizes were seen.
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
-        draws: True if it draws random numbers.
-        differentiates: True if it computes under grad mode.
-        counted: Python state that every run changes, by padded size: a branch on the rows may change some.
-        made: places of the outputs that the forward was seen to make.
+        draws: True if the forward draws random numbers.
+        differentiates: True if the forward computes under grad mode.
+        counted: Python state that every run changes, by padded size, since a branch on the rows may change some.
+        made: indices of the outputs that the forward was seen to make.
         numbers: the Python numbers that its runs passed to operators.
-        refused: what its latest eager run showed that no capture may come to.
-        waited: names of the CPU tensors that it moves to its device by copies that wait.
+        refused: the error of its latest eager run if that did something that a capture must not do.
+        waited: names of the CPU tensors that the forward moves to its device by synchronous copies.
     """
 
     signature: Signature
@@ -109,12 +109,12 @@ class Binding(SignatureRecord):
     waited: set[str] = dataclasses.field(default_factory=set)
 
     def stop_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
-        """Let padded calls run eagerly from now on, and `warn` of it.
+        """Run padded calls eagerly from now on, and warn about it.
 
         Args:
-            table: of their graphs.
-            text: what padding does.
-            said: how that was found.
+            table: the table of their graphs.
+            text: the effect of padding.
+            said: the difference that was found.
             remedy: what to do.
             warn: False if the caller raises.
         """
@@ -124,14 +124,14 @@ class Binding(SignatureRecord):
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
 
     def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
-        """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
-        found = self.numbers.learn(seen)
-        if found is not None and self.padding_refusal is None and table.config.padding:
-            self.stop_padding(table, "padding changes the answer", *found)
-        return None if found is None else found[0]
+        """Learn which Python numbers follow the batch size; if one does, refuse padding, and return the difference."""
+        difference = self.numbers.learn(seen)
+        if difference is not None and self.padding_refusal is None and table.config.padding:
+            self.stop_padding(table, "padding changes the answer", *difference)
+        return None if difference is None else difference[0]
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
-        """Remember what the breaks of an eager call of so many rows returned."""
+        """Keep the trace of the breaks of an eager call with `rows` rows."""
         self.traces.pop(rows, None)
         self.traces[rows] = trace
         while len(self.traces) > _TRACES:
@@ -139,40 +139,40 @@ class Binding(SignatureRecord):
         for other, seen in self.traces.items():
             if other == rows or any(call.arguments is None for call in (*seen.calls, *trace.calls)):
                 continue
-            found = rows_between((other, seen), (rows, trace))
-            known = self.break_rows
-            if not isinstance(found, str) and known is not None and not all(map(alike_rows, known, found)):
-                found = f"eager breaks are passed or return rows in other dimensions at {rows} rows"
-            if isinstance(found, str):
-                self._refuse_cut(found)
+            result = rows_between((other, seen), (rows, trace))
+            earlier = self.break_rows
+            if not isinstance(result, str) and earlier is not None and not all(map(alike_rows, earlier, result)):
+                result = f"eager breaks are passed or return rows in other dimensions at {rows} rows"
+            if isinstance(result, str):
+                self._refuse_cut(result)
                 return
-            self.break_rows = found
+            self.break_rows = result
 
-    def _refuse_cut(self, found: str) -> CannotBind:
-        """Let padded calls run eagerly from now on: a break could not be passed the real rows alone."""
-        why = CannotBind(Reason.PADDING_SHOWS, f"{found}; capture this size, too")
+    def _refuse_cut(self, problem: str) -> CannotBind:
+        """Run padded calls eagerly from now on: a break could not be passed the real rows alone."""
+        why = CannotBind(Reason.PADDING_SHOWS, f"{problem}; capture this size, too")
         self.refuse_padding(why)
         return why
 
     def can_cut_breaks(self, padded: int) -> bool:
-        """True if what breaks are passed can be cut to the real rows once they were seen at the size `padded` too."""
+        """True if arguments of breaks can be cut to the real rows once the size `padded` was traced, too."""
         return self.break_rows is not None or any(rows != padded for rows in self.traces)
 
     def cut_breaks(self, program: Program, padded: int) -> None:
-        """Let the breaks of a padded graph be passed the real rows alone. Raises CannotBind if they cannot be."""
+        """Pass only the real rows to the breaks of a padded graph. Raises CannotBind if that is impossible."""
         if self.break_rows is None:
             raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "only one batch size has been seen so far")
-        found = program.cut_breaks_by(self.break_rows, padded)
-        if found is not None:
-            raise self._refuse_cut(found).again()
+        problem = program.cut_breaks_by(self.break_rows, padded)
+        if problem is not None:
+            raise self._refuse_cut(problem).again()
 
     def trace_at(self, rows: int) -> BreakTrace | None:
-        """Find what the breaks return at a batch size, from a call of it, or else from calls of two others."""
+        """Return the trace of breaks at a batch size, from a call of this size, or else from calls of two others."""
         pairs = itertools.combinations(self.traces.items(), 2)
         return self.traces.get(rows) or next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
 
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
-        """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
+        """Note the inputs that a run wrote to; `memory` has their storage keys by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
         on_cpu = (arg.name for arg in self.signature.args if isinstance(arg, (HostArg, HostInput)))
         hosted = [name for name in on_cpu if name in self.written]
@@ -180,7 +180,7 @@ class Binding(SignatureRecord):
             self.refuse(CannotBind(Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"))
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
+        """Note the output's structure and shapes at a size; an output that no replay can return is refused for good."""
         detail = unreturnable(leaves)
         if detail is not None:
             self.refuse(CannotBind(Reason.UNSUPPORTED_OUTPUT, detail))
@@ -196,15 +196,15 @@ class CallLayout:
     """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
 
     Attributes:
-        spec: how the leaves of ``(args, kwargs)`` nest.
+        spec: the structure of ``(args, kwargs)``.
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
-        values: the plain values that it finds.
-        settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        device_type: of the device that they run on; binding: what is known about the signature.
+        values: the plain values that such calls find.
+        settings: settings of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
+        device_type: the type of the device that they run on; binding: everything learnt about the signature.
         training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is not.
-        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`), or why it is not (a
-            `Refusal`).
+        plans: by batch size, or (batch size, description), a `Plan` to replay such calls, or a `Refusal` that says why
+            they run eagerly.
     """
 
     spec: TreeSpec
@@ -220,20 +220,20 @@ class CallLayout:
         self.hosted = any(isinstance(arg, (HostArg, HostInput)) for arg in self.args)
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
         self._num_args, self._keywords = len(positional.children), keyword.keys
-        # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
+        # The number of arguments if all of them are leaves that are passed by position: then they are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
         dims = enumerate(map(batch_dim_of, self.args))
-        # The leaf and dimension that tell the batch size; without any, all are of size 1.
+        # The leaf and dimension that give the batch size; without any, all calls have size 1.
         self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
 
     def described_inputs(self) -> dict[str, str]:
-        """Describe each argument, the autocast dtype and the state, as they tell graphs apart."""
+        """Describe the arguments, the autocast dtype and the state that a graph was captured for."""
         described = {arg.name: str(arg) for arg in self.args}
         context = {"autocast": self.autocast, "state": self.state}
         return described | {name: short_repr(value) for name, value in context.items() if value is not None}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""
+        """Return the call's leaves in the order of `args`, or None if it passes its arguments in another way."""
         if not self._flat:
             leaves, spec = flatten((args, kwargs))
             return leaves if spec == self.spec else None
@@ -246,13 +246,13 @@ class CallLayout:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call of the wrapped module, read.
+    """A call of the wrapped module, after its arguments were read.
 
     Attributes:
-        binding, spec: those of its layout.
-        size: what its plan is found by: the batch size, as its layout tells it.
-        padded: rows of its graph; padding: how many of these are none of the call's.
-        key: of its graph; plan_key: of such calls' plan in their layout.
+        binding, spec: the binding and structure of its layout.
+        size: the batch size as its layout reads it, by which its plan is found.
+        padded: rows of its graph; padding: how many of them are padding.
+        key: the key of its graph; plan_key: the key of its plan in the layout.
         breaks: True if its graph honours breaks, so that its warmup must trace them.
         plain: reads the plain values that it finds.
         left: the places in which runs leave tensors.
@@ -280,7 +280,7 @@ class Call:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """List what the module holds; a run of the forward, which may change that, makes the next use look again."""
+        """The module's tensors and submodules; listed again after each run of the forward, which may change them."""
         return Survey(self.module)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -295,13 +295,13 @@ class Call:
             vars(self).pop("survey", None)
 
     def check(self) -> None:
-        """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
+        """Refuse a call that no graph can serve, by what was learnt about its signature. Raises CannotBind."""
         binding = self.binding
         if binding.refusal is not None:
             raise binding.refusal.again()
         if binding.differentiates and (hindered := autograd_hindrance()) is not None:
             raise CannotBind(*hindered)
-        for counted in binding.counted.values():  # what one size advances, others may, where it cannot be seen
+        for counted in binding.counted.values():  # other sizes may advance the same state where it cannot be seen
             counted.check()
         if self.padding and binding.padding_refusal is not None:
             raise binding.padding_refusal.again()
@@ -309,14 +309,14 @@ class Call:
             raise CannotBind(Reason.SIZE_NOT_CAPTURED, f"it draws; add {self.batch} to capture_sizes")
         copied = {arg.name: leaf for leaf, arg in zip(self.leaves, self.layout.args, strict=True) if is_copied(arg)}
         written = (copied[name] for name in copied.keys() & binding.written)
-        # They share memory that their static buffers would not share.
+        # Their memory overlaps, and that of their static buffers would not.
         if binding.written and (overlap(copied.values()) or any(map(overlaps_itself, written))):
             raise CannotBind(Reason.ALIASED, ", ".join(name for name, _ in self.tensors))
 
     def never_compared(self) -> list[str]:
-        """Name the inputs, too large to be compared, that a kernel which torch does not dispatch may write unseen."""
-        known = self.binding.written | self.binding.compared
-        return [arg.name for arg in self.layout.args if is_copied(arg) and arg.name not in known]
+        """Name inputs that were too large to be compared, and that kernels outside of torch's dispatcher may write."""
+        compared = self.binding.written | self.binding.compared
+        return [arg.name for arg in self.layout.args if is_copied(arg) and arg.name not in compared]
 
     def confirmed(self, reader: CallReader) -> bool:
         """True if no batch dimension of the call is a guess from one batch size."""
@@ -325,16 +325,16 @@ class Call:
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensor leaves that have static inputs, by name."""
-        found = zip(self.names, self.leaves, self.layout.args, strict=True)
-        return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+        arguments = zip(self.names, self.leaves, self.layout.args, strict=True)
+        return ((name, leaf) for name, leaf, arg in arguments if isinstance(arg, TensorArg))
 
     @property
     def shows_python(self) -> bool:
-        """True if a run may have a mode of functions around it, under which torch's attention has no fast path."""
+        """True if a run may be inside a torch function mode, under which torch's attention loses its fast path."""
         return not any(issubclass(type(module), _ATTENTION) for module in self.survey.modules.values())
 
     def host_arguments(self) -> HostArguments:
-        """Name the CPU tensors that a call on another device is passed."""
+        """Return the CPU tensors that a call on another device is passed."""
         arguments = HostArguments(shows_python=self.shows_python)
         for leaf, arg in zip(self.leaves, self.layout.args, strict=True):
             if isinstance(arg, (HostArg, HostInput)):
@@ -342,24 +342,24 @@ class Call:
         return arguments
 
     def at_exact_size(self) -> Call:
-        """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
+        """Return the call for a graph of exactly its rows, which needs no guess about batch dimensions."""
         descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
         return dataclasses.replace(self, dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
     @property
     def memory(self) -> dict[str, int]:
         """The storage keys of the tensor leaves, by name."""
-        found = zip(self.names, self.leaves, strict=True)
-        return {name: storage_key(leaf) for name, leaf in found if issubclass(type(leaf), Tensor)}
+        named = zip(self.names, self.leaves, strict=True)
+        return {name: storage_key(leaf) for name, leaf in named if issubclass(type(leaf), Tensor)}
 
 
 def is_copied(arg: Arg) -> bool:
-    """True if a call's tensor is copied into a static input, rather than read where it is."""
+    """True if a call's tensor is copied into a static input, rather than read in place."""
     return isinstance(arg, TensorArg) and arg.batch_dim != "reference"
 
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
-# The classes and shapes of arguments alone decide these, before a call is read as one of a signature.
+# Reasons that depend only on classes and shapes of arguments, before the signature of a call is read.
 _BY_FORM = frozenset(
     {
         *(Reason.OPAQUE_ARGUMENT, Reason.BATCH_TOO_LARGE, Reason.SIZE_NOT_CAPTURED, Reason.EMPTY_BATCH),
@@ -367,18 +367,18 @@ _BY_FORM = frozenset(
     }
 )
 _MOST_FORMS = 64
-_MAX_LAYOUTS = 16  # per signature: keywords come in any order
+_MAX_LAYOUTS = 16  # per signature, since keywords can be passed in any order
 
 
-class KnownCalls:
+class CallTable:
     """The layouts and signatures of one module's calls.
 
     Args:
         config: how arguments are read, and how many signatures there may be.
 
     Attributes:
-        bindings: by the values of their signatures.
-        layouts: the ways of passing arguments of all signatures, the latest first.
+        bindings: bindings by the values of their signatures.
+        layouts: the layouts of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
         plain: reads the plain values that are part of the key.
     """
@@ -390,14 +390,14 @@ class KnownCalls:
         self.state_key = config.state_key
         self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
         self._reader: CallReader | None = None
-        # By the form of calls that were refused before they were read: why, what was learnt by then, and the parameter
-        # that wanted gradients, if that was why.
+        # By the form of calls that were refused before they were read: why, the reader's lessons at that time, and the
+        # parameter that required gradients, if that was why.
         self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
 
     def reader(self, module: Any) -> CallReader:
-        """Return what names the leaves of the module's calls."""
+        """Return the reader of the module's calls, which names their leaves."""
         if self._reader is None:
-            self._reader = CallReader(module.forward, self._config, known_arguments(module))
+            self._reader = CallReader(module.forward, self._config, argument_rules(module))
         return self._reader
 
     def read(
@@ -409,9 +409,9 @@ class KnownCalls:
         device: torch.device,
         gradients: Hashable = None,
     ) -> tuple[int, CallLayout]:
-        """Find the batch size and the layout of a call on a device; a new layout is kept once it is in `use`.
+        """Return the batch size and the layout of a call on a device; `use` keeps a new layout.
 
-        `gradients` tells apart what wants gradients, where graphs make them.
+        `gradients` describes the tensors that require gradients, if graphs make them.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -419,10 +419,10 @@ class KnownCalls:
         """
         autocast, settings, modes = autocast_dtype(device.type), TorchSettings(device.type), function_modes()
         # The Python state that is part of the key: as declared, and a function's.
-        key = known = self._config.state_key
+        key = state_key = self._config.state_key
         if isinstance(module, FunctionModule):
             module.resolve()
-            key = _reached_state if known is None else lambda called: (_reached_state(called), known(called))
+            key = _reached_state if state_key is None else lambda called: (_reached_state(called), state_key(called))
         self.state_key = key
         state = None if key is None else key(module)
         try:
@@ -443,51 +443,51 @@ class KnownCalls:
         return size, layout
 
     def is_outdated(self, module: Any) -> bool:
-        """True if some signatures belong to a state that is over."""
-        contexts = (each.signature.context for each in self.bindings.values())
+        """True if some signatures belong to Python state that has changed since."""
+        contexts = (binding.signature.context for binding in self.bindings.values())
         return isinstance(module, FunctionModule) and any(map(module.is_over, contexts))
 
     def use(self, layout: CallLayout) -> None:
         """Keep a layout, and note that it is the latest."""
-        known = layout.binding.layouts
+        layouts = layout.binding.layouts
         self.bindings[layout.binding.signature.values] = layout.binding
-        known.pop(layout.spec, None)  # the latest comes last
-        known[layout.spec] = layout
+        layouts.pop(layout.spec, None)  # the latest comes last
+        layouts[layout.spec] = layout
         layout.binding.plans[layout.spec] = layout.plans
-        while len(known) > _MAX_LAYOUTS:
-            spec = next(iter(known))
-            del known[spec], layout.binding.plans[spec]  # its plan is made again when such a call comes
+        while len(layouts) > _MAX_LAYOUTS:
+            spec = next(iter(layouts))
+            del layouts[spec], layout.binding.plans[spec]  # its plan is made again at the next such call
         self.put_first(layout)
 
     def put_first(self, layout: CallLayout) -> None:
-        """Note that a layout is the latest; in a new list, since other threads may walk the one before."""
-        kept = (each for each in self.layouts if each.binding.layouts.get(each.spec) is each)
-        self.layouts = [layout, *(each for each in kept if each is not layout)]
+        """Note that a layout is the latest; in a new list, since other threads may iterate over the old one."""
+        layouts = (other for other in self.layouts if other.binding.layouts.get(other.spec) is other)
+        self.layouts = [layout, *(other for other in layouts if other is not layout)]
 
     def check_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call of a form that is known to be refused, unread. Raises CannotBind."""
-        if not self._refused or (known := self._refused.get(_form(args, kwargs))) is None:
+        """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
+        if not self._refused or (refusal := self._refused.get(_form(args, kwargs))) is None:
             return
-        why, lessons, wanting = known
+        why, lessons, wanting = refusal
         if lessons == self.reader(module).lessons and (wanting is None or _wants_grad(*wanting)):
             raise CannotBind(*why)
 
     def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
-        """Remember why a call was refused unread, if such calls always are."""
+        """Remember why a call was refused before it was read, if all such calls are."""
         wanting = _first_parameter(module) if why.reason is Reason.GRAD and not why.detail else None
         if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
             if len(self._refused) >= _MOST_FORMS:
                 self._refused.clear()
-            known = (why.reason, why.detail, why.size), self.reader(module).lessons, wanting
-            self._refused[_form(args, kwargs)] = known
+            refusal = (why.reason, why.detail, why.size), self.reader(module).lessons, wanting
+            self._refused[_form(args, kwargs)] = refusal
 
     def drop_plans(self) -> None:
-        """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
+        """Forget plans and which sizes are warm; layouts and signatures are kept."""
         self.plain.forget()
         for binding in self.bindings.values():
             binding.move()
-            binding.numbers.clear()  # what went stale may have held some
-            binding.counted.clear()  # it may be another object by now, or other code
+            binding.numbers.clear()  # the stale state may have held some of them
+            binding.counted.clear()  # the state may be in other objects by now, or changed by other code
 
     def clear(self) -> None:
         """Forget all layouts and signatures, and how CPU tensors are used."""
@@ -496,21 +496,21 @@ class KnownCalls:
             self._reader.hosts.clear()
         for binding in self.bindings.values():
             binding.forget()
-            binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
+            binding.layouts.clear()  # break the cycle, so that static inputs need no garbage collection to be freed
         self.bindings.clear()
         self.layouts = []
 
 
-# No method of the module itself: what refers to the module and is referred to by it is freed by the collector, late.
+# Not a bound method of the module: only the garbage collector would free that cycle, late.
 _reached_state: StateKey = operator.methodcaller("state")
 
 
 class Refusal:
-    """Stands where the plan of such calls would, and refuses them, for as long as nothing more is learnt.
+    """Takes the place of a plan, and refuses such calls until the module's reader learns something new.
 
     Args:
         call: one of these calls; why: why they run eagerly.
-        reader: counts what is learnt of the module.
+        reader: counts the lessons learnt about the module.
     """
 
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
@@ -525,7 +525,7 @@ class Refusal:
         """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
         if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
             return
-        if self._grad:  # then eager may build an autograd graph, as far as arguments and the first parameter tell
+        if self._grad:  # eager builds an autograd graph if an argument or the first parameter requires grad
             wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
             if wanting or (self._parameter and _wants_grad(*self._parameter)):
                 return
@@ -543,24 +543,24 @@ class Refusal:
         raise CannotBind(*self._why)
 
 
-def _wants_grad(held: Mapping[str, Any], name: str) -> bool:
-    """True if what a module holds by this name requires grad."""
-    return bool(getattr(held.get(name), "requires_grad", False))
+def _wants_grad(registry: Mapping[str, Any], name: str) -> bool:
+    """True if the parameter of this name requires grad."""
+    return bool(getattr(registry.get(name), "requires_grad", False))
 
 
 def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
     """Find the first parameter of a module: the dict that holds it, and its name."""
     registries = ((child._parameters, name) for child in module.modules() for name in child._parameters)
-    return next(((held, name) for held, name in registries if held[name] is not None), None)
+    return next(((registry, name) for registry, name in registries if registry[name] is not None), None)
 
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Describe a call by the grad mode, and by classes of arguments; tensors by dtype, shape, strides and device."""
+    """Return the form of a call: grad mode, classes of arguments, and dtype, shape, strides and device of tensors."""
     return _grad_enabled(), tuple(map(_form_of, (*args, *kwargs.values()))), tuple(kwargs)
 
 
 def _form_of(leaf: Any) -> Any:
-    """Describe an argument; containers are told apart by what they are, since anything may be inside."""
+    """Return the form of an argument; containers are distinguished by identity, since anything may be inside."""
     kind = type(leaf)
     if kind in PLAIN_TENSORS:
         sized = leaf.layout is torch.strided and not leaf.is_nested

@@ -1,4 +1,4 @@
-"""Arguments of calls, by all that a graph fixes about each, and static inputs: the memory that it reads them in."""
+"""Arguments of calls, with everything that a graph fixes about them, and the static inputs that graphs read."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 @dataclasses.dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument, by everything that a graph fixes about it.
+    """A tensor argument, with everything that a graph fixes about it.
 
     Attributes:
         name: its dotted name.
         shape: its sizes, with -1 in the batch dimension.
-        batch_dim: the batch dimension; None for none; "reference" for one taken by address.
-        layout: how its elements lie.
-        pad: how padding rows are filled; None if that was not declared, for zeros.
-        address: only of a tensor taken by address.
+        batch_dim: the batch dimension; None for none; "reference" for a tensor that is read in place.
+        layout: the layout of its elements.
+        pad: how padding rows are filled; None if this is not declared, which means zeros.
+        address: the address of a tensor that is read in place; else None.
         kind: its class.
-        alias: how it shares another argument's memory, from which it has a static input of its own all the same.
+        alias: how it shares another argument's memory; it has its own static input all the same.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorArg:
 
 @dataclasses.dataclass(frozen=True)
 class HostInput(TensorArg):
-    """A CPU tensor that the forward moves to the graph's device, which `device` is: its static input lies there."""
+    """A CPU tensor that the forward moves to the graph's device; its static input and `device` are there."""
 
     def __str__(self) -> str:
         return f"{super().__str__()} from the CPU"
@@ -69,7 +69,7 @@ class HostInput(TensorArg):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantArg:
-    """A non-tensor argument: `leaf` itself, and what tells it apart. `kind` keeps 1, 1.0 and True apart."""
+    """A non-tensor argument, compared by class and key; the class distinguishes 1, 1.0 and True."""
 
     name: str
     kind: type
@@ -91,7 +91,7 @@ class ConstantArg:
 
 @dataclasses.dataclass(frozen=True)
 class HostArg(ConstantArg):
-    """A small CPU tensor whose value the forward reads on the CPU: that tells it apart, and `leaf` is a copy."""
+    """A small CPU tensor whose value the forward reads on the CPU: it is compared by value, and `leaf` is a copy."""
 
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
@@ -100,13 +100,13 @@ class HostArg(ConstantArg):
 
 @dataclasses.dataclass(frozen=True)
 class SameArg(ConstantArg):
-    """The very tensor that another argument is, which `key` names."""
+    """An argument that is the same tensor as another one, whose name is `key`."""
 
     def __str__(self) -> str:
         return f"the tensor {self.key}"
 
     def holds(self, leaf: Any) -> bool:
-        """True if a leaf may be that tensor; a plan compares all tensors of a call together."""
+        """True if a leaf may be the same tensor; a plan compares all tensors of a call together."""
         return type(leaf) in PLAIN_TENSORS and leaf.layout is torch.strided and not leaf.is_nested
 
 
@@ -114,7 +114,7 @@ Arg = TensorArg | ConstantArg
 
 
 def short_repr(value: Any) -> str:
-    """Return an object's repr as a report has room for it."""
+    """Return an object's repr, shortened for a report."""
     text = " ".join(repr(value).split()).removeprefix("torch.")
     return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
 
@@ -125,7 +125,7 @@ def batch_dim_of(arg: Arg) -> int | None:
 
 
 def host_arg(name: str, tensor: Tensor) -> HostArg:
-    """Take a CPU tensor among tensors on a GPU by its value."""
+    """Make the argument of a CPU tensor that is compared by value."""
     plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__} of layout {tensor.layout}")
@@ -139,7 +139,7 @@ def _host_key(tensor: Tensor) -> Hashable:
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
-_GAP_BYTES = 64  # between rows of static inputs whose callers' have gaps of any size
+_GAP_BYTES = 64  # between rows of static inputs, if the caller's tensors have gaps of any size
 _MAX_VIEWS = 8192  # views that are kept
 
 
@@ -147,15 +147,16 @@ class StaticInput:
     """The static buffer of one tensor argument, and its views by batch size.
 
     With the batch in dimension 0 the views of all sizes are the first rows of one buffer. Otherwise
-    every padded size lays its elements out contiguously from the buffer's start, as eager would have
-    them, and rows of different sizes overlap.
+    every padded size lays its elements out contiguously from the buffer's start, as eager would,
+    and rows of different sizes overlap.
 
-    That of a `HostInput` has a copy on the CPU beside it, which is what a forward is passed.
+    The static input of a `HostInput` also has a buffer on the CPU, which the forward is passed.
 
     Attributes:
-        batched: it has a batch dimension; rows_first: the views of all sizes are the first rows of one buffer.
-        pads_with_number: padding rows hold one number, whatever the real rows are; pad_number: that one.
-        buffer: its memory, in one row; host: the same on the CPU; None unless it is a `HostInput`.
+        batched: True if it has a batch dimension; rows_first: True if the views of all sizes are the first rows of one
+            buffer.
+        pads_with_number: True if padding rows hold one number, whatever the real rows are; pad_number: the number.
+        buffer: its memory, as one dimension; host: the buffer on the CPU; None unless it is a `HostInput`.
     """
 
     def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
@@ -165,7 +166,7 @@ class StaticInput:
         self.pads_with_number = self.batched and self.pad not in ("keep", "repeat-last")
         self.pad_number: int | float | bool = self.pad if not isinstance(self.pad, str) else 0
         self._reference = like if arg.batch_dim == "reference" else None
-        # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
+        # Never an inference tensor, whatever mode the caller is in, since those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
             shape = [rows if size == -1 else size for size in arg.shape]
             count = _extent(shape, self._strides(shape)) if self._reference is None else 0
@@ -173,8 +174,8 @@ class StaticInput:
             from_host = isinstance(arg, HostInput)
             self.host = torch.full_like(self.buffer, self.pad_number, device="cpu") if from_host else None
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
-        # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
-        # refers to a method of its own is freed when garbage is collected, and buffers are large.
+        # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache, which makes a
+        # cycle that only garbage collection frees, and buffers are large.
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._passed: dict[tuple[int, int], Tensor] = {}
 
@@ -183,11 +184,11 @@ class StaticInput:
         return self.arg.layout.strides(shape, _GAP_BYTES // self.arg.dtype.itemsize)
 
     def view(self, padded: int) -> Tensor:
-        """View the whole input of a captured size, padding rows included."""
+        """Return a view of the whole input of a captured size, padding rows included."""
         return self.part(padded, 0, padded)
 
     def part(self, padded: int, start: int, end: int) -> Tensor:
-        """View rows `start` to `end` of the input of a captured size."""
+        """Return a view of rows `start` to `end` of the input of a captured size."""
         if self._reference is not None:
             return self._reference
         key = (padded, start, end) if self.batched else (0, 0, 0)
@@ -202,7 +203,7 @@ class StaticInput:
         return self._views[key]
 
     def passed(self, padded: int, end: int) -> Tensor:
-        """View the first rows of what the forward of a captured size is passed, as the class that it is of."""
+        """Return a view of the first rows of the tensor that the forward of a captured size is passed, in its class."""
         part = self.part(padded, 0, end)
         if self.host is None and self.arg.kind is Tensor:
             return part
@@ -216,7 +217,7 @@ class StaticInput:
         return tensor if self.arg.kind is Tensor else nn.Parameter(tensor, requires_grad=False)
 
     def fill_host(self, tensor: Tensor, padded: int) -> None:
-        """Let what the forward is passed hold a call's tensor, and padding rows."""
+        """Copy a call's tensor into the CPU buffer that the forward is passed, and set its padding rows."""
         whole, dim = self.passed(padded, padded), batch_dim_of(self.arg)
         with torch.inference_mode(False), torch.no_grad():
             if dim is None:
@@ -228,9 +229,9 @@ class StaticInput:
             tail.copy_(tensor.narrow(dim, rows - 1, 1)) if self.pad == "repeat-last" else tail.fill_(self.pad_number)
 
     def copied_part(self, padded: int, end: int, *, reference: bool = False) -> Tensor:
-        """Copy the first rows of the input of a captured size to where the forward is passed it.
+        """Return a copy of the first rows of the input of a captured size, on the device that the forward expects.
 
-        What is taken by address is returned itself, but for `reference`.
+        A tensor that is read in place is returned itself, unless `reference` is True.
         """
         if self._reference is not None and not reference:
             return self._reference
@@ -240,15 +241,15 @@ class StaticInput:
         return self._typed(made.copy_(part))
 
     def repeat(self, rows: int, padded: int) -> None:
-        """Set padding rows to the real ones, over and over: valid values that are no constant."""
+        """Fill padding rows by repeating the real rows, whose values are valid and not constant."""
         if isinstance(self.arg.batch_dim, int) and padded > rows:
             real = self.part(padded, 0, rows)
             self.part(padded, rows, padded).copy_(_over_and_over(real, self.arg.batch_dim, padded - rows))
 
 
 def _over_and_over(tensor: Tensor, dim: int, count: int, first: int = 0) -> Tensor:
-    """Take so many rows of a tensor, over and over, from one of them on."""
-    # Counted on the CPU: a GPU loads each operator at its first use, which takes longer than the loading of a layer.
+    """Return `count` rows of a tensor, repeated cyclically from the row `first`."""
+    # Counted on the CPU: a GPU loads each operator at its first use, which takes longer than loading a layer.
     rows = torch.arange(first, first + count, device="cpu") % tensor.shape[dim]
     return tensor.index_select(dim, rows.to(tensor.device))
 
@@ -257,9 +258,9 @@ class InputSet:
     """The static inputs of one signature, for sizes up to `rows`.
 
     Attributes:
-        dirty: rows from here on hold their padding values (inputs with the batch first, only).
-        handed_out: a caller holds views of the buffers, so what they contain is unknown.
-        own: where the buffers lie; storages: the keys of their memory, and of that on the CPU.
+        dirty: rows from this one on hold their padding values (only inputs with the batch dimension first).
+        handed_out: True if a caller holds views of the buffers, so that their contents are unknown.
+        buffer_spans: the addresses of the buffers; storages: storage keys of the buffers, also of those on the CPU.
         hosted: the inputs that a forward is passed on the CPU.
     """
 
@@ -272,19 +273,19 @@ class InputSet:
                 for arg, leaf in zip(args, leaves, strict=True)
                 if isinstance(arg, TensorArg)
             }
-        own = [item.view(rows) for item in self.inputs.values() if item._reference is None]
+        views = [item.view(rows) for item in self.inputs.values() if item._reference is None]
         self.hosted = [item for item in self.inputs.values() if item.host is not None]
         passed = [item.passed(rows, rows) for item in self.hosted]
-        self.own, self.storages = Spans(own), set(map(storage_key, (*own, *passed)))
+        self.buffer_spans, self.storages = Spans(views), set(map(storage_key, (*views, *passed)))
 
     def load_hosts(self, padded: int) -> None:
-        """Fill what the forward of a size is passed on the CPU, for an eager run on the static inputs."""
-        with outside_modes():  # who observes the run does not take this for a write of the forward
+        """Fill the CPU buffers that the forward of a size is passed, for an eager run on the static inputs."""
+        with outside_modes():  # observers of the run must not take this for a write of the forward
             for static in self.hosted:
                 static.passed(padded, padded).copy_(static.view(padded))
 
     def host_arguments(self, args: Sequence[Arg], *, shows_python: bool) -> HostArguments:
-        """Name the CPU tensors that the forward is passed, with the memory that the graph reads in place of each."""
+        """Return the CPU tensors that the forward is passed, with the memory that the graph reads in their place."""
         arguments = HostArguments(shows_python=shows_python)
         for arg in args:
             if isinstance(arg, HostArg):
@@ -294,18 +295,18 @@ class InputSet:
         return arguments
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
-        """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
-        return self.passed(args, lambda each: each.passed(padded, padded))
+        """Return the leaves that the forward of a captured size is passed: views of the buffers, and constants."""
+        return self.passed(args, lambda static: static.passed(padded, padded))
 
     def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
-        """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
+        """Return the leaves that a forward is passed: a view of each tensor's static input, and constants."""
         given: dict[str, Any] = {arg.name: arg.leaf for arg in args if isinstance(arg, ConstantArg)}
         given |= {name: view(static) for name, static in self.inputs.items()}
         return [given[str(arg.key) if isinstance(arg, SameArg) else arg.name] for arg in args]
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], padded: int, first: int = 0) -> None:
-        """Fill a size with a call's rows, over and over from one of them on: real values, valid as indices."""
+        """Fill a size by repeating a call's rows from the row `first` on: real values, which are valid as indices."""
         given = dict(tensors)
         for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
@@ -316,26 +317,26 @@ class InputSet:
                 static.view(padded).copy_(source)
         if self.hosted:
             self.load_hosts(padded)
-        self.forget_padding()  # rows above this size were not looked at
+        self.forget_padding()  # rows above this size may hold anything
 
     def forget_padding(self) -> None:
-        """Take note that any row may have been written: none is known to hold its padding value."""
+        """Note that any row may have been written, so that no row is known to hold its padding value."""
         self.dirty = self.rows
 
     def clean(self, start: int) -> None:
-        """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""
+        """Set all rows from `start` on to their padding values, in inputs whose rows do not overlap between sizes."""
         for static in self.inputs.values():
             if static.rows_first and static.pads_with_number and start < self.dirty:
                 static.part(self.rows, start, self.dirty).fill_(static.pad_number)
         self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the sources that lie in these buffers: copying one in would overwrite another, still to come."""
-        return [source.clone() if self.own.hold(source.data_ptr()) else source for source in sources]
+        """Clone the sources that lie in these buffers: copying one of them in could overwrite the next."""
+        return [source.clone() if self.buffer_spans.hold(source.data_ptr()) else source for source in sources]
 
     @property
     def memory(self) -> dict[str, int]:
-        """The storage keys of what a forward is passed, by name."""
+        """The storage keys of the tensors that a forward is passed, by name."""
         hosts = {item.arg.name: storage_key(item.passed(self.rows, self.rows)) for item in self.hosted}
         return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()} | hosts
 
@@ -343,7 +344,7 @@ class InputSet:
 def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return for each tensor the index of the first that is the same, and of the first that begins at its address."""
     objects: dict[int, int] = {}
-    starts: dict[int, int] = {0: -1}  # the address of all that are empty
+    starts: dict[int, int] = {0: -1}  # the address of all empty tensors
     return [
         (objects.setdefault(id(tensor), at), starts.setdefault(tensor.data_ptr(), at))
         for at, tensor in enumerate(tensors)
@@ -351,18 +352,18 @@ def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def aliasable(args: Sequence[Arg]) -> list[int]:
-    """List the indices of the arguments whose `aliases` are part of the key: tensors that are not told by value."""
+    """List the indices of the arguments whose `aliases` are part of the key: tensors that are not compared by value."""
     return [index for index, arg in enumerate(args) if isinstance(arg, (TensorArg, SameArg))]
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
-    """True if any two tensors share memory, or might: what lies between the first and last element counts as theirs."""
+    """True if two tensors may share memory: all memory between a tensor's first and last element counts as its own."""
     spans = sorted(_span(tensor) for tensor in tensors if tensor.numel())
     return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """True if elements of a tensor share memory, or might: `expand` makes such, and they cannot be copied to."""
+    """True if elements of a tensor may share memory, such as after `expand`; such a tensor cannot be copied to."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -402,22 +403,22 @@ class Spans:
 
 
 def shared_rows(args: Sequence[Arg], largest: int, padded: int) -> int:
-    """Return the rows that static inputs get: the largest size's, or, where that is much memory, this one's."""
+    """Return the number of rows of static inputs: the largest size's, or this size's if that is much memory."""
     batched = [arg for arg in args if isinstance(arg, TensorArg) and batch_dim_of(arg) is not None]
     row_bytes = sum(arg.dtype.itemsize * abs(torch.Size(arg.shape).numel()) for arg in batched)
     return max(largest, padded) if row_bytes * largest <= _SHARED_LIMIT_BYTES else padded
 
 
 class Slot(NamedTuple):
-    """One argument of a plan: what a call must bring, and where it goes.
+    """One argument of a plan: what a call must pass, and the view that it is copied to.
 
     Attributes:
-        view: what a tensor is copied into; of a constant its `arg`, which no call passes.
-        shape: None for a constant, which has no address either.
-        address: of the static input.
-        reference: True for a tensor that is taken by address and never copied.
+        view: the view that a tensor is copied to; for a constant its `arg`, which no call passes.
+        shape: the tensor's shape; None for a constant, which has no address either.
+        address: the address of the static input.
+        reference: True for a tensor that is read in place and never copied.
         kind: its class.
-        strides: those that are known to be of its layout.
+        strides: strides that are known to have its layout.
     """
 
     view: Any
@@ -446,6 +447,6 @@ def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
     address, index = view.data_ptr(), -1 if on_cpu else arg.device.index
     reference = arg.batch_dim == "reference"
     if arg.kind is not Tensor and not reference:
-        view = view.detach()  # a static input that is passed is no parameter
+        view = view.detach()  # a call that passes this static input passes no parameter
     stride = view.stride()
     return Slot(view, arg, view.shape, arg.dtype, index, address, stride, reference, arg.kind, {stride})

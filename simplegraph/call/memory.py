@@ -1,4 +1,4 @@
-"""The memory that a forward uses beside its arguments, and the changes that it makes to these."""
+"""The memory that a forward uses beside its arguments, and its changes of arguments."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class MemoryInUse:
     """The memory that a module's forward was seen to use beside its arguments.
 
     Attributes:
-        read: what it reads or writes; written: storage keys of what it writes to.
-        launched: those of what Triton's launches were passed, and may write to.
+        read: memory that it reads or writes; written: storage keys of memory that it writes to.
+        launched: storage keys of tensors that Triton's launches were passed, and may write to.
     """
 
     read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
@@ -51,33 +51,34 @@ class MemoryInUse:
     def add(
         self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device | None
     ) -> None:
-        """Take in what runs were seen to use.
+        """Add memory that runs were seen to use.
 
         Args:
             survey: of their module.
             observers: of the runs.
             inputs: storage keys of their inputs.
-            device: on which counts tell who holds memory; constants that are moved there are kept in other ways, too.
+            device: the device on which reference counts tell who holds memory; None for no device.
         """
-        read, held = self.read, {key for each in survey.tensors.values() for key in each.memory}
+        read, module_keys = self.read, {key for tensor in survey.tensors.values() for key in tensor.memory}
         for observer in observers:
             read.unseen = read.unseen or observer.reads_anything
             for key, tensor in (*observer.external.items(), *observer.passed.items()):
                 if key in inputs:
                     continue
                 read.keys.add(key)
-                known = read.elsewhere.get(key)
-                # If it moved since, its key means another's memory.
-                if key not in held and (known is None or storage_key(known.tensor) != key):
-                    read.elsewhere[key] = OwnedTensor(tensor, tells=tensor.device == device)
+                elsewhere = read.elsewhere.get(key)
+                # If the tensor moved since, its key may be that of another's memory.
+                if key not in module_keys and (elsewhere is None or storage_key(elsewhere.tensor) != key):
+                    # Constants that are moved to the device are also held by the table.
+                    read.elsewhere[key] = OwnedTensor(tensor, counts=tensor.device == device)
             self.launched |= observer.launched  # an argument may be the module's own memory
-            self.written |= {key for key in observer.written if key in held or key not in inputs}
+            self.written |= {key for key in observer.written if key in module_keys or key not in inputs}
 
     def check(self, call: Call) -> None:
-        """Refuse arguments that lie in memory which the forward writes to, or through which it writes to what it reads.
+        """Refuse arguments in memory that the forward writes to, and written arguments in memory that it reads.
 
         Raises:
-            CannotBind: there are such.
+            CannotBind: there is such an argument.
         """
         written, names = call.binding.written, []
         copied = {arg.name for arg in call.layout.args if is_copied(arg)}
@@ -88,12 +89,12 @@ class MemoryInUse:
             raise CannotBind(Reason.ALIASED, f"{', '.join(names)} and memory of the module")
 
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
-        """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""
-        known = {key: owned.tensor for key, owned in self.read.elsewhere.items()}
-        held = (part for each in call.survey.tensors.values() for part in parts(each.tensor))
-        known |= {storage_key(part): part for part in held if has_address(part)}
-        everything = Spans(known[key] for key in self.read.keys | self.written if key in known)
-        written = Spans(known[key] for key in self.written if key in known)
+        """Return, by the index of an argument, memory that it may not lie in if the call is replayed; see `check`."""
+        tensors = {key: owned.tensor for key, owned in self.read.elsewhere.items()}
+        module_parts = (part for entry in call.survey.tensors.values() for part in parts(entry.tensor))
+        tensors |= {storage_key(part): part for part in module_parts if has_address(part)}
+        everything = Spans(tensors[key] for key in self.read.keys | self.written if key in tensors)
+        written = Spans(tensors[key] for key in self.written if key in tensors)
         guards = []
         for index, arg in enumerate(call.layout.args):
             spans = everything if arg.name in call.binding.written else written
@@ -102,72 +103,72 @@ class MemoryInUse:
         return guards
 
     def save(self, table: ProgramTable, call: Call) -> SavedMemory | None:
-        """Prepare to copy all that a call's forward may write, its inputs included; None if that is too much.
+        """Prepare to copy all memory that a call's forward may write, its inputs included; None if it is too much.
 
-        Memory that the forward was seen to write is a must. The module's other buffers and the other inputs are added
+        Memory that the forward was seen to write is required. The module's other buffers and the other inputs are added
         if they fit, since kernels that torch does not dispatch write unseen.
         """
         written = self.written
-        device = table.device.torch_device  # what a call is passed on the CPU, no forward that is captured writes to
+        device = table.device.torch_device  # no forward that is captured writes to CPU arguments
         inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel() and leaf.device == device]
-        own = {storage_key(leaf) for _, leaf in inputs}
-        known = [entry for entry in self._held(call, device) if storage_key(entry[1]) not in own]
-        must = [entry for entry in known if storage_key(entry[1]) in written]
-        unseen = [entry for entry in known if storage_key(entry[1]) not in written]
+        input_keys = {storage_key(leaf) for _, leaf in inputs}
+        held = [entry for entry in self._held(call, device) if storage_key(entry[1]) not in input_keys]
+        must = [entry for entry in held if storage_key(entry[1]) in written]
+        unseen = [entry for entry in held if storage_key(entry[1]) not in written]
         others = [entry for entry in unseen if not isinstance(entry[1], nn.Parameter)]
         everything = SavedMemory(must, others, inputs)
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
         free = table.device.free_memory()
         limit = copy_limit(free)
         if computes_gradients(call.module):
-            # An eager run needs about as much memory as its graph, which keeps that.
-            left = free - max((graph.bytes for graph in table.stats.graphs.values()), default=0)
+            # An eager run needs about as much memory as its graph, which keeps its memory.
+            available = free - max((graph.bytes for graph in table.stats.graphs.values()), default=0)
             any_size: bool = call.module.proves_any_size
-            limit = max(0, left) if any_size else min(limit, max(0, left))
+            limit = max(0, available) if any_size else min(limit, max(0, available))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
     def _held(self, call: Call, device: torch.device) -> list[tuple[str, Tensor]]:
-        """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
+        """List the module's tensors on the device, and the memory that it was seen to write, each once."""
         named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
         named += [
             ("memory from elsewhere", _whole(owned.tensor))
             for key, owned in self.read.elsewhere.items()
             if key in self.written or key in self.launched
         ]
-        found: dict[Hashable, tuple[str, Tensor]] = {}
+        tensors: dict[Hashable, tuple[str, Tensor]] = {}
         for name, tensor in named:
             if has_address(tensor) and tensor.device == device:
                 part = _whole(tensor) if overlaps_itself(tensor) else tensor
                 place = storage_key(part), part.storage_offset(), part.shape, part.stride(), part.dtype
-                found.setdefault(place, (name, part))
-        return list(found.values())
+                tensors.setdefault(place, (name, part))
+        return list(tensors.values())
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """View all memory that a tensor is a part of, as elements like its own."""
+    """Return a view of a tensor's whole storage, in its dtype."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:
-    """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
+    """List the random generators that the module holds or is passed: a capture must know them beforehand."""
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     drawn = [*call.survey.generators.values(), *(leaf for leaf in passed if issubclass(type(leaf), torch.Generator))]
     return tuple(dict.fromkeys(drawn))
 
 
 def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator, ...]:
-    """Find the generators that the forward may draw from on a device, the CPU's among them."""
-    found = (default_generator(device), torch.default_generator, *held_generators(call))
-    return tuple(dict.fromkeys(found))
+    """List the generators that the forward may draw from on a device, the CPU's included."""
+    generators = (default_generator(device), torch.default_generator, *held_generators(call))
+    return tuple(dict.fromkeys(generators))
 
 
 class Undo(contextlib.ExitStack):
-    """Copies memory and the states of random generators, and puts them back when it is closed.
+    """Copies memory and the states of random generators, and restores them when it is closed.
 
     Args:
         saved: the memory; None for none.
-        generators: beside Python's and NumPy's.
-        kept: memory that the caller puts back, and that is not copied.
+        generators: generators beside Python's and NumPy's.
+        kept: memory that the caller restores, and that is not copied.
         budget: bytes beside `saved` that may be copied later.
     """
 
@@ -180,14 +181,17 @@ class Undo(contextlib.ExitStack):
         budget: float = float("inf"),
     ) -> None:
         super().__init__()
-        self._keys, self._budget = {key for each in (saved, kept) if each is not None for key in each.keys}, budget
+        self._keys, self._budget = (
+            {key for memory in (saved, kept) if memory is not None for key in memory.keys},
+            budget,
+        )
         if saved is not None:
             self.callback(saved.put, saved.copy())
         self.callback(put_random_states, generators, random_states(generators))
         self.callback(HostRandom().put_back)
 
     def watch(self, module: Any, *, code: bool = False) -> Snapshot:
-        """Put back what places below a module hold, too; `code` is as for `Snapshot`."""
+        """Also restore the Python state below a module; `code` is as for `Snapshot`."""
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
@@ -198,7 +202,7 @@ class Undo(contextlib.ExitStack):
         return snapshot
 
     def copy(self, tensor: Tensor) -> None:
-        """Copy all memory that a tensor is a part of, unless it was copied before or the budget does not allow it."""
+        """Copy a tensor's whole storage, unless it was copied before or is above the budget."""
         if storage_key(tensor) not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:
             with outside_modes():
                 memory = SavedMemory([("", tensor)])
@@ -209,17 +213,17 @@ class Undo(contextlib.ExitStack):
 
 @dataclasses.dataclass(eq=False)
 class Rehearsals(Probe):
-    """Puts back what rehearsed runs of a call's forward wrote and drew.
+    """Undoes the writes and random draws of rehearsed runs of a call's forward.
 
-    The module's memory is copied before such a run, if it is not too much: kernels that torch does not dispatch write
-    unseen. Of other memory, what other runs wrote, too, is copied before an operator writes there, as far as the copies
-    fit. What this run alone writes may be a cache that it fills, and that Python takes to be filled from now on.
+    The module's memory is copied before such a run, if it is not too much, since kernels that torch does not dispatch
+    write unseen. Other memory is copied before an operator writes to it, if other runs wrote to it, too, and if the
+    copies fit. Memory that only this run writes may be a cache that Python expects to be filled from now on.
 
     Args:
-        seen: what the forward was seen to use.
-        table: of the call's graphs.
-        call: whose forward runs.
-        observers: of runs since then.
+        seen: memory that the forward was seen to use.
+        table: the table of the call's graphs.
+        call: the call whose forward runs.
+        observers: observers of the runs since then.
     """
 
     seen: MemoryInUse
@@ -229,7 +233,7 @@ class Rehearsals(Probe):
 
     @contextlib.contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Put back at the end of a rehearsed run what it changed."""
+        """Undo the changes of a rehearsed run at its end."""
         if not run.rehearsed:
             yield
             return
@@ -239,7 +243,7 @@ class Rehearsals(Probe):
 
             def copy(tensor: Tensor) -> None:
                 if (key := storage_key(tensor)) in seen.written or any(
-                    key in each.written or each.made(tensor) for each in self.observers
+                    key in observer.written or observer.made(tensor) for observer in self.observers
                 ):
                     undo.copy(tensor)
 
@@ -257,16 +261,16 @@ def invoke_watched(
     *,
     recorded: bool = False,
 ) -> Any:
-    """Run the call's module on these arguments, and note if it does to them what no replay can, or writes to them.
+    """Run the call's module on these arguments; note arguments that it writes, and refuse changes that no replay makes.
 
     A run that sets gradients of tensors that the module holds does what no replay can, too.
 
     Args:
-        call: what is called.
+        call: the call.
         reader: names its arguments.
-        args: these.
-        kwargs: these.
-        limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        limit: bytes of arguments that may be copied, to find writes by kernels that torch does not dispatch.
         recorded: the run is a recording, whose gradients mean nothing outside of it.
     """
     arguments = _Arguments(args, kwargs, reader)
@@ -306,9 +310,9 @@ _GRADIENT_REMEDY = "write to it in place, set it outside of the call, or let sim
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor's elements as bytes; they are copied where they do not lie in a row."""
+    """Return a tensor's elements as bytes, copied if they are not contiguous."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # One element lies in a row whatever its stride is, but torch views only a stride of 1 as bytes.
+    # One element is contiguous whatever its stride is, but torch views only a stride of 1 as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -316,7 +320,7 @@ class _Arguments:
     """The arguments of one run of a forward, as they were before it.
 
     Args:
-        args, kwargs: what the forward is called with.
+        args, kwargs: the arguments of the forward.
         reader: names the leaves.
     """
 
@@ -328,12 +332,12 @@ class _Arguments:
         self._looks = [_look(leaf) for leaf in self._leaves]
 
     def copied(self, call: Call, limit: int) -> list[tuple[str, Tensor, int, Tensor]]:
-        """Copy what tensors hold, small ones first: a name, the tensor, its memory's size and a copy each."""
-        left = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
+        """Copy the values of tensors, small ones first; return (name, tensor, bytes of its storage, copy) of each."""
+        names = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
         leaves = zip(self._names(self._spec), self._leaves, strict=True) if limit else ()
         copies = []
-        with outside_modes():  # who observes the run does not see this
-            tensors = [(name, leaf.detach()) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
+        with outside_modes():  # hidden from observers of the run
+            tensors = [(name, leaf.detach()) for name, leaf in leaves if name in names and type(leaf) in PLAIN_TENSORS]
             for name, view in sorted(tensors, key=lambda entry: entry[1].nbytes):
                 limit -= view.nbytes
                 if limit < 0:
@@ -342,28 +346,28 @@ class _Arguments:
         return copies
 
     def effect(self, result: Any) -> CannotBind | None:
-        """Say what the forward did that a replay cannot; `result` is what it returned."""
+        """Return the forward's effect on its arguments that a replay cannot have, if any; `result` is its result."""
         (leaves, spec), names = flatten(self._value), self._names(self._spec)
         if spec != self._spec:
             changed = sorted(set(names) ^ set(self._names(spec))) or names
         else:
-            known = zip(names, self._leaves, leaves, self._looks, strict=True)
-            changed = [name for name, then, now, look in known if then is not now or _look(now) != look]
-            held = zip(self._containers, containers(self._value), strict=True)
-            if not changed and any(then is not now for then, now in held):
+            compared = zip(names, self._leaves, leaves, self._looks, strict=True)
+            changed = [name for name, before, now, look in compared if before is not now or _look(now) != look]
+            compared_containers = zip(self._containers, containers(self._value), strict=True)
+            if not changed and any(before is not now for before, now in compared_containers):
                 changed = names
         if changed:
             return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(changed[:5]))
-        own = {id(container) for container in self._containers}
-        found = next((container for container in containers(result) if id(container) in own), None)
-        if found is not None:
-            kind = type(found).__name__
+        passed = {id(container) for container in self._containers}
+        returned = next((container for container in containers(result) if id(container) in passed), None)
+        if returned is not None:
+            kind = type(returned).__name__
             return CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward was passed; return a new one")
         return None
 
 
 def _look(leaf: Any) -> Any:
-    """Describe everything about a tensor that Python can change, but for its values."""
+    """Describe everything about a tensor that Python can change, except its values."""
     if not issubclass(type(leaf), Tensor) or not has_address(leaf):
         return None
     return lies_at(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}

@@ -1,4 +1,4 @@
-"""Outputs: how they follow the batch size, which a replay can return, and those that share memory."""
+"""Outputs: how they follow the batch size, which a replay can return, and which share memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OutputShapes:
         self._rules: list[tuple[tuple[int, int], ...]] | None = None
 
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        """Remember what a batch of this size gives.
+        """Note the outputs of a batch of this size.
 
         Raises:
             CannotBind: the output does not follow the batch size in a way that can be sliced.
@@ -48,20 +48,21 @@ class OutputShapes:
         self._seen[batch] = described
 
     def _rules_between(self, batch: int, described: Sequence[Any]) -> list[tuple[tuple[int, int], ...]]:
-        """Find how the output follows the batch, from this size and the one seen first."""
-        other, then = next(iter(self._seen.items()))
-        return [_rule(batch, now, other, before) for now, before in zip(described, then, strict=True)]
+        """Return how the output follows the batch, from this size and the one seen first."""
+        other, described_before = next(iter(self._seen.items()))
+        return [_rule(batch, now, other, before) for now, before in zip(described, described_before, strict=True)]
 
     @property
-    def known(self) -> bool:
+    def is_learnt(self) -> bool:
+        """True if two batch sizes showed how outputs follow the batch."""
         return self._rules is not None
 
     def can_cut(self, padded: int) -> bool:
-        """True if outputs can be cut to the real rows once they were seen at the size `padded` too."""
-        return self.known or any(size != padded for size in self._seen)
+        """True if outputs can be cut to the real rows once the size `padded` was seen, too."""
+        return self.is_learnt or any(size != padded for size in self._seen)
 
     def cut(self, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
-        """View the real rows of a padded output.
+        """Return views of the real rows of a padded output.
 
         Raises:
             CannotBind: two different sizes have not been seen yet.
@@ -87,7 +88,7 @@ def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
 
 
 def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int], ...]:
-    """Find the (dimension, rows per batch row) pairs of one output, from its descriptions at two batch sizes."""
+    """Return the (dimension, rows per batch row) pairs of one output, from its descriptions at two batch sizes."""
     (now, value), (before, value_before) = now, before
     if now is None:
         if before is None and (value is value_before or bool(value == value_before)):
@@ -127,7 +128,7 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
 
 
 class _View(NamedTuple):
-    """An output as a view: its index, the index of the input it lies in, and where it begins there."""
+    """An output as a view: its index, the index of the input that it lies in, and its offset there."""
 
     output: int
     source: int
@@ -137,18 +138,18 @@ class _View(NamedTuple):
 
 
 class SharedOutputs:
-    """Hands out the outputs of a graph, where some share memory.
+    """Hands out the outputs of a graph if some share memory.
 
     Args:
         whole: the outputs as the forward returned them.
         passed: the leaves that the forward was passed.
         outputs: the real rows of the outputs.
         slots: the inputs of the real rows.
-        cloned: the outputs that are graph memory and must not be handed out.
-        lent: those that are, as aliases.
+        cloned: indices of outputs in graph memory that must be cloned.
+        lent: indices of outputs in graph memory that are handed out as aliases.
 
     Attributes:
-        sources: the inputs that outputs are, or lie in.
+        sources: indices of the inputs that outputs are, or are views of.
         any: True if outputs share memory with each other, or with inputs.
 
     Raises:
@@ -170,29 +171,29 @@ class SharedOutputs:
         self._repeated = [(index, first[id(leaf)]) for index, leaf in tensors.items() if first[id(leaf)] != index]
         places = {id(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
         self._given = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
-        left = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
+        made = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
         memory = {
             storage_key(passed[at]): at for at, slot in enumerate(slots) if isinstance(slot.arg, TensorArg | HostArg)
         }
-        inside = {index: memory[key] for index in sorted(left) if (key := storage_key(tensors[index])) in memory}
-        self._lent = sorted(left.intersection(lent))
-        for index in sorted(left.intersection((*cloned, *lent)) | inside.keys()):
+        inside = {index: memory[key] for index in sorted(made) if (key := storage_key(tensors[index])) in memory}
+        self._lent = sorted(made.intersection(lent))
+        for index in sorted(made.intersection((*cloned, *lent)) | inside.keys()):
             if type(tensors[index]) is not Tensor:
                 kind = type(tensors[index]).__name__
                 raise CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward makes; return a tensor")
         self._views = [_view_of_input(outputs[index], index, source, slots[source]) for index, source in inside.items()]
-        groups = _groups([index for index in sorted(left) if index in cloned], outputs)
+        groups = _groups([index for index in sorted(made) if index in cloned], outputs)
         self._groups = [_group(members, outputs) for members in groups]
-        self._cloned = sorted(left & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
+        self._cloned = sorted(made & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
         self.sources = sorted({source for _, source in self._given} | set(inside.values()))
         sources = [(source, slots[source].arg) for source in self.sources]
         self._hosts = [(source, arg) for source, arg in sources if isinstance(arg, HostArg)]
         self.any = bool(self._repeated or self._given or self._views or self._groups)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
-        """Return why this call's outputs cannot lie in its inputs as the captured ones did, if so.
+        """Return why this call's outputs cannot be views of its inputs as at the capture; None if they can.
 
-        Of those that are told apart by value, the captured one was a copy without gaps.
+        Inputs that are compared by value were captured as contiguous copies.
         """
         for source, arg in self._hosts:
             if not _same_strides(arg.leaf.shape, leaves[source].stride(), arg.leaf.stride()):
@@ -207,9 +208,9 @@ class SharedOutputs:
         for index in self._lent:
             outputs[index] = outputs[index].detach()
         for memory, views in self._groups:
-            own = memory.clone()
+            copy = memory.clone()
             for index, _, shape, stride, offset in views:
-                outputs[index] = own.as_strided(shape, stride, offset)
+                outputs[index] = copy.as_strided(shape, stride, offset)
         for index, source in self._given:
             outputs[index] = leaves[source]
         for index, source, shape, stride, offset in self._views:
@@ -233,20 +234,20 @@ def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View
 
 
 def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if strides mean the same places; that of a dimension of one row has no meaning."""
+    """True if strides give elements the same places; the stride of a dimension of size 1 has no meaning."""
     return one == other or all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
 
 
 def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
-    """Group outputs whose elements are, or lie between, each other's in one memory, or that repeat an element.
+    """Group outputs whose address ranges in one storage overlap, or that repeat an element.
 
     Columns of a matrix share no element, but one copy of the matrix costs less than a copy of each.
     """
-    found: dict[int, list[int]] = collections.defaultdict(list)
+    by_storage: dict[int, list[int]] = collections.defaultdict(list)
     for index in indices:
         if outputs[index].numel():
-            found[outputs[index].untyped_storage().data_ptr()].append(index)
-    groups = ((members, [outputs[index] for index in members]) for members in found.values())
+            by_storage[outputs[index].untyped_storage().data_ptr()].append(index)
+    groups = ((members, [outputs[index] for index in members]) for members in by_storage.values())
     return [
         members
         for members, (first, *others) in groups
@@ -260,12 +261,12 @@ def _end(tensor: Tensor) -> int:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """True if the tensor is the conjugate or the negative of what its memory holds."""
+    """True if the tensor is a lazy conjugate or negative of the values in its memory."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _group(members: Sequence[int], outputs: Sequence[Any]) -> tuple[Tensor, list[_View]]:
-    """View the memory that several outputs lie in, and say where they begin in a copy of it."""
+    """Return a view of the memory that several outputs lie in, and the outputs as views of a copy of it."""
     tensors: list[Tensor] = [outputs[index] for index in members]
     if len({tensor.dtype for tensor in tensors}) > 1 or any(map(_is_lazy, tensors)):
         raise CannotBind(Reason.ALIASED, "outputs are views of one memory as different dtypes")

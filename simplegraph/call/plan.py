@@ -1,4 +1,4 @@
-"""The replay path of one kind of call: from its arguments to a replayed graph with as little Python as possible."""
+"""The replay path of one kind of call: from its arguments to its outputs, with as little Python as possible."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from simplegraph.program.program import Program
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
-_MOST_STRIDES = 64  # that are remembered of a layout with gaps, whose size does not count
-_ALIGNMENT = 64  # bytes: what allocators give at least, and more than any kernel asks for
+_MOST_STRIDES = 64  # remembered for a layout with gaps, whose sizes may vary
+_ALIGNMENT = 64  # bytes: the least alignment of allocators, and more than any kernel requires
 
 
 class Plan:
     """Serves calls of one layout and one batch size by one captured graph.
 
     Args:
-        call: one of them.
-        table, graph: what is replayed.
-        inputs: what the graph reads.
-        state: what it reads of the module.
+        call: one of these calls.
+        table, graph: the graph to replay, and its table.
+        inputs: the static inputs that the graph reads.
+        state: the module's state that the graph reads.
         guards: by the index of an argument, memory that it may not lie in.
 
     Attributes:
-        slots: what each leaf must be, and where it goes.
+        slots: what each leaf must be, and the view that it is copied to.
         rows, padded: real rows, and rows of the graph.
-        outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
-        compared: what a proof compares with eager.
-        addresses: of the static inputs, by name.
-        guarded: some calls with such arguments must run eagerly; `refusal` says which.
-        debug: replays check addresses before.
-        waits: a call returns when its inputs are copied, and the caller may overwrite them.
-        differentiable: calls under grad mode have a history.
+        outputs: views of the real rows of a replay's outputs, and leaves that are not graph memory.
+        compared: the leaves that a proof compares with eager.
+        addresses: addresses of the static inputs, by name.
+        guarded: True if some calls with such arguments must run eagerly; `refusal` says which.
+        debug: True if replays check addresses first.
+        waits: True if a call returns only after its inputs are copied, so that the caller may overwrite them.
+        differentiable: True if calls under grad mode return results with a history.
     """
 
     differentiable = False
@@ -88,7 +88,7 @@ class Plan:
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
         rows, padded = self.rows, self.padded
         statics = [static for static in inputs.inputs.values() if static.batched and self.padding]
-        tails = [(s, s.part(padded, rows, padded)) for s in statics]  # the padding rows, and what goes into them
+        tails = [(s, s.part(padded, rows, padded)) for s in statics]  # with their padding rows
         numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
         self._pads = _pads(numbers)
         # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
@@ -99,14 +99,14 @@ class Plan:
         self.written_back = [at for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.name in written]
         self._tensors = aliasable(args)
         self._aliases = aliases([call.leaves[at] for at in self._tensors])
-        # Else tensors have such aliases only if the copied ones begin at one address.
+        # Otherwise tensors have such aliases only if two copied ones begin at one address.
         self._shares_memory = any(slot.reference for slot in self.slots) or any(
             same != at or start not in (at, -1) for at, (same, start) in enumerate(self._aliases)
         )
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
-        # Where eager's copy from the CPU is over when the call returns, so is the replay's.
+        # If eager's copy from the CPU is complete when the call returns, so must the replay's be.
         self.waits = not hosted.isdisjoint(call.binding.waited)
-        # Eager breaks run with what is on the CPU.
+        # Eager breaks are passed the tensors on the CPU.
         self._hosts = [(index, inputs.inputs[arg.name]) for index, arg in enumerate(args) if arg.name in hosted]
         self._hosts = self._hosts if self.program.breaks else []
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
@@ -116,20 +116,20 @@ class Plan:
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
-        """Return the leaves that the forward itself returned, and how they nest."""
+        """Return the leaves that the forward itself returned, and their structure."""
         return program.outputs, program.spec
 
     def _prepare_outputs(self, call: Call, whole: Sequence[Any], spec: TreeSpec) -> None:
-        """Find which of the leaves that calls return must be cloned for the caller; `spec` says how they nest."""
+        """Find the returned leaves that must be cloned for the caller; `spec` is their structure."""
         table, self._spec = self.table, spec
         tensors = {index: leaf for index, leaf in enumerate(whole) if issubclass(type(leaf), Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
-        clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
+        clone = (call.binding.made & tensors.keys()) - self._ours  # made from Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
         self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
-        # Handed out as aliases: another shape that a caller gives an output does not stay.
+        # Handed out as aliases, so that a caller's change of an output's shape does not stay.
         self._lent = sorted(self._ours) if self._static else []
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
@@ -139,7 +139,7 @@ class Plan:
         self._single = single and not self._shares
 
     def proving(self) -> contextlib.AbstractContextManager[None]:
-        """Surround a proof, whose eager run must find things where replays do."""
+        """Surround a proof, whose eager run must read the same addresses as replays."""
         return contextlib.nullcontext()
 
     @property
@@ -148,25 +148,27 @@ class Plan:
         return self.graph.verdict(self.rows) not in SERVED
 
     def same_layout(self, leaves: Sequence[Any]) -> bool:
-        """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
+        """True if a call's tensors have the static inputs' strides and alignment, so that eager's kernels are equal."""
         pairs = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
         return all(leaf.stride() == slot.stride and leaf.data_ptr() % _ALIGNMENT == 0 for leaf, slot in pairs)
 
     def copies(self, leaves: Sequence[Any]) -> Copies:
-        """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
+        """Return the copies that a call of this layout and size needs. Raises CannotBind."""
         copies = self.bind(leaves)
         if copies is None:
             refusal = self.refusal(leaves) if self.guarded else None
-            raise refusal or CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
+            raise refusal or CannotBind(
+                Reason.OPAQUE_ARGUMENT, "an argument is not equal to itself (NaN?), so it cannot be part of a key"
+            )
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Find what has to be copied for this call; None if an argument is unlike the captured one or refused."""
+        """Return the copies that this call needs; None if an argument differs from the captured one, or is refused."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         starts: set[int] = set()
         try:
-            # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
+            # Unpacking is cheaper than attributes. Both have one length, as the layout checked.
             for leaf, (view, arg, shape, dtype, index, start, stride, reference, kind, strides) in zip(  # noqa: B905
                 leaves, self._bindings
             ):
@@ -188,7 +190,7 @@ class Plan:
                     return None
                 address = leaf.data_ptr()
                 if address == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
-                    continue  # the same memory by another name
+                    continue  # another view of the same memory
                 if reference:
                     return None
                 starts.add(address)
@@ -207,23 +209,23 @@ class Plan:
         return sources, targets
 
     def _detached(self, leaves: Sequence[Any], sources: list[Tensor], targets: list[Tensor]) -> Copies | None:
-        """Copy the sources that lie in static inputs; None if one is another argument's, which is no alias of it."""
-        own = self.inputs.detached(sources)
-        if any(map(operator.is_not, own, sources)) and not self._has_aliases(leaves):
+        """Clone the sources that lie in static inputs; None if one of them aliases another argument unexpectedly."""
+        detached = self.inputs.detached(sources)
+        if any(map(operator.is_not, detached, sources)) and not self._has_aliases(leaves):
             return None
-        return own, targets
+        return detached, targets
 
     def _has_aliases(self, leaves: Sequence[Any]) -> bool:
         """True if the same arguments of a call are one tensor, or begin at one address, as in the captured call."""
         return aliases([leaves[at] for at in self._tensors]) == self._aliases
 
     def load(self, copies: Copies) -> None:
-        """Copy the inputs that are not in place, and set padding rows that hold something else."""
+        """Copy the inputs that are not in place, and set padding rows that hold other values."""
         sources, targets = copies
         if self.padding:
-            pads = self._overlapping  # these at every call
+            pads = self._overlapping  # set at every call
             if self.inputs.dirty > self.padded and not self.inputs.handed_out:
-                self.inputs.clean(self.rows)  # once after a larger batch, rather than these rows at every call
+                self.inputs.clean(self.rows)  # once after a larger batch, instead of at every call
             if self.inputs.handed_out or self.inputs.dirty > self.rows:
                 pads = self._pads
                 if self.inputs.dirty <= self.padded:
@@ -232,7 +234,7 @@ class Plan:
                 sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
-        # From ordinary memory of the CPU such a copy returns when it has read all. From pinned memory it goes on, as
+        # A copy from pageable CPU memory returns after it has read everything. A copy from pinned memory continues, as
         # eager's does, unless `replay` waits for it.
         if len(sources) == 1:
             targets[0].copy_(sources[0], True)
@@ -251,7 +253,7 @@ class Plan:
             self.inputs.handed_out
             and (self.written_back or self._shared.sources)
             and any(
-                self.inputs.own.hold(leaf.data_ptr())
+                self.inputs.buffer_spans.hold(leaf.data_ptr())
                 for leaf, slot in zip(leaves, self.slots, strict=True)
                 if slot.shape is not None and not slot.is_filled_by(leaf)
             )
@@ -265,13 +267,13 @@ class Plan:
         return self._shared.refusal(leaves)
 
     def _aliased(self, leaves: Sequence[Any]) -> bool:
-        """True if inputs share memory that their static buffers do not share; matters where inputs are written."""
+        """True if inputs share memory that their static buffers do not share, which matters if inputs are written."""
         slots = zip(leaves, self.slots, strict=True)
         pairs = overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
         return pairs or any(overlaps_itself(leaves[at]) for at in self.written_back if not self.slots[at].reference)
 
     def write_back(self, leaves: Sequence[Any]) -> None:
-        """Give the caller's tensors what the forward wrote into its inputs."""
+        """Copy what the forward wrote to its static inputs into the caller's tensors."""
         for index in self.written_back:
             slot = self.slots[index]
             if not slot.is_filled_by(leaves[index]):
@@ -283,7 +285,7 @@ class Plan:
         """Replay with these inputs; call with the pool's lock held.
 
         Returns:
-            What the caller gets: tensors of its own, or graph memory, nested as the forward returned them.
+            The outputs in the forward's structure: clones, or graph memory with static outputs.
         """
         if self.debug:
             self.check_places()
@@ -297,7 +299,7 @@ class Plan:
                 static.fill_host(leaves[index], self.padded)
             self.table.replay(self.graph, self.padding)
         except BaseException:
-            self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back
+            self.inputs.forget_padding()  # padding rows may have been written, and no write-back followed
             raise
         if copied is not None:  # while the graph runs
             copied.wait()
@@ -320,7 +322,7 @@ class Plan:
         return self._spec.unflatten(outputs)
 
     def check_places(self) -> None:
-        """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+        """Refuse a replay if inputs or weights are no longer at the addresses that the graph reads."""
         inputs = self.inputs.inputs.items()
         moved = [name for name, static in inputs if static.view(self.padded).data_ptr() != self.addresses[name]]
         names = [f"argument {name}" for name in moved] + self.state.what_moved()
@@ -331,7 +333,7 @@ class Plan:
             )
 
     def handed_out(self, result: Any) -> Any:
-        """Return eager's result as a replay would: static outputs are always the same memory."""
+        """Return eager's result in the memory that a replay would return: static outputs are always the same."""
         if not self._static:
             return result
         leaves, _ = flatten(result)
@@ -339,24 +341,24 @@ class Plan:
         for index in self._ours:
             output = self.outputs[index]
             once = tuple(slice(0, size if output.stride(dim) else 1) for dim, size in enumerate(output.shape))
-            output[once].copy_(leaves[index][once])  # not what `expand` repeats: elements share that memory
+            output[once].copy_(leaves[index][once])  # once for elements that `expand` repeats, which share memory
         return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
 
     def whole(self, result: Any) -> Any:
-        """Return what eager's result is compared as with a replay's outputs."""
+        """Return eager's result in the form that is compared with a replay's outputs."""
         return result
 
 
-def _learn_strides(arg: Any, tensor: Tensor, known: set[tuple[int, ...]]) -> bool:
-    """Add a tensor's strides to those known to be of an argument's layout; False if they are not."""
+def _learn_strides(arg: Any, tensor: Tensor, strides: set[tuple[int, ...]]) -> bool:
+    """Add a tensor's strides to those that have an argument's layout; False if they do not have it."""
     if layout_of(tensor, batch_dim_of(arg)) != arg.layout:
         return False
-    if len(known) >= _MOST_STRIDES:
-        known.clear()
-    known.add(tensor.stride())
+    if len(strides) >= _MOST_STRIDES:
+        strides.clear()
+    strides.add(tensor.stride())
     return True
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
-    """Say what goes into views of padding rows: the padding number of each, and the view."""
+    """Return the copies that set padding rows: padding numbers, and the views that they go to."""
     return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]

@@ -1,6 +1,6 @@
-"""Runs a module's forward once more beside a call, and says what it did; nothing of that stays.
+"""Runs a module's forward once more beside a call, describes its effects, and undoes them.
 
-Replays are compared by `simplegraph.manager.proof.ReplayProof`; these are runs without a graph of their own.
+Replays are compared by `simplegraph.manager.proof.ReplayProof`; these runs have no graph.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ from simplegraph.program.snapshot import Snapshot
 
 @dataclasses.dataclass
 class RunEffects:
-    """The effects of a run: what it returned and did.
+    """The effects of a run, and its outputs.
 
     Attributes:
-        leaves, spec: of its outputs.
-        outputs: these themselves; None of a rehearsal.
-        left: tensors that it set below the module, by name.
+        leaves, spec: leaves and structure of its outputs.
+        outputs: the outputs themselves; None for a rehearsal.
+        left_tensors: tensors that it left in places below the module, by name.
         drawn: the states of random generators after it.
-        numbers: what its operators were passed, and picked.
+        numbers: the numbers that its operators were passed, and that it read back.
         written: storage keys of memory from before it that its operators wrote to.
-        arguments: what it was passed, as a rehearsal left it.
-        notes: the places in which a rehearsal noted something, which was put back.
+        arguments: the arguments as a rehearsal left them.
+        notes: the places in which a rehearsal left notes, which were restored.
     """
 
     leaves: list[Any]
     spec: TreeSpec
     outputs: Any
-    left: dict[str, list[Tensor]]
+    left_tensors: dict[str, list[Tensor]]
     drawn: list[Tensor]
     numbers: NumbersSeen
     written: set[int]
     arguments: list[Any] = dataclasses.field(default_factory=list)
     notes: set[str] = dataclasses.field(default_factory=set)
 
-    def left_otherwise(self, other: RunEffects) -> set[str]:
-        """Name what this run and another set, and to something else."""
-        names = self.left.keys() & other.left.keys()
-        return {name for name in names if first_difference(self.left[name], other.left[name]) is not None}
+    def differing_tensors(self, other: RunEffects) -> set[str]:
+        """Name the places in which this run and another left different tensors."""
+        names = self.left_tensors.keys() & other.left_tensors.keys()
+        return {
+            name for name in names if first_difference(self.left_tensors[name], other.left_tensors[name]) is not None
+        }
 
 
 def observe_run(
@@ -65,31 +67,31 @@ def observe_run(
     device: torch.device,
     before_write: Callable[[Tensor], object] = id,
 ) -> RunEffects:
-    """Run a module's forward as a call of it.
+    """Run a module's forward as a call of it, and observe it.
 
     Args:
-        module: whose forward it is.
+        module: the module.
         run: the forward, with its arguments.
-        device: of the module.
-        before_write: is called with each tensor that an operator is about to write to.
+        device: the device of the module.
+        before_write: called with each tensor that an operator is about to write to.
     """
     snapshot = Snapshot(module)
     with bypassed(Reason.NESTED), MemoryObserver(before_write=before_write) as observer:
         outputs = wait_collectives(run())
-    found = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
-    left = {name: tensors for name, tensors in found if tensors}
+    changed = ((name, list(tensors_in(value))) for name, value in snapshot.changes().items())
+    left_tensors = {name: tensors for name, tensors in changed if tensors}
     drawn = random_states(_generators(module, device))
-    return RunEffects(*flatten(outputs), outputs, left, drawn, observer.numbers, observer.written)
+    return RunEffects(*flatten(outputs), outputs, left_tensors, drawn, observer.numbers, observer.written)
 
 
 def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], device: torch.device) -> RunEffects:
-    """Run a module's forward, and put back what that changed: memory, random numbers, Python's objects.
+    """Run a module's forward, and undo its changes of memory, random generators and Python objects.
 
     Args:
-        module: whose forward it is.
+        module: the module.
         run: the forward, with its arguments.
         passed: the leaves of the arguments, which the forward may write to.
-        device: of the module.
+        device: the device of the module.
     """
     memory = _held_memory(module, passed, device)
     with CAPTURE_LOCK, Undo(memory, _all_generators(module, device)) as undo:
@@ -99,18 +101,18 @@ def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], d
             effects,
             leaves=cloned(effects.leaves),
             outputs=None,
-            left={name: cloned(tensors) for name, tensors in effects.left.items()},
+            left_tensors={name: cloned(tensors) for name, tensors in effects.left_tensors.items()},
             arguments=cloned(passed),
             notes={note.name for note in snapshot.take_notes()},
         )
 
 
 class Start:
-    """Lets a run of a module's forward begin where another one began, and puts back what it changed.
+    """Starts a second run of a module's forward from the same state as the first, and undoes its changes.
 
     Args:
-        module: is about to run.
-        device: of the module.
+        module: the module, before the first run.
+        device: the device of the module.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -121,7 +123,7 @@ class Start:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[Callable[[], str | None]]:
-        """Begin again; yields what says how the memory of the module differs from what the other run left."""
+        """Restore the start; yields a function that says how the module's memory differs from after the first run."""
         with Undo(self._memory, self._generators) as undo:
             undo.watch(self._module)
             names, tensors = [name for name, _ in self._memory.tensors], [it for _, it in self._memory.tensors]
@@ -133,14 +135,14 @@ class Start:
 
 
 def _held_memory(module: nn.Module, passed: Sequence[Any], device: torch.device) -> SavedMemory | None:
-    """Prepare to copy what a module holds beside its parameters, and what it is passed; None if that is too much."""
-    held: dict[int, tuple[str, Tensor]] = {}
+    """Prepare to copy a module's tensors, except parameters, and its arguments; None if they are too large."""
+    by_storage: dict[int, tuple[str, Tensor]] = {}
     given = [("an argument", tensor) for tensor in tensors_in(passed)]
     for name, tensor in [*((entry.name, entry.tensor) for entry in held_tensors(module)), *given]:
         for part in parts(tensor):
             if has_address(part) and not isinstance(part, nn.Parameter):
-                held.setdefault(storage_key(part), (name, part))
-    memory = SavedMemory(list(held.values()))
+                by_storage.setdefault(storage_key(part), (name, part))
+    memory = SavedMemory(list(by_storage.values()))
     return memory if memory.nbytes <= copy_limit(graph_device(device).free_memory()) else None
 
 

@@ -1,4 +1,4 @@
-"""The signature of a call: its leaves, their names, the batch dimension of each, and what may vary."""
+"""The signature of a call: its leaves, their names and batch dimensions, and everything that a graph fixes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
 _ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
 _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType
-_MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
-_MAX_HOSTS = 4096  # names of CPU tensors
+_MAX_FORMS = 256  # call forms whose shapes are remembered; callers choose keyword names, so there may be any number
+_MAX_HOSTS = 4096  # names of CPU tensors that are remembered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """Everything about a call that a graph fixes, whichever way the arguments were passed.
+    """Everything about a call that a graph fixes, in whatever way the arguments were passed.
 
-    It is a part of every graph's key, and a key of its own: calls of equal `values` share one (`KnownCalls`).
+    It is a part of every graph's key, and compared by identity: calls of equal `values` share one (`CallTable`).
     """
 
     args: tuple[Arg, ...]
@@ -56,7 +56,7 @@ class Signature:
 
 
 def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
-    """Refuse a misspelt argument, which would be padded by another rule than its user thinks.
+    """Refuse settings for a misspelt argument, which would silently be padded by another rule.
 
     Raises:
         ConfigError: a setting names an argument that `forward` does not take.
@@ -69,18 +69,18 @@ def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
     names = [p.name for p in parameters]
     for setting in ("batch_dims", "pad_values", "length_dims"):
         for name in getattr(config, setting):
-            if name.split(".")[0] not in names and not name.startswith("self."):  # those are left in attributes
+            if name.split(".")[0] not in names and not name.startswith("self."):  # a tensor left in an attribute
                 hint = did_you_mean([name.split(".")[0]], names)
                 takes = ", ".join(names) or "nothing"
                 raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownArguments:
-    """Facts about a module's arguments that need no declaration.
+class ArgumentRules:
+    """Batch dimensions and padding of a module's arguments that need no declaration.
 
     Attributes:
-        dims: argument name -> number of dimensions -> batch dimension; other numbers of dimensions are not known.
+        dims: argument name -> number of dimensions -> batch dimension; other numbers of dimensions have no rule.
         pads: argument name -> how padding rows are filled.
     """
 
@@ -88,37 +88,37 @@ class KnownArguments:
     pads: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-NOTHING_KNOWN = KnownArguments()
+NO_RULES = ArgumentRules()
 
 
-def known_arguments(module: nn.Module) -> KnownArguments:
-    """Return what is known of a module's arguments; nothing if its forward is not one of torch's own."""
+def argument_rules(module: nn.Module) -> ArgumentRules:
+    """Return the rules for a module's arguments; none if its forward is not one of torch's own."""
     for kind, read in _MODULES.items():
         if isinstance(module, kind) and getattr(type(module), "forward", None) in _forwards(kind):
             return read(module)
-    return NOTHING_KNOWN
+    return NO_RULES
 
 
 def _forwards(kind: Any) -> list[Any]:
-    """List the forwards of a class of torch's and of those derived from it there."""
-    found = [kind, *(child for child in kind.__subclasses__() if child.__module__ == kind.__module__)]
-    return [child.forward for child in found]
+    """List the forwards of one of torch's classes and of its subclasses in the same file."""
+    kinds = [kind, *(child for child in kind.__subclasses__() if child.__module__ == kind.__module__)]
+    return [child.forward for child in kinds]
 
 
-def _recurrent(module: Any) -> KnownArguments:
-    """Know a layer's hidden states, too: (layers, batch, width), whatever `batch_first` says."""
-    return KnownArguments({"input": {3: 0 if module.batch_first else 1}, "hx": {3: 1}})
+def _recurrent(module: Any) -> ArgumentRules:
+    """Return rules for a recurrent layer; its hidden states are (layers, batch, width), whatever `batch_first` is."""
+    return ArgumentRules({"input": {3: 0 if module.batch_first else 1}, "hx": {3: 1}})
 
 
-def _cell(module: Any) -> KnownArguments:
-    return KnownArguments({"input": {2: 0}, "hx": {2: 0}})
+def _cell(module: Any) -> ArgumentRules:
+    return ArgumentRules({"input": {2: 0}, "hx": {2: 0}})
 
 
-def _embedding_bag(module: Any) -> KnownArguments:
-    """Take indices for the rows where offsets tell bags apart: bags are of the key, and have no padding.
+def _embedding_bag(module: Any) -> ArgumentRules:
+    """Return rules by which indices are the rows if offsets separate bags; offsets are part of the key, and not padded.
 
-    Padding indices would count in the last bag, but for `padding_idx`, and where their weights are zero. In a maximum
-    they may count later only, when the weights have changed, so such calls run eagerly.
+    Padding indices would count in the last bag, except with `padding_idx` or weights of zero. In a maximum they may
+    start to count when the embedding's weights change, so such calls run eagerly.
     """
     pads: dict[str, Any] = {"per_sample_weights": "zero"}
     if module.padding_idx is not None:
@@ -126,23 +126,23 @@ def _embedding_bag(module: Any) -> KnownArguments:
     rows: dict[int, int | None] = {1: 0, 2: 0}
     hidden = module.mode == "max" and module.padding_idx is None
     indices = {1: None, 2: 0} if hidden else rows
-    return KnownArguments({"input": indices, "per_sample_weights": rows, "offsets": {1: None}}, pads)
+    return ArgumentRules({"input": indices, "per_sample_weights": rows, "offsets": {1: None}}, pads)
 
 
-def _attention(module: Any) -> KnownArguments:
-    """Know sequences (three dimensions), masks of a batch's keys, and masks that all of a batch share."""
+def _attention(module: Any) -> ArgumentRules:
+    """Return rules for sequences (three dimensions), masks of a batch's keys, and masks that the batch shares."""
     first = next((child for child in module.modules() if isinstance(child, nn.MultiheadAttention)), None)
-    if first is None:  # of layers that are not torch's
-        return NOTHING_KNOWN
+    if first is None:  # its layers are not torch's
+        return NO_RULES
     sequences = ("query", "key", "value", "src", "tgt", "memory")
     shared = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
     padding = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
     dims: dict[str, Mapping[int, int | None]] = {name: {3: 0 if first.batch_first else 1} for name in sequences}
     dims |= {name: {2: None} for name in shared} | {name: {2: 0} for name in padding}
-    return KnownArguments(dims)
+    return ArgumentRules(dims)
 
 
-_MODULES: dict[type[nn.Module], Callable[[Any], KnownArguments]] = {
+_MODULES: dict[type[nn.Module], Callable[[Any], ArgumentRules]] = {
     nn.RNNBase: _recurrent,
     nn.RNNCellBase: _cell,
     nn.EmbeddingBag: _embedding_bag,
@@ -156,35 +156,35 @@ _MODULES: dict[type[nn.Module], Callable[[Any], KnownArguments]] = {
 
 
 class CallReader:
-    """Reads calls of one module: names the leaves, finds the batch dimension, keeps what it has learnt.
+    """Reads calls of one module: names the leaves, finds the batch dimensions, and learns from calls.
 
     Args:
         forward: the function whose parameters name the arguments.
         config: declared batch dimensions and pad rules.
-        known: what need not be declared.
+        rules: rules that need no declaration.
 
     Attributes:
-        lessons: how often there was something to learn: an eager run that was observed, or a capture.
-        hosts: by the name of a CPU tensor that is passed to a forward on another device, where it is used on the CPU;
-            an empty text if it is only moved.
+        lessons: the number of observed eager runs and captures, from which something may have been learnt.
+        hosts: by name, for CPU tensors that a forward on another device is passed, the place in the code that uses it
+            on the CPU; empty if it is only moved.
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
         config: CudaGraphConfig,
-        known: KnownArguments = NOTHING_KNOWN,
+        rules: ArgumentRules = NO_RULES,
     ) -> None:
-        self._config, self._known = config, known
+        self._config, self._argument_rules = config, rules
         self._exact = config.exact_shapes
         self.lessons = 0
         self.hosts: dict[str, str] = {}
-        self._pads = {**known.pads, **config.pad_values}
+        self._pads = {**rules.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         check_names(forward, config)
         parameters = inspect.signature(forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         # By the shape-free form of a call: for each leaf, the shapes it was seen with, by batch size.
         self._seen: dict[
@@ -192,7 +192,7 @@ class CallReader:
         ] = {}  # the latest of them, oldest first
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
-        """Return a call's leaves, their names, and how they nest."""
+        """Return a call's leaves, their names, and their structure."""
         leaves, spec = flatten((args, dict(kwargs)))
         return leaves, self.names(spec), spec
 
@@ -201,10 +201,10 @@ class CallReader:
         return [name for argument, child in self._arguments(spec) for name in child.names(argument)]
 
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
-        """Name the arguments of a call, and tell how each nests."""
+        """Return the name and the structure of each argument of a call."""
         positional, keyword = spec.children
-        rest = (f"{self._rest}.{index}" for index in range(len(positional.children)))
-        names = itertools.chain(self._positional, rest)
+        extra_names = (f"{self._var_positional}.{index}" for index in range(len(positional.children)))
+        names = itertools.chain(self._positional, extra_names)
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
     def read(
@@ -215,20 +215,20 @@ class CallReader:
         context: tuple[Any, ...],
         device: torch.device | None = None,
     ) -> tuple[int, list[Arg], Signature]:
-        """Find the batch size of a call, its arguments in order, and its signature.
+        """Return the batch size of a call, its arguments in order, and its signature.
 
-        Without batch dimensions (`exact_shapes`) the size is 1. `device` is where the call runs if no tensor tells.
+        Without batch dimensions (`exact_shapes`) the size is 1. `device` is the call's device if no tensor is passed.
 
         Raises:
             CannotBind: a graph cannot serve the call.
         """
-        if len(set(names)) < len(names):  # of {1: x, "1": y}, and each static input is found by its name
+        if len(set(names)) < len(names):  # such as {1: x, "1": y}; static inputs need distinct names
             twice = next(name for index, name in enumerate(names) if name in names[:index])
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"two arguments are called {twice}; rename one")
         tensors = [index for index, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor)]
         device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
-        self._check_tensors(leaves, names, tensors, hosted)  # before anything is asked that only some tensors know
+        self._check_tensors(leaves, names, tensors, hosted)  # first, since not all tensors support the calls below
         beside = len(hosted) < len(tensors)
         by_value = {index for index in hosted if self._is_told_by_value(names[index], leaves[index], beside=beside)}
         tensors = [index for index in tensors if index not in by_value]
@@ -257,13 +257,13 @@ class CallReader:
         return batch, args, self._signature(args, spec, context)
 
     def _is_told_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
-        """True if a CPU tensor is told apart by its value; False if it gets a static input on the graph's device.
+        """True if a CPU tensor is compared by value; False if it gets a static input on the graph's device.
 
         Args:
-            name: of the argument.
+            name: the name of the argument.
             tensor: the argument.
-            beside: True if another argument is on the device. Then a small tensor, until a run showed that the forward
-                moves it, is most likely a number for Python.
+            beside: True if another argument is on the device. Then a small tensor is assumed to be a number for Python,
+                until a run shows that the forward moves it.
 
         Raises:
             CannotBind: the forward uses it on the CPU, and it is too large to be compared at every call.
@@ -276,12 +276,12 @@ class CallReader:
         return bool(where)
 
     def learn_hosts(self, seen: HostArguments) -> bool:
-        """Remember what a run did with CPU tensors that it was passed; True if other calls are now read otherwise.
+        """Learn how a run used CPU tensors that it was passed; True if such calls are now read in another way.
 
-        One that some run used on the CPU is never taken for one that the forward only moves.
+        A tensor that any run used on the CPU never counts as one that the forward only moves.
         """
-        known = dict.fromkeys(seen.moved, "") | seen.read
-        new = {name: where for name, where in known.items() if not self.hosts.get(name)}
+        uses = dict.fromkeys(seen.moved, "") | seen.read
+        new = {name: where for name, where in uses.items() if not self.hosts.get(name)}
         by_value = {name for key, names in seen.names.items() if key not in seen.static for name in names}
         self.hosts |= new
         while len(self.hosts) > _MAX_HOSTS:
@@ -296,7 +296,7 @@ class CallReader:
             tensor, name = leaves[index], names[index]
             if type(tensor) not in PLAIN_TENSORS:
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__}")
-            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:  # torch dies of its bytes
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:  # bytes would crash torch
                 kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}, {tensor.dtype}"
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} {kind}")
             first = on_device[0] if on_device else index
@@ -305,24 +305,24 @@ class CallReader:
                 raise CannotBind(Reason.WRONG_DEVICE, where)
 
     def _declared(self, name: str, tensor: Tensor) -> tuple[bool, BatchDim]:
-        """Look up if, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
+        """Return if the batch dimension of an argument is declared, and as what; a prefix declares all below it."""
         declared = self._config.batch_dims
         for prefix in prefixes(name):
             if prefix in declared:
                 return True, declared[prefix]
-        known = self._known.dims.get(name.split(".")[0], {})
-        return tensor.dim() in known, known.get(tensor.dim())
+        dims = self._argument_rules.dims.get(name.split(".")[0], {})
+        return tensor.dim() in dims, dims.get(tensor.dim())
 
     def anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
-        """Find the tensor that gives the batch size: the first declared one, else the first one's dimension 0.
+        """Return the index and dimension that give the batch size: the first declared, else dimension 0 of the first.
 
         Args:
-            leaves: of a call.
-            names: of the leaves.
-            tensors: places of tensors among them.
+            leaves: the leaves of a call.
+            names: their names.
+            tensors: the indices of tensors among them.
 
         Raises:
-            CannotBind: none of these has a batch dimension.
+            CannotBind: no tensor has a batch dimension.
         """
         for index in tensors:
             _, dim = self._declared(names[index], leaves[index])
@@ -338,12 +338,12 @@ class CallReader:
         return self._seen.get(_form(leaves, spec)) or [{}] * len(leaves)
 
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        """Remember a call that went well; a later one of another size tells dimensions apart by it."""
+        """Note the shapes of a call that succeeded; with a call of another size they show the batch dimensions."""
         form = _form(leaves, spec)
-        known = self._seen[form] = self._seen.pop(form, []) or [{} for _ in leaves]
+        shapes = self._seen[form] = self._seen.pop(form, []) or [{} for _ in leaves]
         while len(self._seen) > _MAX_FORMS:
             del self._seen[next(iter(self._seen))]
-        for leaf, seen in zip(leaves, known, strict=True):
+        for leaf, seen in zip(leaves, shapes, strict=True):
             if issubclass(type(leaf), Tensor) and (len(seen) < 64 or batch in seen):
                 seen[batch] = tuple(leaf.shape)
 
@@ -368,36 +368,37 @@ class CallReader:
         candidates = {
             dim
             for dim, size in enumerate(shape)
-            if size == batch and all(dim < len(then) and then[dim] == rows for rows, then in seen.items())
+            if size == batch
+            and all(dim < len(seen_shape) and seen_shape[dim] == rows for rows, seen_shape in seen.items())
         }
         if batch == 1 and 0 in candidates and self._captures_one:
-            return 0  # the other dimensions of 1 are broadcast ones, and at size 1 nothing is padded anyway
+            return 0  # other dimensions of 1 are broadcast, and at size 1 nothing is padded anyway
         if len(candidates) > 1:
             raise CannotBind(
                 Reason.AMBIGUOUS_BATCH_DIM, f"{name} has shape {shape}, more than one dimension of {batch}"
             )
         if candidates:
             return candidates.pop()
-        if any(then != shape for then in seen.values()):
+        if any(seen_shape != shape for seen_shape in seen.values()):
             raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {shape}, the batch is {batch}")
         return None
 
     def _aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, SameArg | str]:
-        """Find arguments that are the very tensor that another one is, or begin at its address, by name.
+        """Find arguments that are the same tensor as another one, or begin at its address, by name.
 
-        One that is declared otherwise than the other has a static input of its own, and so has one that is a view.
+        An argument that is declared differently from the other, or that is a view, gets its own static input.
         """
-        names = sorted(tensors)  # however they are passed
-        found: dict[str, SameArg | str] = {}
+        names = sorted(tensors)  # in one order, however they are passed
+        shared: dict[str, SameArg | str] = {}
         for at, (same, start) in enumerate(aliases([tensors[name] for name in names])):
             name, other, tensor = names[at], names[same], tensors[names[at]]
             if same != at and self._rules(name, tensor) == self._rules(other, tensor):
-                found[name] = SameArg(name, Tensor, other, None)
+                shared[name] = SameArg(name, Tensor, other, None)
             elif same != at:
-                found[name] = f" that is {other}"
+                shared[name] = f" that is {other}"
             elif start not in (at, -1):
-                found[name] = f" that begins where {names[start]} does"
-        return found
+                shared[name] = f" that begins where {names[start]} does"
+        return shared
 
     def _rules(self, name: str, tensor: Tensor) -> Hashable:
         return self._declared(name, tensor), self._pad(name)
@@ -437,16 +438,16 @@ class CallReader:
         return ConstantArg(name, kind, constant_key(value), value)
 
     def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
-        known = self._defaults
+        defaults = self._defaults
         constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
-        left_out = {arg.name for arg in constants if arg.name in known and arg.holds(known[arg.name])}
+        left_out = {arg.name for arg in constants if arg.name in defaults and arg.holds(defaults[arg.name])}
         kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
         named = sorted((pair for pair in self._arguments(spec) if pair[0] not in left_out), key=lambda pair: pair[0])
         return Signature(tuple(kept), tuple(named), context)
 
 
 def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> torch.device:
-    """Return the device of a call: the first tensor's that is not on the CPU, or else the CPU.
+    """Return the device of a call: that of the first tensor that is not on the CPU, or else the CPU.
 
     Raises:
         CannotBind: no leaf is a tensor, and there is no default.
@@ -460,24 +461,26 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def differences(then: Signature, now: Signature) -> list[str]:
-    """Say in which arguments and surroundings two signatures differ."""
-    before, after = ({arg.name: str(arg) for arg in each.args} for each in (then, now))
-    pairs = [(name, before.get(name, "absent"), after.get(name, "absent")) for name in before | after]
-    found = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
-    if then.specs != now.specs and not found:
-        found.append("how the arguments nest")
+def differences(before: Signature, after: Signature) -> list[str]:
+    """List the differences of two signatures: arguments, their structure, and the call's context."""
+    args_before, args_after = ({arg.name: str(arg) for arg in signature.args} for signature in (before, after))
+    pairs = [
+        (name, args_before.get(name, "absent"), args_after.get(name, "absent")) for name in args_before | args_after
+    ]
+    differing = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
+    if before.specs != after.specs and not differing:
+        differing.append("how the arguments nest")
     kinds = ("autocast", "state", "settings", "default devices", "gradients", "values of Python")
-    for kind, one, other in zip(kinds, then.context, now.context, strict=True):
+    for kind, one, other in zip(kinds, before.context, after.context, strict=True):
         if one != other:
             telling = isinstance(one, (TorchSettings, PlainValues))
             told = one.difference(other) if telling else f"{one} became {other}"
-            found.append(f"{kind}: {told}")
-    return found or ["arguments that look alike, by address or rule of padding"]
+            differing.append(f"{kind}: {told}")
+    return differing or ["arguments that look alike, by address or rule of padding"]
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """Yield the names that declare an argument: ``states.0.x``, ``states.0``, ``states``."""
+    """Yield the names that may declare an argument: ``states.0.x``, ``states.0``, ``states``."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
@@ -497,11 +500,11 @@ def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
 
 
 def _compares_by_value(value: Any) -> bool:
-    """True if a value can be a key: defining equality and a hash promises that both stay."""
+    """True if a value can be a key: a class that defines equality and a hash promises that both stay."""
     kind = type(value)
     try:
         hash(value)
-    except Exception:  # an array, a set, what holds such, or of the user's class
+    except Exception:  # an array, a set, a container of these, or an object of a user's class
         return kind is slice
     for base in (tuple, frozenset):
         if issubclass(kind, base):

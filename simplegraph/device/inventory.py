@@ -11,13 +11,13 @@ import torch
 from simplegraph.device.cuda import allocator
 from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.cuda.driver import cuda_driver
-from simplegraph.device.protocol import GraphDevice, GraphPool, Inventory, KnownMemory
+from simplegraph.device.protocol import GraphDevice, GraphPool, Inventory, MemorySpan
 
 _MOST_FORMER = 1 << 11  # ranges; each costs every inventory half a microsecond
 
 
 def take_inventory(
-    device: GraphDevice, pool: GraphPool, segments: Sequence[Any], named: Sequence[KnownMemory], *, every: bool = False
+    device: GraphDevice, pool: GraphPool, segments: Sequence[Any], named: Sequence[MemorySpan], *, every: bool = False
 ) -> Inventory | None:
     """Read what captured segments of a pool touch.
 
@@ -41,8 +41,8 @@ def take_inventory(
 
     def places() -> Places:
         present = [segment for segment in allocator.segments() if segment["device"] == cuda.index]
-        own, others = pool.handle.anchors, cuda.allocations.workspaces
-        current = Places(present, own, others, named, cuda.former, device_memory(driver))
+        own_pools, workspaces = pool.handle.anchors, cuda.allocations.workspaces
+        current = Places(present, own_pools, workspaces, named, cuda.former, device_memory(driver))
         cuda.former = current.present | (cuda.former if len(cuda.former) < _MOST_FORMER else set())
         return current
 

@@ -26,8 +26,8 @@ def launched_by_torch(kernel: str) -> bool:
 
     Such libraries leave arguments that a kernel does not use as they were, or pass addresses of the host.
     """
-    own = _OF_TORCH.search(kernel) if kernel.startswith("_Z") else _NAMED.match(kernel)
-    return bool(own or _OF_LIBRARIES.search(kernel))
+    is_torchs = _OF_TORCH.search(kernel) if kernel.startswith("_Z") else _NAMED.match(kernel)
+    return bool(is_torchs or _OF_LIBRARIES.search(kernel))
 
 
 @functools.cache

@@ -64,8 +64,8 @@ class HostRandom:
 def is_global_generator(value: Any) -> bool:
     """True for the generators that `HostRandom` remembers."""
     numpy: Any = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
-    own = random._inst, numpy, getattr(numpy, "_bit_generator", None)
-    return value is not None and any(value is generator for generator in own)
+    generators = random._inst, numpy, getattr(numpy, "_bit_generator", None)
+    return value is not None and any(value is generator for generator in generators)
 
 
 def _numpy_state() -> bytes | None:
@@ -121,8 +121,8 @@ class SavedMemory:
 
     def copied(self, keys: Collection[int]) -> Callable[[], object]:
         """Copy the memory of these storage keys, for breaks, and return a function that restores it."""
-        held = [key for key in keys if key in self.keys]
-        return functools.partial(self.put, self.copy(held), held)
+        saved = [key for key in keys if key in self.keys]
+        return functools.partial(self.put, self.copy(saved), saved)
 
     def seen_in(self, copies: Sequence[Tensor], tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """View `tensors`, or `inputs`, as they were when they were copied."""

@@ -29,8 +29,8 @@ class MemoryKind(enum.Enum):
     FREED = "memory that was given back"
 
 
-class KnownMemory(NamedTuple):
-    """Memory that somebody keeps alive: where it begins and ends, and its name."""
+class MemorySpan(NamedTuple):
+    """A span of memory that is kept alive: its start, its end and its name."""
 
     start: int
     end: int

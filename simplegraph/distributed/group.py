@@ -83,9 +83,9 @@ class Rendezvous:
         """Tell the other ranks, at their next meeting, that this rank has failed and why; does not wait."""
         if self.size == 1:
             return
-        left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         try:
-            self._store.set(self._key(self.rank), json.dumps({"left": left}))
+            self._store.set(self._key(self.rank), json.dumps({"left": cause}))
         except RuntimeError as lost:  # the exception being raised says more, and the others will time out
             logger.warning("simplegraph: rank %d could not tell the others: %s", self.rank, lost)
         self._round += 1

@@ -47,38 +47,38 @@ class SingleRank:
     def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
         """Start a capture session; see `RankGroup.begin`."""
 
-    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
-        """Return the first rank on which `what` failed and its message; None if it succeeded on all ranks.
+    def failure(self, operation: str, error: Exception | None) -> tuple[int, str] | None:
+        """Return the first rank on which the operation failed and its message; None if it succeeded on all ranks.
 
         Raises:
             RankError: a rank did not come, or is at another point of the program.
         """
-        return self.failures(what, {} if error is None else {what: error}).get(what)
+        return self.failures(operation, {} if error is None else {operation: error}).get(operation)
 
-    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
+    def failures(self, operation: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
         """Return what failed on any rank, by name: the first rank that it failed on, and its message.
 
         Args:
-            what: was done to all of them.
-            errors: of this rank, by name.
+            operation: the operation that was tried, for messages.
+            errors: errors of this rank, by name.
 
         Raises:
             RankError: a rank did not come, or is at another point of the program.
         """
-        words = self._ask(f"the result of {what}", {name: str(error) for name, error in errors.items()})
+        words = self._ask(f"the result of {operation}", {name: str(error) for name, error in errors.items()})
         failed: dict[str, tuple[int, str]] = {}
         for rank, messages in enumerate(words):
             for name, message in messages.items():
                 failed.setdefault(name, (rank, message))
         return failed
 
-    def any(self, what: str, flag: bool) -> bool:
+    def any(self, operation: str, flag: bool) -> bool:
         """True if `flag` is True on any rank.
 
         Raises:
             RankError: a rank did not come, or is at another point of the program.
         """
-        return any(self._ask(what, flag))
+        return any(self._ask(operation, flag))
 
     def _ask(self, question: str, answer: Any) -> list[Any]:
         """Return the answers of all ranks."""

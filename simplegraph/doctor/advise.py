@@ -417,8 +417,8 @@ class Advisor:
 
     def ranking(self) -> list[Watched]:
         """List what was watched, what is worth most first."""
-        left = [one for one in (*self._calls.values(), *self._steps.values()) if not one.covered]
-        return sorted(left, key=lambda one: (one.trial is None, one.gains_nothing, -one.saved))
+        uncovered = [one for one in (*self._calls.values(), *self._steps.values()) if not one.covered]
+        return sorted(uncovered, key=lambda one: (one.trial is None, one.gains_nothing, -one.saved))
 
     def lines(self) -> list[str]:
         """Say what to change, what is worth most first; what graphs serve already comes before what gains little."""
@@ -427,12 +427,12 @@ class Advisor:
         tried = [(one, one.trial.eager_ms) for one in ranked if one.trial is not None and not one.gains_nothing]
         first = [one for one, timed in tried if timed is None or one.saved >= _WORTH * span]
         notes = [f"{note}{count:,}" for note, count in self._notes.most_common()]
-        rest = [str(one) for one in ranked if one not in first and one.trial is not None]
+        others = [str(one) for one in ranked if one not in first and one.trial is not None]
         few: dict[tuple[str, str], Watched] = {}  # many modules may be called at one line, each a few times
         for one in (one for one in ranked if one.trial is None):
             alike = few.setdefault((one.name, str(one.site)), dataclasses.replace(one, calls=0))
             alike.calls += one.calls
-        lines = [*map(str, first), *notes, *rest, *map(str, few.values())]
+        lines = [*map(str, first), *notes, *others, *map(str, few.values())]
         nothing = "no torch.nn.Module was called in this process: to functions of tensors, sg.wrap gives graphs, too"
         return lines or [nothing]
 

@@ -129,11 +129,13 @@ class AuditedGraph:
         self.fresh = None
 
     def _settle(self, address: int, node: int, survey: MemorySurvey, *, certain: bool) -> None:
-        then, owner = None if self.fresh is None else self.fresh.find(address), survey.find(address)
+        fresh_owner, owner = None if self.fresh is None else self.fresh.find(address), survey.find(address)
         # The pool's memory is newer than the survey; a tensor may be missing from it if objects were frozen.
         unseen = owner is not None and owner.state is State.TENSOR
-        if then is not None and (then.state is State.TENSOR or (then.state is State.WORKSPACE and not unseen)):
-            owner = then
+        if fresh_owner is not None and (
+            fresh_owner.state is State.TENSOR or (fresh_owner.state is State.WORKSPACE and not unseen)
+        ):
+            owner = fresh_owner
         if owner is not None and not (owner.state is State.FREED and self._is_end(address, node, survey)):
             self._use(owner, address, node, certain)
 
@@ -415,8 +417,8 @@ class Audit:
         return MemorySurvey(self._blocks(), self._source.device)
 
     def _report(self, graph: AuditedGraph, use: Use, kind: str, now: str) -> AuditFinding:
-        then = use.owner.described(use.address)
-        place = kind, use.owner.block.start if use.owner.block is not None else use.address, then
+        former_owner = use.owner.described(use.address)
+        place = kind, use.owner.block.start if use.owner.block is not None else use.address, former_owner
         finding = self._by_place.get(place)
         if finding is None:
             shown = readable(graph.reading.nodes[use.node].name)
@@ -425,7 +427,7 @@ class Audit:
             elif use.node in graph.modules:
                 shown += f" of {graph.modules[use.node]}"
             where = use.owner.block.where if use.owner.block is not None else ""
-            finding = AuditFinding(kind, use.address, then, now, shown, where, [graph.number])
+            finding = AuditFinding(kind, use.address, former_owner, now, shown, where, [graph.number])
             self._by_place[place] = finding
             self.findings.append(finding)
             FOUND[kind] += 1
@@ -461,10 +463,10 @@ def _own_path(path: str | os.PathLike[str] | None) -> Path | None:
     """Return where this process writes a report: a child's file has the child's name in it."""
     if path is None:
         return None
-    own, name = Path(path), multiprocessing.process.current_process().name.replace(os.sep, "_")
-    if own.suffix == ".json" or own.is_dir() or not os.access(own.parent, os.W_OK):
+    report_path, name = Path(path), multiprocessing.process.current_process().name.replace(os.sep, "_")
+    if report_path.suffix == ".json" or report_path.is_dir() or not os.access(report_path.parent, os.W_OK):
         raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file in a folder that can be written.")
-    return own if name == "MainProcess" else own.with_stem(f"{own.stem}.{name}")
+    return report_path if name == "MainProcess" else report_path.with_stem(f"{report_path.stem}.{name}")
 
 
 def _capturing_line() -> str:

@@ -26,7 +26,7 @@ from simplegraph.base.walk import names_in
 from simplegraph.call.inputs import HostInput, batch_dim_of
 from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
-from simplegraph.call.signature import CallReader, device_of, known_arguments
+from simplegraph.call.signature import CallReader, argument_rules, device_of
 from simplegraph.device.memory import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
@@ -224,8 +224,10 @@ def _report(module: nn.Module, trials: Sequence[ModuleTrial], capture_sizes: Col
     piecewise = _problem(trials, "PIECEWISE") if functions else problem
     parts: dict[str, tuple[str, ...]] = {}
     if piecewise is not None:
-        parts, left = find_parts(module, lambda: next(filter(None, (trial.obstacle() for trial in trials)), None))
-        piecewise = left or piecewise
+        parts, remaining_problem = find_parts(
+            module, lambda: next(filter(None, (trial.obstacle() for trial in trials)), None)
+        )
+        piecewise = remaining_problem or piecewise
     breaks: dict[str, str | None] = {name_of(function): None for function in functions}
     if problem is not None and piecewise is None:
         breaks = {name_of(function): _problem(trials, "PIECEWISE", [function]) for function in functions}
@@ -301,7 +303,7 @@ class ModuleTrial:
         number: int = 0,
     ):
         self._module = module
-        reader = CallReader(module.forward, config, known_arguments(module))
+        reader = CallReader(module.forward, config, argument_rules(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
             device = device_of(self._leaves)
@@ -318,8 +320,8 @@ class ModuleTrial:
                 "A wrapped module may be called with either, if its forward moves what it is passed."
             )
         self._device = graph_device(device)
-        held = (entry for entry in held_tensors(module) if has_address(entry.tensor))
-        self._state = {name: part for entry in held for name, part in _named_parts(entry)}
+        entries = (entry for entry in held_tensors(module) if has_address(entry.tensor))
+        self._state = {name: part for entry in entries for name, part in _named_parts(entry)}
         self._generators = (default_generator(self._device.torch_device), torch.default_generator)
         self._before = before
         self._number = number
@@ -335,17 +337,17 @@ class ModuleTrial:
         with Undo(SavedMemory(buffers), self._generators) as undo:
             observer = MemoryObserver(before_write=undo.copy)
             outputs, trace = self._traced(leaves, observer)
-        own = {storage_key(tensor): name for name, tensor in self._state.items()}
+        state = {storage_key(tensor): name for name, tensor in self._state.items()}
         named = zip(leaves, self._names, strict=True)
         inputs = {storage_key(leaf): name for leaf, name in named if isinstance(leaf, Tensor)}
         self.breaks = list(dict.fromkeys(call.function for call in trace.calls))
         self.state_written, self.inputs_written = (
-            tuple(sorted(names[key] for key in observer.written if key in names)) for names in (own, inputs)
+            tuple(sorted(names[key] for key in observer.written if key in names)) for names in (state, inputs)
         )
         self.output_aliases = tuple(
-            f"output {index} ({(own | inputs)[storage_key(leaf)]})"
+            f"output {index} ({(state | inputs)[storage_key(leaf)]})"
             for index, leaf in enumerate(outputs)
-            if isinstance(leaf, Tensor) and storage_key(leaf) in own | inputs
+            if isinstance(leaf, Tensor) and storage_key(leaf) in state | inputs
         )
         self._unreturnable = unreturnable(outputs)
         written = [(name, self._state[name]) for name in self.state_written]
@@ -452,8 +454,8 @@ class ModuleTrial:
             dim = batch_dim_of(arg)
             if dim is not None:
                 number = leaf.is_floating_point() or leaf.is_complex()
-                rest = leaf.flip(dim) * (factor if number else bool(factor))
-                leaf = torch.cat([leaf, rest.to(leaf.dtype)], dim)
+                padding_rows = leaf.flip(dim) * (factor if number else bool(factor))
+                leaf = torch.cat([leaf, padding_rows.to(leaf.dtype)], dim)
             padded.append(leaf)
         return padded
 

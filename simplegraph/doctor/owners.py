@@ -161,9 +161,9 @@ class MemorySurvey:
         self._owners: dict[int, MemoryOwner] = {}
         self._by_address: dict[int, MemoryOwner | None] = {}
         chosen = all_tensors(nn.Module)
-        for held in (it for it in chosen if issubclass(type(it), Tensor)):
+        for tensor in (it for it in chosen if issubclass(type(it), Tensor)):
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
-                self._note_tensor(held, device)
+                self._note_tensor(tensor, device)
         for slot in _slots([it for it in chosen if issubclass(type(it), nn.Module)], device):
             owner = self.find(slot.start)
             if owner is not None:
@@ -211,10 +211,10 @@ def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
     seen: set[int] = set()
     for root in (module for module in modules if id(module) not in inside):
         walk = Walk([root], Policy(depth=1), seen)
-        for thing, held, _ in walk:
+        for thing, contents, _ in walk:
             above, name = walk.way_to(thing)
             is_module = issubclass(type(thing), nn.Module)
-            for key, tensor in items_of(held) if is_module or type(thing) in (list, tuple, dict) else ():
+            for key, tensor in items_of(contents) if is_module or type(thing) in (list, tuple, dict) else ():
                 if not issubclass(type(tensor), Tensor):
                     continue
                 module, keys = (thing, (key,)) if is_module else (above, (name, key))
@@ -233,8 +233,8 @@ def _slots(modules: Sequence[nn.Module], device: str) -> Iterator[ModuleTensor]:
 def _user_line(frames: Iterable[dict[str, Any]]) -> str:
     """Say which line allocated a block, where torch's memory history knows."""
     lines = ((frame["filename"], frame["line"]) for frame in frames)
-    own = (f"{name}:{line}" for name, line in lines if name.endswith(".py") and "/torch/" not in name)
-    return next(own, "")
+    users_lines = (f"{name}:{line}" for name, line in lines if name.endswith(".py") and "/torch/" not in name)
+    return next(users_lines, "")
 
 
 # What a graph uses, and what became of it.

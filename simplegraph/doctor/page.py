@@ -160,7 +160,9 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
         yield paragraph(f"{len(calls) - len(worst)} more batch sizes waste less than these.")
     sizes = sorted({graph.size for graph in graphs})
     histogram = {size: count for size, count in stats.batch_sizes.items() if size <= sizes[-1]}  # proofs, too
-    now = sum(count * (min(held for held in sizes if held >= size) - size) for size, count in histogram.items())
+    now = sum(
+        count * (min(captured for captured in sizes if captured >= size) - size) for size, count in histogram.items()
+    )
     plan = plan_sizes(histogram, len(sizes))
     if plan.waste_after < now:
         yield (

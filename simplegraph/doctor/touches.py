@@ -11,7 +11,7 @@ from torch import nn
 from simplegraph.base.tensors import has_address, parts
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import readable
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import ProgramTable
@@ -31,12 +31,12 @@ def touched_lines(module: nn.Module, manager: CudaGraphManager | None) -> tuple[
     return tuple(lines) or ("  what graphs touch is not known: only a GPU's driver can be asked",)
 
 
-def _named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
+def _named_memory(module: nn.Module) -> tuple[MemorySpan, ...]:
     """Name the memory of every tensor that a module holds."""
     named = []
-    for held in held_tensors(module):
-        for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
-            named.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
+    for entry in held_tensors(module):
+        for storage in (part.untyped_storage() for part in parts(entry.tensor) if has_address(part)):
+            named.append(MemorySpan(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), entry.name))
     return tuple(named)
 
 
@@ -49,7 +49,7 @@ def _read_touches(table: ProgramTable) -> None:
             graph.counters.inventory = every or before
 
 
-def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Iterator[str]:
+def report_lines(inventory: Inventory, names: Sequence[MemorySpan] = ()) -> Iterator[str]:
     """Yield one line for each kernel with what it touches, under its module's name, and what could not be read.
 
     A kernel belongs to the module whose memory it touches.
@@ -74,7 +74,7 @@ def report_lines(inventory: Inventory, names: Sequence[KnownMemory] = ()) -> Ite
         yield f"not read: {count} x {note}"
 
 
-def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:
+def _name(touch: Touch, names: Sequence[MemorySpan]) -> str:
     if touch.place is MemoryKind.POOL:
         return ""
     return next((memory.name for memory in names if memory.start <= touch.address < memory.end), touch.name)
@@ -83,5 +83,5 @@ def _name(touch: Touch, names: Sequence[KnownMemory]) -> str:
 def _shown(touch: Touch, name: str) -> str:
     if touch.place is MemoryKind.POOL:
         return "pool"
-    what = name or f"{touch.place.value} at {touch.address:#x}"
-    return what if touch.certain else f"{what}?"
+    shown = name or f"{touch.place.value} at {touch.address:#x}"
+    return shown if touch.certain else f"{shown}?"

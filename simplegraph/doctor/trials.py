@@ -127,18 +127,18 @@ def copied(things: Any, *, training: bool = False) -> Any:
         return copy.deepcopy(things, memo)
 
 
-def observe(trial: Trial, eager: Callable[[], object], own: Any) -> None:
+def observe(trial: Trial, eager: Callable[[], object], copies: Any) -> None:
     """Run eagerly on copies, count the operators, and time it if they are on a GPU.
 
     Args:
         trial: receives the figures.
         eager: the call.
-        own: the copies that it uses.
+        copies: the copies of modules and arguments that it uses.
 
     Raises:
         ConfigError: the call changes more than the copies, which is undone.
     """
-    before = Snapshot(own, code=True)
+    before = Snapshot(copies, code=True)
     try:
         with _Operators() as operators:
             eager()
@@ -149,7 +149,7 @@ def observe(trial: Trial, eager: Callable[[], object], own: Any) -> None:
     if changed - kept:
         raise ConfigError(f"each call changes {', '.join(sorted(changed - kept))}, which a replay would not")
     trial.operators = operators.count
-    if any(tensor.is_cuda for tensor in _tensors(own)):
+    if any(tensor.is_cuda for tensor in _tensors(copies)):
         trial.eager_ms = waited_ms(eager)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         cycles = int((2 * trial.eager_ms + 1) * _CYCLES)
@@ -259,10 +259,10 @@ def _try_call(
     part = ".forward" if owner.training and not method else ""
     trial = Trial(way=f"{{0}}{part} = sg.wrap({{0}}{part}, {{1}})")
     with trying(trial):
-        own, args, kwargs = copied((owner, args, dict(kwargs)))
-        call = getattr(own, method or part[1:]) if method or part else own
+        trial_owner, args, kwargs = copied((owner, args, dict(kwargs)))
+        call = getattr(trial_owner, method or part[1:]) if method or part else trial_owner
         eager = functools.partial(call, *args, **kwargs)
-        observe(trial, eager, (own, args, kwargs))
+        observe(trial, eager, (trial_owner, args, kwargs))
         graphed: Any = sg.wrap(call, TrialConfig(progress=False), **settings)
         try:
             measure(trial, functools.partial(graphed, *args, **kwargs), lambda: [graphed.graph_stats])
@@ -287,28 +287,30 @@ def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole
     trial = Trial()
     with trying(trial):
         recorded = [call[:-1] for call in calls]
-        own_calls, own = copied((recorded, optimizer), training=True)
+        own_calls, trial_optimizer = copied((recorded, optimizer), training=True)
         device = "cuda" if any(tensor.is_cuda for tensor in _tensors(own_calls)) else "cpu"
 
         def step() -> None:
-            own.zero_grad()
+            trial_optimizer.zero_grad()
             losses: list[Tensor] = []
             for module, method, args, kwargs, dtype in own_calls:
                 with torch.autocast(device, dtype, enabled=dtype is not None):
                     results = flatten(getattr(module, method or "__call__")(*args, **kwargs))[0]
                 losses += [leaf.float().sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            own.step()
+            trial_optimizer.step()
 
-        observe(trial, step, (own_calls, own))
+        observe(trial, step, (own_calls, trial_optimizer))
         observed = trial
         if whole:
-            _measure_step(sg, trial, step, own)
+            _measure_step(sg, trial, step, trial_optimizer)
         if "pass fused=True" in trial.problem:
-            groups = [{"params": group["params"]} for group in own.param_groups]
-            own = type(own)(groups, **own.defaults | {"foreach": None, "fused": True})
-            trial = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(own).__name__}")
-            _measure_step(sg, trial, step, own)
+            groups = [{"params": group["params"]} for group in trial_optimizer.param_groups]
+            trial_optimizer = type(trial_optimizer)(
+                groups, **trial_optimizer.defaults | {"foreach": None, "fused": True}
+            )
+            trial = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(trial_optimizer).__name__}")
+            _measure_step(sg, trial, step, trial_optimizer)
         if (trial.problem or not whole) and not any(call.method for call in calls):
             parts = dataclasses.replace(observed, problem="", whole=False)
             _measure_parts(sg, parts, step, own_calls)

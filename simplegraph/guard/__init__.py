@@ -1,16 +1,16 @@
-"""Guards: what graphs read of a module, and the comparison at each call that all of it is still there.
+"""Guards: the state of a module that graphs read, and its comparison at each call.
 
-guards        the state that graphs read: what moved is captured again
-reading       compares in every call what a module holds with what it held
+guards        the state that graphs read; if it moves, graphs are captured again
+reading       compares a module's present state with its earlier state at every call
 links         the order in which a comparison reads attributes and slots
-versions      the versions of dicts, which say when to look at what a dict holds
+versions      the versions of dicts, which say when to read a dict again
 plain_state   the plain values that a call reads through Python, as a part of its key
-holders       what holds such values, and how it is found
+holders       finds the objects that hold such values
 values        keys of plain values
-code_below    finds the code below a call by the names that it has
-survey        lists everything that a module holds, by name
+code_below    finds the code below a call by the names that it contains
+survey        lists all tensors and modules of a module, by name
 torch_state   settings and modes of torch around a call
-functions     makes a module of a function, from what it reaches
-left          tensors that runs leave in attributes: outputs, and inputs where a run reads them
-effects       what a run changes in Python
+functions     makes a module of a function, from the objects that it reaches
+left          tensors that runs leave in attributes: outputs, and inputs if a run reads them
+effects       Python state that a run changes
 """

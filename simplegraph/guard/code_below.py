@@ -1,4 +1,4 @@
-"""Find the code below a module's calls by the names that it has: functions, classes, and what it names of files."""
+"""Find the code below a module's calls by the names in it: functions, classes, and globals of files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simplegraph.base.objects import attribute_of, by_class, class_member, own_d
 from simplegraph.base.walk import DEPTH, held_by, is_break, is_library, names_in
 from simplegraph.guard.values import MAX_WIDTH
 
-_INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
+_INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
 _NOT_CALLED = frozenset(
@@ -36,11 +36,11 @@ _TABLES = frozenset({dict, list, tuple})
 
 
 class CodeNames(NamedTuple):
-    """The names and texts that code has, and functions inside of it.
+    """The names and strings in code, inner functions included.
 
     Attributes:
-        all: an attribute's, a global's, a key's; globals: those of globals.
-        values: all but names that are only called as methods.
+        all: names of attributes and globals, and strings; globals: names of globals.
+        values: all except names that are only called as methods.
     """
 
     all: frozenset[str]
@@ -50,21 +50,21 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> CodeNames:
-    """Return the names and texts that code has."""
+    """Return the names and strings in code."""
     inner = [names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
     texts = frozenset(_texts_in(code.co_consts))
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
     return CodeNames(
-        frozenset(code.co_names).union(texts, *(each.all for each in inner)),
-        named.union(*(each.globals for each in inner)),
-        values.union(texts, *(each.values for each in inner)),
+        frozenset(code.co_names).union(texts, *(inner_names.all for inner_names in inner)),
+        named.union(*(inner_names.globals for inner_names in inner)),
+        values.union(texts, *(inner_names.values for inner_names in inner)),
     )
 
 
 def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts among constants, and in tuples and sets of them."""
+    """Yield the strings among constants, and in tuples and sets of them."""
     for value in constants:
         if issubclass(type(value), str):
             yield value
@@ -74,17 +74,17 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def only_fills(code: types.CodeType, name: str) -> bool:
-    """True if code only adds to what a global or a variable of a closure holds, such as a log, and never reads it."""
-    inner = (each for each in code.co_consts if issubclass(type(each), types.CodeType))
+    """True if code only adds to the container in a global or closure variable, such as a log, and never reads it."""
+    inner = (inner_code for inner_code in code.co_consts if issubclass(type(inner_code), types.CodeType))
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_LOADS]
     loads = [following for step, following in itertools.pairwise(steps) if step.argval == name]
     return all(step.opname in _METHOD_LOADS and step.argval in _FILLING for step in loads) and all(
-        only_fills(each, name) for each in inner
+        only_fills(inner_code, name) for inner_code in inner
     )
 
 
 def _is_method(step: dis.Instruction) -> bool:
-    """True if an instruction loads an attribute to call it at once."""
+    """True if an instruction loads an attribute to call it immediately."""
     flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
     return step.opname == "LOAD_METHOD" or flagged
 
@@ -95,36 +95,36 @@ def is_packaged(code: types.CodeType) -> bool:
 
 
 def functions_in(value: Any) -> list[Any]:
-    """List the functions that a value is, or stands for."""
+    """List the functions that a value is, or wraps."""
     inner = () if not is_descriptor(type(value)) and not callable(value) else _INNER
-    held = (value, *(attribute_of(value, name) for name in inner))
-    return [each for each in held if issubclass(type(each), _FUNCTIONS)]
+    candidates = (value, *(attribute_of(value, name) for name in inner))
+    return [candidate for candidate in candidates if issubclass(type(candidate), _FUNCTIONS)]
 
 
 @by_class
 def is_descriptor(kind: type) -> bool:
-    """True for classes of what computes an attribute."""
+    """True for classes of descriptors, which compute attributes."""
     return class_member(kind, "__get__") is not None
 
 
 class CodeBelow:
-    """Lists what the code of some classes leads to, from their forwards and their operators on.
+    """Lists the functions, classes and globals that the code of some classes leads to, starting at their forwards.
 
-    A method counts if some code has its name, whichever object that is called on.
+    A method counts if some code contains its name, whichever object it is called on; operators always count.
 
     Args:
-        classes: of modules and other objects.
-        functions: that are called beside these, tables of such, and classes that are read.
-        breaks: reads the code of eager breaks as well.
-        called: methods that are called.
+        classes: classes of modules and other objects.
+        functions: further functions that are called, tables of functions, and classes that are read.
+        breaks: True to read the code of eager breaks as well.
+        called: names of methods that are called.
 
     Attributes:
-        names: what the code names or has for a text; values: all but what is only called as a method.
-        classes: these, and those that code names.
-        files: by id, the dict of a file, and which of its globals count.
-        cells: of closures, with the variable's name.
-        functions: whose code was read.
-        eager_names: what only eager breaks name, which run eagerly whenever a graph is replayed.
+        names: names and strings in the code; values: all except names that are only called as methods.
+        classes: the given classes, and classes that code names.
+        files: by id, the dict of a file, and the names of its globals that count.
+        cells: cells of closures, with the variable's name.
+        functions: functions whose code was read.
+        eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class CodeBelow:
         self.functions: list[types.FunctionType] = []
         self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
         self._read: set[int] = set()
-        # What to read, and how many functions, classes and files away.
-        self._left: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
+        # Functions to read, and how many functions, classes and files they are away.
+        self._to_read: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
         for kind in classes:
             self._add_class(kind, 0)
         for function in functions:
             self._add(function, 0)
-        while self._left and len(self._read) < _MAX_FUNCTIONS:
-            self._read_code(*self._left.popleft())
+        while self._to_read and len(self._read) < _MAX_FUNCTIONS:
+            self._read_code(*self._to_read.popleft())
         eager = CodeBelow(classes, self._breaks, breaks=True, called=()).names if self._breaks else set()
         self.eager_names = eager - self.names
 
     @property
     def computes_names(self) -> bool:
-        """True if code may ask for attributes by names that it does not have."""
+        """True if code may read attributes by names that are not in it."""
         return not _COMPUTING.isdisjoint(self.names)
 
     def _add_class(self, kind: type, away: int) -> None:
@@ -179,7 +179,7 @@ class CodeBelow:
             if not is_library(member.__module__) and away < DEPTH:
                 self._add_class(member, away + 1)
         elif away <= DEPTH:
-            self._left += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
+            self._to_read += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
             for item in _items_of_table(member):
                 if functions_in(item):
                     self._add(item, away + 1)
@@ -195,7 +195,7 @@ class CodeBelow:
                 self.cells.append((f"{function.__qualname__}.{name}", cell))
             self._add(held_by(cell).get("cell_contents"), away)
         if is_library(function.__globals__.get("__name__")) and not is_library(function.__module__):
-            return  # what decorates a function
+            return  # a decorator of a library
         file, names = function.__globals__, names_in(code)
         if "globals" in names:
             names = names | names_of(code).all
@@ -229,12 +229,12 @@ class CodeBelow:
 
 
 def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
-    """Return what code may read of another file: a number by the name of a method that it calls is none of that."""
+    """Return the names that code may read of another file; a number with the name of a called method does not count."""
     return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
 
 
 def _items_of_table(value: Any) -> Iterable[Any]:
-    """Return what a container of functions, such as a table of activations, holds."""
+    """Return the items of a container of functions, such as a table of activations."""
     if type(value) not in _TABLES or len(value) > MAX_WIDTH:
         return ()
     return list(value.values()) if type(value) is dict else list(value)

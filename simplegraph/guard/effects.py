@@ -1,4 +1,4 @@
-"""Find what one run of a module changes in Python, and put back what captures changed."""
+"""Find the Python state that one run of a module changes, and undo the changes of captures."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from simplegraph.program.escapes import PythonState, holds_graph_memory
 from simplegraph.program.probes import Run, Undone
 from simplegraph.program.snapshot import Snapshot, in_memory, is_same
 
-_MAX_BYTES = 1 << 20  # of bytes and arrays that are compared
+_MAX_BYTES = 1 << 20  # the largest bytes and arrays that are compared
 
 
 class ModuleState(PythonState):
-    """Remembers a module before captures, and what holds graph memory after them.
+    """Saves the state of a module before captures, and finds the places that hold graph memory after them.
 
     Args:
-        module: what its forward may change.
-        device, pool: where it is captured.
-        counted: what every run changes, of the module.
-        inputs: storage keys of the static inputs, which the caller never passed: no place keeps one.
-        retry: a recording that leaves tensors is tried a second time, since a warmup may fill a cache.
-        passes_left: attributes that only hold a tensor of the latest run are no reason to refuse it: calls can pass it.
+        module: the module.
+        device, pool: the device and the pool of the capture.
+        counted: state that every run of the module changes.
+        inputs: storage keys of the static inputs, which the caller never passed: no place may keep one.
+        retry: True to try a recording that leaves tensors a second time, since a warmup may fill a cache.
+        passes_left: True if calls can pass the tensors that runs leave in attributes, so that these are not refused.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class ModuleState(PythonState):
         self._module, self._passes_left = module, passes_left
         if passes_left:
             self.kept_remedy = "Return it instead, or keep it alone in an attribute of a module: self.last = tensor."
-        self._left: dict[str, LeftPlace] = {}  # attributes that a recording left tensors in, by their dotted name
+        self._left_places: dict[
+            str, LeftPlace
+        ] = {}  # attributes that a recording left tensors in, by their dotted name
         self._tried: set[str] | None = set() if retry else None  # labels of recordings that left some
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
@@ -69,7 +71,7 @@ class ModuleState(PythonState):
 
     @property
     def noted(self) -> bool:  # type: ignore[override]
-        """True if recordings noted something; what changes at every run, or in `state_key`, is no note."""
+        """True if recordings left notes; changes at every run, or in `state_key`, are not notes."""
         return not self._counted.names and not self._counted.in_key and super().noted
 
     def before_captures(self, *, again: bool = False) -> None:
@@ -79,7 +81,7 @@ class ModuleState(PythonState):
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
         if changes and self._passes_left:
-            self._left |= {name: place for name, place in places_in(self._module).items() if name in changes}
+            self._left_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
         if self._function and self._values:
             changed = self._function.values.put_back(self._values)
@@ -90,10 +92,10 @@ class ModuleState(PythonState):
         return [name.removeprefix("reached.") for name in kept] if self._function else kept
 
     def note_left(self, run: Run, names: Sequence[str]) -> None:
-        """Let calls pass the places, if all are attributes of modules, and no warmup makes the recording leave none.
+        """Pass the places as inputs of calls, if all are attributes of modules, and the recording was tried again.
 
         Raises:
-            PlacesFoundError: they are such.
+            PlacesFoundError: calls can pass the places.
         """
         if self._tried is None or run.label in self._tried:
             self.check_left(names)
@@ -101,45 +103,47 @@ class ModuleState(PythonState):
             self._tried.add(run.label)
 
     def check_left(self, names: Sequence[str]) -> None:
-        """Raise a PlacesFoundError if calls can pass what was left in the places of these names."""
-        if self._left.keys() >= set(names):
-            places = [self._left[name] for name in names]
+        """Raise a PlacesFoundError if calls can pass the tensors in the places of these names."""
+        if self._left_places.keys() >= set(names):
+            places = [self._left_places[name] for name in names]
             self.undo(Undone.SECOND_TRY, ())
             raise PlacesFoundError(places)
 
 
 class PythonEffects:
-    """Remembers what a run may change: a module, numbers that code names, random generators, and what code advances.
+    """Saves Python state that a run may change: a module's, numbers that code names, generators and positions.
 
-    The last no capture could put back: positions of generators, iterators and files, bytes and arrays of the host,
-    where a function that was looked into names them, or an object or a class holds them.
+    A capture cannot undo changes of positions: of Python generators, iterators and files, and the contents of bytes
+    and arrays on the host. They are found if a function names them, or if an object or a class holds them.
     """
 
     def __init__(self, module: Any) -> None:
         self._snapshot = Snapshot(module, *type(module).__mro__, tensors=False, code=True, breaks=False)
         self._random, things = HostRandom(), [thing for thing, *_ in self._snapshot.walk.ways.values()]
         readers = {kind: _reader_of(kind) for kind in {*map(type, things)}}
-        found = ((thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing))
-        self._positions = [(thing, read, at) for thing, read in found if (at := _position(thing, read)) is not None]
+        readable = (
+            (thing, read) for thing in things if (read := readers[type(thing)]) and not is_global_generator(thing)
+        )
+        self._positions = [(thing, read, at) for thing, read in readable if (at := _position(thing, read)) is not None]
 
     def changed(self) -> set[str]:
-        """Name what was changed."""
+        """Name the places that changed."""
         return self._snapshot.changes(code=True).keys() | self._random.drawn() | self.advanced()
 
     def put_back(self) -> set[str]:
-        """Name what was changed, and let containers and numbers be as they were."""
+        """Restore containers and numbers, and name the places that changed."""
         changed = self.changed()
         self._snapshot.put_back(changed)
         return changed
 
     def advanced(self) -> set[str]:
-        """Name what is elsewhere by now."""
+        """Name the objects whose positions changed."""
         changed = (thing for thing, read, before in self._positions if not is_same(_position(thing, read), before))
         return set(map(self._snapshot.walk.path, changed))
 
 
 def _position(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Return how far something has come that code advances; None for what does not tell."""
+    """Return the position of an object that code advances; None if it cannot be read."""
     with contextlib.suppress(Exception):  # a closed file, the system's random generator
         return read(value)
     return None
@@ -158,7 +162,7 @@ def _pickled(value: Any) -> bytes | None:
 
 def _progress(made: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
     frame: Any = made.gi_frame  # None once it has ended
-    return frame.f_lasti, *(each for each in frame.f_locals.values() if issubclass(type(each), ATOMS))
+    return frame.f_lasti, *(value for value in frame.f_locals.values() if issubclass(type(value), ATOMS))
 
 
 def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
@@ -189,27 +193,27 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class CountedState:
-    """Finds what the first eager run of a size changed below the module, and its first captured run, too.
+    """Finds the state below the module that both the first eager run and the first captured run of a size change.
 
-    A cache that is filled once is changed by the first alone; what eager breaks change, by eager runs alone. What no
-    capture could put back is looked for at eager runs alone, until one leaves it as it is.
+    Only the first run fills a cache, and only eager runs change what eager breaks change, so neither counts. Positions,
+    which no capture could undo, are compared at eager runs only, until one run leaves them unchanged.
 
     Attributes:
-        names: the places, dotted from the module; None before the first capture.
+        names: the dotted names of the places; None before the first capture.
         in_key: True if the first captured run changed `state_key`.
-        advanced: what the latest eager run advanced and a capture could not put back, by name.
+        advanced: names of objects whose positions the latest eager run changed.
     """
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
         self.in_key = False
         self.advanced: set[str] = set()
-        self._always: set[str] = set()  # what two eager runs in a row advanced
+        self._always: set[str] = set()  # names of objects that two eager runs in a row advanced
         self._changed: set[str] | None = None
 
     @property
     def watched(self) -> bool:
-        """True once an eager run showed what it changes."""
+        """True once the changes of an eager run were observed."""
         return self._changed is not None
 
     def check(self) -> None:
@@ -219,7 +223,7 @@ class CountedState:
 
     @contextlib.contextmanager
     def eager_run(self, module: Any) -> Iterator[None]:
-        """Note what a real run changes, if it is the first: looking costs milliseconds."""
+        """Note the changes of a real run, if it is the first: comparing takes milliseconds."""
         if self._changed is not None and not self.advanced:
             yield
             return
@@ -231,11 +235,11 @@ class CountedState:
 
     @contextlib.contextmanager
     def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
-        """Find what a captured run changes as well, but for what changes `state_key`: then the caller knows of it.
+        """Find the places that a captured run changes as well, unless it changes `state_key`, which the caller chose.
 
         Args:
-            module: whose run it is.
-            state_key: of the configuration.
+            module: the module.
+            state_key: the configuration's `state_key`.
         """
         if not self._changed or self.names is not None:
             yield
@@ -248,12 +252,12 @@ class CountedState:
         finally:
             self.in_key = state_key is not None and state_key(module) != key
             names = [] if self.in_key else sorted(self._changed & run.changed())
-            if complete or names:  # a capture that failed may not have come to what changes
+            if complete or names:  # a capture that failed may have stopped before the changes
                 self.names = sorted({*(self.names or ()), *names})
 
     @property
     def undone(self) -> Collection[str]:
-        """Name what a capture puts back: nothing if a graph serves, else all that an eager run changed, too."""
+        """Name the places that a capture restores: none if a graph serves, else all that an eager run changed, too."""
         return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}
 
     @property

@@ -1,9 +1,9 @@
-"""Make a module of a plain function, so that it gets graphs as modules do: it holds what the function reaches.
+"""Make a module of a plain function, so that it gets graphs as modules do; the module holds what the function reaches.
 
-A function reaches, without being passed it, what the names lead to that its code has: its closure, defaults, globals,
+A function reaches, beside its arguments, the objects that names in its code lead to: its closure, defaults, globals,
 the arguments of a partial, the object that it is a method of, and attributes of these. The user's functions, methods
-and properties among them are looked into as well. A name alone does not tell what it is an attribute of, so an
-attribute may be found that no code reads, because another object's has its name. Instructions only tell if a name is a
+and properties among them are read as well. A name alone does not tell which object's attribute it is, so an attribute
+that no code reads may be found because another object has one of the same name. Instructions only show if a name is a
 global's, and if it is called as a method: a loop's counter called ``step`` is not what ``optimizer.step()`` reads.
 """
 
@@ -35,11 +35,11 @@ from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import ABSENT, restore
 
 _code_of = operator.attrgetter("__code__")
-_WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
+_WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # their contents are found in other ways
 
 
 class CodePlace(NamedTuple):
-    """A place that code may read: ``holder[key]`` was `value`; `name` is as in code, such as ``self.model``."""
+    """A place that code may read: ``holder[key]`` was `value`; `name` is its name in code, such as ``self.model``."""
 
     name: str
     holder: Any
@@ -47,14 +47,14 @@ class CodePlace(NamedTuple):
     value: Any
 
 
-# No code runs where these are read; the last is a field of a named tuple.
+# Reading these runs no user code; the last is a field of a named tuple.
 _READABLE = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType, type(vars(CodePlace)["name"]))
 
 
 class Attributes:
-    """Gives the attributes of an object, a class or a closure's cell as items; of a method its function.
+    """Gives the attributes of an object, a class or a closure's cell as items; for a method its function.
 
-    They are read past what the object's class makes of that, but for what a weak proxy stands for.
+    Attributes are read past the object's own ``__getattribute__``, except through a weak proxy.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -72,7 +72,7 @@ class Attributes:
 
 
 class Items:
-    """Gives the items of a dict of the user's class, past the methods of that class."""
+    """Gives the items of a dict of a user's class, past the methods of that class."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         self._owner = owner
@@ -92,18 +92,18 @@ class Reach:
 
     Attributes:
         opened: ids of the objects whose attributes are such places.
-        codes: the names in the code of each function; functions: these.
+        codes: the names in the code of each function; functions: the functions.
     """
 
     def __init__(self) -> None:
-        self._names = {"__call__"}  # of all code that was looked into, now or earlier
-        self._values: set[str] = set()  # those of attributes that may be plain values
+        self._names = {"__call__"}  # in all code that was read, now or earlier
+        self._values: set[str] = set()  # names of attributes that may be plain values
 
     def find(self, functions: Iterable[Any]) -> list[CodePlace]:
-        """List the places, and what they hold now."""
-        roots, known = list(functions), 0
-        while known != len(self._names):  # more code may name more attributes of what was looked into before
-            known = len(self._names)
+        """List the places, with their present values."""
+        roots, number_of_names = list(functions), 0
+        while number_of_names != len(self._names):  # more code may name more attributes of what was looked into before
+            number_of_names = len(self._names)
             self._places: dict[tuple[int, Any], CodePlace] = {}
             self._taken: set[str] = set()
             self._attributes: set[int] = set()  # ids of dicts of objects that were looked into
@@ -111,44 +111,44 @@ class Reach:
             self.codes: list[CodeNames] = []
             self.functions: list[types.FunctionType] = []
             self._has_read = False
-            self._left: list[tuple[Any, str]] = []
-            # What messages call what was come to, by id.
+            self._pending: list[tuple[Any, str]] = []
+            # Names of objects in messages, by id.
             self._called = {id(plain(root)): "self" for root in roots}
-            Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).found()
+            Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).collect_tensors()
         return list(self._places.values())
 
     def _kind(self, kind: type) -> Any:
         return None if issubclass(kind, (*_WHOLE, *ATOMS)) and not issubclass(kind, type) else self._look_into
 
     def _look_into(self, value: Any) -> list[Any]:
-        """Look into a function or an object, and list what it leads to."""
+        """Read a function or an object, and list the objects that it leads to."""
         kind, name = type(behind(value)), self._called[id(value)]
-        if self._kind(kind) is None:  # of a weak proxy
+        if self._kind(kind) is None:  # the target of a weak proxy
             return []
         if issubclass(kind, types.FunctionType):
             self._read_code(value)
         elif issubclass(kind, types.MethodType):
-            self._left.append((value.__func__, name))
+            self._pending.append((value.__func__, name))
             self._add("self", {"self": value.__self__}, "self")
         elif issubclass(kind, functools.partial):
             self._add("partial.func", Attributes(value), "func", value)
             self._add_all("partial.", value.args, range(len(value.args)))
             self._add_all("partial.", value.keywords, value.keywords)
         elif callable(value) and not issubclass(kind, type) and is_library(kind.__module__):
-            self._left += ((inner, name) for inner in functions_in(value))
+            self._pending += ((inner, name) for inner in functions_in(value))
         else:
             self._open(value, name)
-        left, self._left = self._left, []
-        for thing, name in left:
+        pending, self._pending = self._pending, []
+        for thing, name in pending:
             self._called.setdefault(id(thing), name)
-        return [thing for thing, _ in left]
+        return [thing for thing, _ in pending]
 
     def _read_code(self, function: types.FunctionType) -> None:
         code = function.__code__
         if (is_packaged(code) or is_library(function.__module__)) and (
             self._has_read or hasattr(function, "__wrapped__")
         ):
-            self._left += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
+            self._pending += ((inner, "self") for inner in functions_in(function)[1:])  # it may decorate a user's
             return
         self._has_read, names = True, names_of(code)
         self.codes.append(names)
@@ -167,7 +167,7 @@ class Reach:
         self._add_all("", keywords, keywords)
 
     def _open(self, owner: Any, name: str) -> None:
-        """Add the attributes of an object, or the items of a dict, that any of the code names."""
+        """Add the attributes of an object, or the items of a dict, that any code names."""
         for namespace in _namespaces(owner):
             for key in sorted(self._names & namespace.keys()):
                 if key not in self._values and issubclass(type(namespace[key]), ATOMS):
@@ -182,7 +182,7 @@ class Reach:
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
                 computed = of_class and is_descriptor(type(member)) and not issubclass(type(member), _READABLE)
                 if of_class:  # one that another class overrides may be called as well
-                    self._left += ((inner, name) for inner in functions_in(member))
+                    self._pending += ((inner, name) for inner in functions_in(member))
                 self._add(f"{name}.{key}", Attributes(owner) if of_class and not computed else namespace, key, owner)
 
     def _add_all(self, prefix: str, holder: Any, keys: Iterable[Any]) -> None:
@@ -190,13 +190,13 @@ class Reach:
             self._add(f"{prefix}{key}", holder, key)
 
     def _add(self, name: str, holder: Any, key: Any, owner: Any = None) -> None:
-        """Add a place of a holder, or of the object that it belongs to, and look into what is there."""
+        """Add a place of a holder, or of the object that it belongs to, and read its value next."""
         at = id(holder if owner is None else owner), key
         try:
             value = holder[key]
-        except (LookupError, AttributeError, ValueError, ReferenceError):  # the last two of an empty cell, a proxy
+        except (LookupError, AttributeError, ValueError, ReferenceError):  # the last two: an empty cell, a dead proxy
             return
-        self._left.append((value, name))
+        self._pending.append((value, name))
         if at in self._places or issubclass(type(value), types.ModuleType):
             return
         while name in self._taken:  # two closures may have the same names
@@ -206,18 +206,18 @@ class Reach:
 
 
 def _namespaces(value: Any) -> list[Any]:
-    """List what an object holds by name: items of a dict, attributes, and those of the user's classes that it is of."""
+    """List the namespaces of an object: items of a dict, attributes, and attributes of its user-defined classes."""
     value = behind(value)
     kind = type(value)
-    own: list[Any] = []
+    namespaces: list[Any] = []
     if issubclass(kind, dict):
-        own.append(value if kind is dict else Items(value))
+        namespaces.append(value if kind is dict else Items(value))
     if not issubclass(kind, type) and not (
         issubclass(kind, types.ModuleType) and is_library(attribute_of(value, "__name__"))
     ):
-        own.append(own_dict(value) or {})
+        namespaces.append(own_dict(value) or {})
     classes = value.__mro__ if issubclass(kind, type) else kind.__mro__
-    return [*own, *(vars(base) for base in classes if not is_library(base.__module__))]
+    return [*namespaces, *(vars(base) for base in classes if not is_library(base.__module__))]
 
 
 def _is_module(value: Any) -> bool:
@@ -228,9 +228,9 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-_HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
-_MOST_CHANGES = 3  # new values in a row, each within a few looks after the last, from which on calls run eagerly
-_OFTEN = 8  # looks: so few after the last, and until a value holds for more
+_HOLDING = ("builtins", "collections", "functools", "types", "torch")  # packages with container classes
+_MOST_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
+_OFTEN = 8  # comparisons: a new value within so many after the last counts as soon
 _PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
@@ -247,11 +247,11 @@ class FunctionModule(nn.Module):
         function: a function, bound method, partial, or other callable.
 
     Attributes:
-        is_function: True: its children have the names that code has for them, so they may have dots.
-        reached: what else the function reaches, by name: tensors, containers, objects.
-        values: the plain values among it.
+        is_function: True; children are named as in code, so their names may contain dots.
+        reached: tensors, containers and other objects that the function reaches, by name.
+        values: the plain values that it reaches.
         computes_gradients: True if the function calls backward itself.
-        proves_any_size: True if proofs copy all that it writes, however much that is.
+        proves_any_size: True if proofs copy all memory that it writes, however much that is.
     """
 
     is_function = True
@@ -281,37 +281,37 @@ class FunctionModule(nn.Module):
         return self.values.name
 
     def resolve(self) -> None:
-        """Find again what the function reaches: globals and attributes may be bound to something else by now."""
-        left = left_by(self).exempt()
-        places = [place for place in self._find_places() if (id(place.holder), place.key) not in left]
+        """Find again what the function reaches, since globals and attributes may be bound to other objects by now."""
+        exempt = left_by(self).exempt()
+        places = [place for place in self._find_places() if (id(place.holder), place.key) not in exempt]
         functions = self._reach.functions
         self.values.use(places, functions)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
         modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
         restore(self._modules, modules)
         reached = {place.name: place.value for place in places if self._may_hold(place)}
-        # The code of a function may be replaced, too; two functions may have one name.
-        reached |= {f"code {at} of {each.__qualname__}": each.__code__ for at, each in enumerate(functions)}
+        # The code of a function may be replaced, too. Two functions may have the same name.
+        reached |= {f"code {at} of {function.__qualname__}": function.__code__ for at, function in enumerate(functions)}
         restore(self.reached, reached)
 
     def _find_places(self) -> list[CodePlace]:
         return self._reach.find([self.function])
 
     def _may_hold(self, place: CodePlace) -> bool:
-        """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
+        """True for functions, tensors, containers, and objects of which no attribute is a place."""
         value, home = place.value, type(place.value).__module__
         listed = issubclass(type(value), (*ATOMS, nn.Module)) or id(value) in self._reach.opened
         return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
     def held(self) -> list[dict[str, Any]]:
-        """List dicts of what calls read, by name, beside modules and plain values."""
+        """List dicts of objects that calls read, by name, beside modules and plain values."""
         return [self.reached]
 
     def state(self) -> Hashable:
         """Return the plain values that the function may read, as a key.
 
         Raises:
-            CannotBind: it changes them itself, or reaches a module by a weak proxy.
+            CannotBind: they change all the time, or the function reaches a module by a weak proxy.
         """
         if self.values.moved():
             self.resolve()
@@ -319,30 +319,30 @@ class FunctionModule(nn.Module):
             raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
         return self.values.state()
 
-    # What a function that does more than return a result lets graphs know.
+    # Overridden by training steps, which do more than return a result.
 
     def serve(self, binding: Any) -> None:
-        """Note which kind of calls is served next."""
+        """Note the binding whose calls are served next."""
 
     def note_read(self, observers: Iterable[Any]) -> set[int]:
-        """Note what runs read; return the storage keys of memory that the last one found, and that no graph reads."""
+        """Note what runs read; return the storage keys of gradients from before the last run that no graph reads."""
         return set()
 
     def is_over(self, context: Any) -> bool:
-        """True if calls in the context of a signature are not expected to come again."""
+        """True if no more calls are expected in this context of a signature."""
         return False
 
     def with_effects(self, whole: Any) -> Any:
-        """Return what a captured run left, beside what it returned."""
+        """Return the result of a captured run with its effects."""
         return whole
 
 
 class ReachedValues:
-    """Holds the places that a function may read; apart from the module, whose attributes runs are seen to change.
+    """Holds the places that a function may read, outside of the module, whose attributes are compared around runs.
 
     Attributes:
-        places: they.
-        key: the plain values among what they hold.
+        places: the places.
+        key: the plain values in them.
     """
 
     def __init__(self, name: str) -> None:
@@ -350,36 +350,38 @@ class ReachedValues:
         self.key: tuple[Any, ...] = ()
         self._seen: set[Hashable] = set()
         self._since = self._changes = 0
-        self._often: list[str] = []  # what the latest change was of
+        self._often: list[str] = []  # names of the values that changed last
         self.use([], [])
 
     def use(self, places: list[CodePlace], functions: list[types.FunctionType]) -> None:
-        """Compare these places, and the code of these functions, from now on."""
+        """Watch these places, and the code of these functions, from now on."""
         self.places, self._functions = places, functions
         self._codes = list(map(_code_of, functions))
-        self._take([place.holder for place in places], [place.key for place in places], [each.value for each in places])
+        self._take(
+            [place.holder for place in places], [place.key for place in places], [place.value for place in places]
+        )
 
     def moved(self) -> bool:
-        """True if anything but plain values was replaced or is gone, on the way to which there may be others."""
+        """True if anything except plain values was replaced or is gone, so that other places may be reached now."""
         self._since += 1
         if list(map(_code_of, self._functions)) != self._codes:
             return True
         holders, keys, before = self._last
         try:
-            found = list(map(operator.getitem, holders, keys))
+            values = list(map(operator.getitem, holders, keys))
         except Exception:  # an attribute is gone, or a property by now
             return True
-        if all(map(operator.is_, found, before)):
+        if all(map(operator.is_, values, before)):
             return False
-        for now, then in zip(found, before, strict=True):
-            if now is not then and not (issubclass(type(now), ATOMS) and issubclass(type(then), ATOMS)):
+        for new, old in zip(values, before, strict=True):
+            if new is not old and not (issubclass(type(new), ATOMS) and issubclass(type(old), ATOMS)):
                 return True
-        self._take(holders, keys, found)
+        self._take(holders, keys, values)
         return False
 
-    def _take(self, holders: list[Any], keys: list[Any], found: list[Any]) -> None:
-        self._last = holders, keys, found
-        key = tuple((type(value), constant_key(value)) for value in found if issubclass(type(value), ATOMS))
+    def _take(self, holders: list[Any], keys: list[Any], values: list[Any]) -> None:
+        self._last = holders, keys, values
+        key = tuple((type(value), constant_key(value)) for value in values if issubclass(type(value), ATOMS))
         if key == self.key:
             return
         is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
@@ -387,37 +389,37 @@ class ReachedValues:
         if self._changes < _MOST_CHANGES:
             self._seen.add(key)
         names = [place.name for place in self.places if issubclass(type(place.value), ATOMS)]
-        self._often = [name for name, now, then in zip(names, key, self.key, strict=False) if now != then]
+        self._often = [name for name, new, old in zip(names, key, self.key, strict=False) if new != old]
         self._since, self.key = 0, key
 
     def now(self) -> list[CodePlace]:
-        """List the places of plain values, with what they hold now."""
+        """List the places of plain values, with their present values."""
         return [place._replace(value=_item(place)) for place in self.places if issubclass(type(place.value), ATOMS)]
 
     def put_back(self, before: list[CodePlace]) -> set[str]:
-        """Let the plain values be as before a captured run; name those that it changed."""
+        """Restore the plain values from before a captured run; name those that it changed."""
         changed = [place for place in before if (now := _item(place)) is not place.value and now != place.value]
         for place in changed:
             place.holder[place.key] = place.value
         return {place.name for place in changed}
 
     def state(self) -> Hashable:
-        """Return the key: the very same object while no value is set again. Raises CannotBind."""
+        """Return the key, the same object until a value changes. Raises CannotBind."""
         if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
             raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}")
         return self.key
 
 
 class GraphedFunction(Generic[P, R]):
-    """A function that goes through graphs; it has the methods of `CudaGraphWrapper` that are about graphs.
+    """A function that goes through graphs; it has the methods of `CudaGraphWrapper` that concern graphs.
 
     Args:
-        function: what it stands for.
-        wrapped: the module made of it, wrapped.
-        again: makes one of another function, with settings; None if there can be no other.
+        function: the original function.
+        wrapped: the wrapped module made of it.
+        again: makes a `GraphedFunction` of another function, with settings; None if there can be no other.
     """
 
-    # What it offers beside being called; `__getattr__` gets them from the wrapped module.
+    # Attributes that `__getattr__` gets from the wrapped module.
     configure_graphs: Callable[..., None]
     use_graph_pool: Callable[..., None]
     use_ranks: Callable[..., None]
@@ -462,7 +464,7 @@ class GraphedFunction(Generic[P, R]):
         self: GraphedFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
     ) -> GraphedFunction[Q, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> GraphedFunction[Any, R]:
-        """Bind a method of a class body: each instance has graphs of its own, kept in its ``__dict__``.
+        """Bind a method of a class body: each instance has its own graphs, kept in its ``__dict__``.
 
         Raises:
             ConfigError: the instance has no such dict.
@@ -472,36 +474,38 @@ class GraphedFunction(Generic[P, R]):
             return self
         instance = plain(instance)
         bound = function.__get__(instance, owner)
-        if type(bound) is not types.MethodType or bound.__self__ is not instance:  # of a static method
+        if type(bound) is not types.MethodType or bound.__self__ is not instance:  # a static method
             return self
-        held = own_dict(instance)
-        if type(held) is not dict:
-            what = "a class" if issubclass(type(instance), type) else f"a {type(instance).__name__} without a __dict__"
+        attributes = own_dict(instance)
+        if type(attributes) is not dict:
+            kind = "a class" if issubclass(type(instance), type) else f"a {type(instance).__name__} without a __dict__"
             raise ConfigError(
-                f"@simplegraph.wrap on {function.__qualname__} got {what}, which has no place for graphs of its own. "
+                f"@simplegraph.wrap on {function.__qualname__} got {kind}, which has no place for graphs of its own. "
                 'Name "__dict__" in its __slots__; for a class method, leave @simplegraph.wrap away and wrap the bound '
                 "method: run = simplegraph.wrap(Class.method)."
             )
         name = function.__qualname__
-        found = held.get(name)
-        if found is None or vars(found)["__wrapped__"] != bound:  # of what this is a shallow copy of
+        graphed = attributes.get(name)
+        if graphed is None or vars(graphed)["__wrapped__"] != bound:  # it belongs to the original of a shallow copy
             runner = self._wrapped._graph_runner
-            found = held[name] = self._again(bound, runner.settings, pool=runner._pool)
-        return found
+            graphed = attributes[name] = self._again(bound, runner.settings, pool=runner._pool)
+        return graphed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as the function with these settings; by its name if that leads here, as of a decorator."""
+        """Copy and pickle by name if the name leads to this object, as with a decorator; else with the settings."""
         if self._again is None:
             return super().__reduce_ex__(protocol)
-        own = vars(self)
-        found: Any = sys.modules.get(str(own.get("__module__")))
-        name = str(own.get("__qualname__"))
+        attributes = vars(self)
+        named: Any = sys.modules.get(str(attributes.get("__module__")))
+        name = str(attributes.get("__qualname__"))
         for part in name.split("."):
-            found = (own_dict(found) or {}).get(part)
-        return name if found is self else (self._again, (own["__wrapped__"], self._wrapped._graph_runner.settings))
+            named = (own_dict(named) or {}).get(part)
+        return (
+            name if named is self else (self._again, (attributes["__wrapped__"], self._wrapped._graph_runner.settings))
+        )
 
     def __prepare_scriptable__(self) -> Callable[P, R]:
-        """Return the function itself: torch.jit.script compiles that, without graphs."""
+        """Return the function itself, which torch.jit.script compiles without graphs."""
         function: Callable[P, R] = vars(self)["__wrapped__"]
         return function
 
@@ -515,7 +519,7 @@ class GraphedFunction(Generic[P, R]):
         with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
             return self._wrapped.capture_next(*args, **kwargs)  # type: ignore[no-any-return]
 
-    if not TYPE_CHECKING:  # which would then take any name
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name not in GraphedFunction.__annotations__:
@@ -534,30 +538,30 @@ def computes_gradients(module: nn.Module) -> bool:
     return isinstance(module, FunctionModule) and module.computes_gradients
 
 
-def check_function(function: Any, what: str) -> None:
-    """Refuse what is no function that a graph can stand for. Raises ConfigError."""
+def check_function(function: Any, caller: str) -> None:
+    """Refuse objects that are not functions, and functions that no graph can replace. Raises ConfigError."""
     if isinstance(function, nn.Module):
         expected = "expected a function that calls it, its backward and the optimizer"
         instead = "For graphs of its forward and backward alone: wrap(module, training=True)"
-        raise ConfigError(f"{what} got a {type(function).__name__}, a module; {expected}. {instead}.")
+        raise ConfigError(f"{caller} got a {type(function).__name__}, a module; {expected}. {instead}.")
     if isinstance(function, type) or not callable(function):
-        raise ConfigError(f"{what} got {function!r}; expected a function, a bound method or another callable.")
+        raise ConfigError(f"{caller} got {function!r}; expected a function, a bound method or another callable.")
     if isinstance(function, torch.jit.ScriptFunction):
-        raise ConfigError(f"{what} got a TorchScript function; wrap the Python function it was made from.")
+        raise ConfigError(f"{caller} got a TorchScript function; wrap the Python function it was made from.")
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     try:
         is_deferred = any(kind(function) for kind in kinds)
         inspect.signature(function)
-    except Exception:  # a callable object may refuse to be asked
+    except Exception:  # a callable object may have no signature
         raise ConfigError(
-            f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
+            f"{caller} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
     if is_deferred:
-        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
+        raise ConfigError(f"{caller} got {function!r}, whose body runs after the call returns; pass a plain function.")
 
 
 def _decorated_mode(function: Any) -> Callable[[], Any] | None:
-    """Return what makes the mode of ``@torch.no_grad()`` or ``@torch.inference_mode()``, if a function has one."""
+    """Return the factory of a function's ``@torch.no_grad()`` or ``@torch.inference_mode()``; None if it has none."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

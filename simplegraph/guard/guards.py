@@ -1,6 +1,6 @@
-"""The state that captured graphs read of a module, and the check at each call that all of it is still in place.
+"""The state of a module that captured graphs read, and the check at each call that nothing of it moved.
 
-A `Reading` tells in every call that nothing moved; else a survey by name tells what differs.
+A `Reading` checks in every call that nothing moved; if it fails, a survey names the differences.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MemoryRead:
 
     Attributes:
         keys: its storage keys.
-        unseen: the kind of device on which captures recorded work that may read anything.
-        elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
-            owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
+        unseen: the type of device on which captures recorded work that may read anything.
+        elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no known
+            owner, so they are kept alive here. The module's tensors are not: they may be replaced before any capture.
         values: CPU tensors whose values captures took, by their place in memory.
-        versions: what values follow from that captures took from warmups.
+        versions: versions of the tensors whose values captures took from warmups.
     """
 
     keys: set[int] = dataclasses.field(default_factory=set)
@@ -46,28 +46,28 @@ class MemoryRead:
         if computes_gradients(module):
             return any_requires_grad(leaves)
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
-            return True  # before looking any further: most often it is one of these
-        held = [each.tensor for each in Survey(module).tensors.values() if self.covers(each)]
-        return any_requires_grad((*held, *(owned.tensor for owned in self.elsewhere.values())))
+            return True  # checked first, since it is most often one of these
+        tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.covers(entry)]
+        return any_requires_grad((*tensors, *(owned.tensor for owned in self.elsewhere.values())))
 
-    def covers(self, held: HeldTensor) -> bool:
-        """True if a tensor that a module holds matters to a graph."""
-        unseen = held.tensor.device.type == self.unseen
-        return held.registered or unseen or not self.keys.isdisjoint(held.memory)
+    def covers(self, entry: HeldTensor) -> bool:
+        """True if a graph may read a tensor of the module."""
+        unseen = entry.tensor.device.type == self.unseen
+        return entry.registered or unseen or not self.keys.isdisjoint(entry.memory)
 
 
 class CapturedState:
-    """Guards of the graphs that were captured from a module: what they read of it is where it was.
+    """Guards of the graphs that were captured from a module: the state that they read must not move.
 
-    At each call a `Reading` compares all of it at once, and a little more; where that differs, a survey finds by name
-    what changed. The memory of tensors that nothing else is known to hold is owned here, and no other.
+    At each call a `Reading` compares all of it at once, and a little more; if that differs, a survey finds the names of
+    what changed. Only tensors that nothing else is known to hold are kept alive here.
 
     Args:
         module: the module that is captured.
 
     Attributes:
-        module: it, by a weak reference.
-        reading: holds as long as all is where it was; None if it has to be surveyed.
+        module: a weak reference to the module.
+        reading: the reading that compares the state; None if the module has to be surveyed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -84,12 +84,12 @@ class CapturedState:
         self._generators: dict[str, torch.Generator] = {}
 
     def take(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
-        """Remember what more graphs read; where earlier ones read something else, that has moved.
+        """Add the state that further graphs read; if earlier graphs read other state, that has moved.
 
         Args:
-            read: all that graphs were seen to read.
-            survey: what the module holds now.
-            names_gradients: the code asks tensors for their gradient, so that it matters which have one.
+            read: all memory that graphs were seen to read.
+            survey: the module's present tensors and modules.
+            names_gradients: the code reads `.grad`, so which tensors have a gradient counts.
         """
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
@@ -97,49 +97,53 @@ class CapturedState:
             self._values.setdefault(at, WatchedValue(tensor))
         self._values.update((id(watched), watched) for watched in read.versions)
         tensors = survey.tensors.values()
-        covered = [each for each in tensors if self._read.covers(each)]
-        for each in covered:
-            self._places.setdefault(each.name, _place(each.tensor))
+        covered = [entry for entry in tensors if self._read.covers(entry)]
+        for entry in covered:
+            self._places.setdefault(entry.name, _place(entry.tensor))
         for owned in self._read.elsewhere.values():
             self._elsewhere.setdefault(owned, _place(owned.tensor))
             owned.note_holders()  # before the call returns, after which the user may let go of it
-        for each in () if self._own_gradients else tensors:
-            gradient = gradient_of(each.tensor)
-            if each.tensor.is_leaf and (names_gradients or self._reads(gradient)):
-                self._gradients.setdefault(each.name, _gradient_place(gradient))
+        for entry in () if self._own_gradients else tensors:
+            gradient = gradient_of(entry.tensor)
+            if entry.tensor.is_leaf and (names_gradients or self._reads(gradient)):
+                self._gradients.setdefault(entry.name, _gradient_place(gradient))
         if not self._modules:
-            self._modules = {name: (weakref.ref(each), tuple(code_of(each))) for name, each in survey.modules.items()}
+            self._modules = {
+                name: (weakref.ref(module), tuple(code_of(module))) for name, module in survey.modules.items()
+            }
             self._names = dict.fromkeys(survey.tensors)
             self._generators = survey.generators
-            self._empty = survey.attributes() - {each.attribute for each in tensors}
-        # A tensor that is added to one of these matters. New attributes, and those that no graph reads, may hold any.
-        self._watched_attributes = self._empty | {each.attribute for each in covered}
+            self._empty = survey.attributes() - {entry.attribute for entry in tensors}
+        # A tensor that is added to one of these counts. New attributes, and those that no graph reads, may get tensors.
+        self._watched_attributes = self._empty | {entry.attribute for entry in covered}
         self.reading = None if moved else self._new_reading(survey)
 
     def accept(self, survey: Survey) -> None:
-        """Accept the tensors that the forward itself has just added, as to a cache by size.
+        """Accept the tensors that the forward itself has just added, such as to a cache by size.
 
-        What was empty before, such as None, may have decided what earlier graphs do.
+        Attributes that were empty before are not accepted: a None there may have decided what earlier graphs do.
         """
-        added = (each.name for each in survey.tensors.values() if each.attribute not in self._empty)
+        added = (entry.name for entry in survey.tensors.values() if entry.attribute not in self._empty)
         self._names |= dict.fromkeys(added)
 
     def _new_reading(self, survey: Survey) -> Reading:
-        """Read what is there, to be compared at every call."""
-        tensors = [each for each in survey.tensors.values() if self._read.covers(each) or each.name in self._gradients]
-        held = [each.links for each in tensors if each.links]
+        """Make the reading that compares the present state at every call."""
+        entries = [
+            entry for entry in survey.tensors.values() if self._read.covers(entry) or entry.name in self._gradients
+        ]
+        links = [entry.links for entry in entries if entry.links]
         elsewhere = self._read.elsewhere.values()
         owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
         graded = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
-        return Reading(list(survey.modules.values()), (*held, *survey.links), owned, values, survey.left, graded)
+        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.left, graded)
 
     def _reads(self, gradient: Tensor | None) -> bool:
         """True if the graphs read a gradient's memory."""
         return gradient is not None and has_address(gradient) and storage_key(gradient) in self._read.keys
 
     def moved(self) -> bool:
-        """True if anything is no longer where the graphs read it; a call asks the `reading` first."""
+        """True if any state that the graphs read has moved; a call checks the `reading` first."""
         module, reading = self.module(), self.reading
         if reading is not None and module is not None and reading.same(vars(module)):
             return False
@@ -147,17 +151,17 @@ class CapturedState:
         survey = self._survey()
         if self._differences(survey):
             return True
-        self.reading = self._new_reading(survey)  # another thing changed, or this one was changed and changed back
+        self.reading = self._new_reading(survey)  # state that graphs do not read changed, or changed back
         return False
 
     def renew(self, versions: Mapping[int, int]) -> None:
-        """Take dicts of these versions for known by their new ones."""
+        """Accept new versions of dicts by their old ones."""
         reading = self.reading
         if reading is not None:
             reading.renew(versions)
 
     def wants_grad(self) -> bool:
-        """True if anything that the graphs read requires grad, or if somebody has to look first."""
+        """True if any tensor that the graphs read requires grad, or if the state has to be surveyed first."""
         module, reading = self.module(), self.reading
         if reading is None or module is None:
             return True
@@ -182,9 +186,11 @@ class CapturedState:
                 names.append(f"{name} (removed)")
             elif _place(now[name].tensor) != laid:
                 names.append(f"{name} (moved or replaced)")
-        added = [each for each in now.values() if each.name not in self._names]
+        added = [entry for entry in now.values() if entry.name not in self._names]
         names += [
-            f"{each.name} (added)" for each in added if each.registered or each.attribute in self._watched_attributes
+            f"{entry.name} (added)"
+            for entry in added
+            if entry.registered or entry.attribute in self._watched_attributes
         ]
         for name, place in self._gradients.items():
             if name in now and _gradient_place(gradient_of(now[name].tensor)) != place:
@@ -198,15 +204,15 @@ class CapturedState:
         names += [f"{name} (random generator, replaced)" for name in drawn]
         names += self._changed_modules(survey.modules)
         order = [name for name in self._names if name in now and now[name].registered]
-        is_same = order == [name for name, each in now.items() if each.registered and name in self._names]
+        is_same = order == [name for name, entry in now.items() if entry.registered and name in self._names]
         return names or ([] if is_same else ["parameters or buffers (another order)"])
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
         before = self._modules
         names = [f"submodule {name} (added)" for name in now if name not in before]
-        for name, (known, code) in before.items():
+        for name, (module_ref, code) in before.items():
             module = now.get(name)
-            if module is None or module is not known():
+            if module is None or module is not module_ref():
                 names.append(f"submodule {name} (replaced)")
             elif not is_same(tuple(code_of(module)), code):
                 names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
@@ -214,7 +220,7 @@ class CapturedState:
 
 
 def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:
-    """Say that a value that graphs hold is another one by now."""
+    """Say which value that graphs hold has changed."""
     name = None if value.tensor is None else survey.name_of(value.tensor)
     if isinstance(value, WatchedValue):
         return f"{name or 'a CPU tensor from elsewhere'} (changed on the CPU)"

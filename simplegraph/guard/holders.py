@@ -51,34 +51,34 @@ from simplegraph.guard.values import (
 )
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
-_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # of these, what counts of a module that no survey sees
-_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # as are these
-_OURS = "_simplegraph"  # what the library keeps at a module begins so, and is no value of the user's
-_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # to code
-_HEAP_TYPE = 1 << 9  # of a class's flags: an object may be given another such class
-_MAX_DEPTH = 8  # tuples in each other
-_PARTS = object()  # begins the entry of a tuple of which not all is plain
+_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # those that count for a module that no survey sees
+_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
+_OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
+_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # types of values that lead to code
+_HEAP_TYPE = 1 << 9  # a flag of classes that can be assigned to an object's __class__
+_MAX_DEPTH = 8  # nested tuples
+_PARTS = object()  # begins the entry of a tuple with values that are not plain
 _WITH_INIT = (
     "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
     "getattr(local, name, default), or use a contextvars.ContextVar"
 )
-ALL = object()  # in place of a key: all that a container holds
+ALL = object()  # stands for all keys of a container
 CLASS = "__class__"  # the key of an object's class
-Place = tuple[str, Hashable]  # the name of what holds a value, and the key there
+Place = tuple[str, Hashable]  # the name of a value's holder, and the key there
 
 
 def _bound(method: types.MethodType) -> dict[str, Any]:
-    """Return what a method is bound to, by name."""
+    """Return the object that a method is bound to, by name."""
     return {"__self__": method.__self__}
 
 
 def _proxied(proxy: types.MappingProxyType[Any, Any]) -> dict[str, Any]:
-    """Return what a read-only view shows, by name."""
+    """Return the mapping behind a read-only view, by name."""
     return dict(zip(("items",), gc.get_referents(proxy), strict=True))
 
 
 def _in_context(variable: contextvars.ContextVar[Any]) -> dict[str, Any]:
-    """Return what a context variable is in this context, by name."""
+    """Return the value of a context variable in this context, by name."""
     try:
         return {"get()": variable.get()}
     except LookupError:
@@ -86,7 +86,7 @@ def _in_context(variable: contextvars.ContextVar[Any]) -> dict[str, Any]:
 
 
 def _in_thread(local: threading.local) -> dict[str, Any]:
-    """Return what attributes an object has in this thread."""
+    """Return the attributes of a thread-local object in this thread."""
     return dict(threading.local.__getattribute__(local, "__dict__"))
 
 
@@ -98,13 +98,13 @@ _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
 
 
 def _unseen(_: threading.local) -> dict[str, Any]:
-    """Return nothing: a look runs code of the user's in a new thread."""
+    """Return nothing, since reading would run user code in a new thread."""
     return {}
 
 
 @by_class
 def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    """Return what reads objects that hold something else in each context or thread; None for others."""
+    """Return the reader for objects whose values depend on the context or thread; None for other classes."""
     if issubclass(kind, threading.local) and type(class_member(kind, "__init__")) is types.FunctionType:
         return _unseen
     return next((read for base, read in _WITH_CONTEXT.items() if issubclass(kind, base)), None)
@@ -112,7 +112,7 @@ def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 @by_class
 def _opens(kind: type) -> Any:
-    """Return the kind that walks open, as `kind_of` does; tensors lead to no plain values."""
+    """Return how walks open objects of a class, as `kind_of` does; tensors lead to no plain values."""
     if kind in _VIEWS:
         return _VIEWS[kind]
     if (context := _context_of(kind)) is not None:
@@ -123,7 +123,7 @@ def _opens(kind: type) -> Any:
 
 @by_class
 def _opens_captured(kind: type) -> Any:
-    """Return the same, but for modules that run eagerly between segments."""
+    """Return how walks open objects of a class, except modules that run eagerly between segments."""
     return None if is_break(kind) else _opens(kind)
 
 
@@ -135,31 +135,31 @@ class ValueHolder:
     """Holds values: an object's attributes, a container's items, a file's globals or a closure's variable.
 
     Args:
-        name: dotted from the module, or as code has it.
-        held: the dict, list, set or deque; None for one that is not kept, since it may hold a tensor.
-        find: returns it then, by its way from an object.
-        counts: returns True for the keys that count.
-        is_container: of a long one nothing but its length and version counts.
-        is_ordered: the order of keys counts.
-        is_view: what `find` returns is another object each time.
-        owner: returns the object whose attributes `held` is, which may be given others, or another class.
-        has_tensors: tensors count by identity, too, which no survey of the module sees.
-        cell: of a closure, whose content is the only value, in place of all these.
-        function: whose code and defaults are, likewise.
+        name: its dotted name in the module, or its name in code.
+        container: the dict, list, set or deque; None for one that is not kept alive, since it may hold a tensor.
+        find: returns the container if it is not kept.
+        counts: returns True for keys that count.
+        is_container: True for a user's container; if it is long, only its length and version count.
+        is_ordered: True if the order of keys counts.
+        is_view: True if `find` returns a new object each time.
+        owner: returns the object whose attributes the container is; it may get another `__dict__` or class.
+        has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
+        cell: a closure's cell, whose content is the only value; then there is no container.
+        function: a function, whose code and defaults are the only values; then there is no container.
 
     Attributes:
-        entries: by key, what tells a value from others.
-        inside: ids of what is opened below it; mark: what moves when an entry does.
+        entries: the keys of values, by the key in the container.
+        inside: ids of objects opened below it; mark: changes when an entry does.
         buffers: small arrays and the like among the values.
-        keys: by which a module leads to it; None where code does.
-        gone: called once an item of a list or the like ends, whose id another one may get.
+        keys: the keys that lead from a module to it; None if code leads to it.
+        gone: called once an item of a list or the like ends, since another object may get its id.
         surveyed: ids of modules that surveys see.
     """
 
     def __init__(
         self,
         name: str,
-        held: Any = None,
+        container: Any = None,
         find: Callable[[], Any] | None = None,
         counts: Callable[[Any], bool] | None = None,
         *,
@@ -179,7 +179,7 @@ class ValueHolder:
             find, is_view = functools.partial(held_by, cell), True
         if function is not None:
             find, is_view = functools.partial(_parts_of, function), True
-        self.name, self.held, self._find, self._counts, self.owner = name, held, find, counts, owner
+        self.name, self.container, self._find, self._counts, self.owner = name, container, find, counts, owner
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
         self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
@@ -190,66 +190,66 @@ class ValueHolder:
         self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
 
     def find(self) -> Any:
-        """Return what holds the values now. Raises whatever a way that is gone raises."""
-        return self.held if self._find is None else self._find()
+        """Return the container now. Raises any exception if it can no longer be reached."""
+        return self.container if self._find is None else self._find()
 
     def counts(self, key: Any) -> bool:
         """True for keys that count."""
         return self._counts is None or self._counts(key)
 
     def marked(self) -> Any:
-        """Return the mark now; None if what holds the values is gone. Take it before the values are read."""
+        """Return the mark now; None if the container is gone. Take it before the values are read."""
         try:
-            held, owner = self.find(), self.owner and self.owner()
-            if self.owner is not None and not self._is_view and own_dict(owner) is not held:
+            container, owner = self.find(), self.owner and self.owner()
+            if self.owner is not None and not self._is_view and own_dict(owner) is not container:
                 return None
-            is_dict = issubclass(type(held), dict)
-            has_own_order = issubclass(type(held), collections.OrderedDict) and dict.__len__(held) > 1
+            is_dict = issubclass(type(container), dict)
+            has_own_order = issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1
             items: Any
-            if is_dict and dict.__len__(held) and not self._is_view and versions.dict_version is not None:
-                # Of an empty one it does not move where another dict's items are taken.
-                items = versions.dict_version(held)
-                if has_own_order:  # nor where `move_to_end` is called
-                    items = items, list(map(id, keys_in_order(held)))
+            if is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
+                # The version of an empty dict does not change when it takes another dict's items.
+                items = versions.dict_version(container)
+                if has_own_order:  # nor does it change in `move_to_end`
+                    items = items, list(map(id, keys_in_order(container)))
             elif self.is_wide:
-                items = _length(held)
+                items = _length(container)
             else:
-                values = list(dict.values(held) if is_dict else kind_of(type(held)).__iter__(held))
-                keys = list(map(id, keys_in_order(held))) if is_dict else None
+                values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
+                keys = list(map(id, keys_in_order(container))) if is_dict else None
                 items = list(map(id, values)), list(map(type, values)), keys
-        except Exception:  # another thread may be at it
+        except Exception:  # another thread may change it
             return None
-        kind = type(held if owner is None else owner)
-        return not self._is_view and id(held), items, list(map(buffer_key, self.buffers)), id(kind)
+        kind = type(container if owner is None else owner)
+        return not self._is_view and id(container), items, list(map(buffer_key, self.buffers)), id(kind)
 
     def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
-        """Read the entries anew; return the empty dicts among them, which no walk opens, with the way of keys there."""
-        held = self.find()
-        self.is_wide = self.is_container and _length(held) > MAX_WIDTH
+        """Read the entries again; return empty dicts in them, which no walk opens, and the keys that lead there."""
+        container = self.find()
+        self.is_wide = self.is_container and _length(container) > MAX_WIDTH
         mark = self.marked()
-        by_ids = not issubclass(type(held), dict) or versions.dict_version is None or self._is_view
+        by_ids = not issubclass(type(container), dict) or versions.dict_version is None or self._is_view
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
         for key, value in (
-            [("its length", _length(held)), ("its version", repr(mark))] if self.is_wide else _items(held)
+            [("its length", _length(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
         ):
             if not self.counts(key):
                 continue
-            # Guards compare the tensors of a list that graphs read, and a log of others is no obstacle.
-            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(held), dict)
+            # Guards compare tensors of a list if graphs read them, and a log of other tensors is no obstacle.
+            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
             if is_left_out and not self._tells(value):
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
             if at is not NOT_PLAIN:
-                self._kept.append(key)  # of a set
+                self._kept.append(key)  # an item of a set
             for thing in (value, key) if by_ids else ():
                 is_told = type(entry if thing is value else at is NOT_PLAIN and _identity(key)) is SameObject
                 if is_told and can_be_referenced(type(thing)):
                     self._kept.append(weakref.ref(thing, self.gone))
-        kind = type(held if self.owner is None else self.owner())
+        kind = type(container if self.owner is None else self.owner())
         if kind.__flags__ & _HEAP_TYPE:
             entries[CLASS] = class_key(kind)
         self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
@@ -258,18 +258,18 @@ class ValueHolder:
         return empty
 
     def _entry(self, value: Any, opened: Collection[int], way: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
-        """Return what tells a value from others; note what may change inside of it, and the way to empty dicts."""
+        """Return the key of a value; note objects that may change inside it, and the keys that lead to empty dicts."""
         entry = value_key(value)
         if entry is not NOT_PLAIN:
             self._kept.append(value)
             return entry
         if issubclass(type(value), _ELSEWHERE):
-            # By a name that code may ask for it counts that one is there. Which one, guards compare.
+            # For a name that code may read, it counts that there is one. Guards compare which one it is.
             return _identity(value) if self._tells(value) else class_key(type(value))
         if issubclass(type(value), tuple) and len(way) <= _MAX_DEPTH and _length(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
-            found = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
-            return _PARTS, class_key(type(value)), found
+            entries = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
+            return _PARTS, class_key(type(value)), entries
         buffered = buffer_key(value)
         if buffered is not None:
             self.buffers.append(value)
@@ -289,12 +289,12 @@ class ValueHolder:
         return _identity(value)
 
     def _tells(self, value: Any) -> bool:
-        """True for tensors and modules that no survey sees: which one it is counts."""
+        """True for tensors and modules that no survey sees, and that count by identity."""
         is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
         return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
 
     def part(self, left_out: Collection[Place]) -> frozenset[Any]:
-        """Return the entries as a part of a key, but for those at some places."""
+        """Return the entries as a part of a key, except those at some places."""
         if self._part is None or self._part[0] != left_out:
             counted = {} if (self.name, ALL) in left_out else self.entries
             counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
@@ -304,29 +304,29 @@ class ValueHolder:
 
 
 def _identity(value: Any) -> Hashable:
-    """Return what tells an object from all others.
+    """Return a key that is equal for the same object only.
 
-    A tensor is kept alive by the graphs that read it, and a weak reference would keep torch from swapping it.
+    Graphs keep tensors alive that they read, and a weak reference would keep torch from swapping a tensor.
     """
     return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
 
 
 def _length(container: Any) -> int:
-    """Return how long a container is, past what its class says."""
+    """Return the length of a container, past its class's own ``__len__``."""
     length: int = kind_of(type(container)).__len__(container)
     return length
 
 
-def _items(held: Any) -> list[tuple[Any, Any]]:
-    """List the keys and values of what a holder finds; of a set its items, each being there."""
-    if issubclass(type(held), dict):
-        return items_in_order(held)
-    items = kind_of(type(held)).__iter__(held)
-    return [(item, True) for item in items] if issubclass(type(held), set) else list(enumerate(items))
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """List the keys and values of a container; for a set its items, each with the value True."""
+    if issubclass(type(container), dict):
+        return items_in_order(container)
+    items = kind_of(type(container)).__iter__(container)
+    return [(item, True) for item in items] if issubclass(type(container), set) else list(enumerate(items))
 
 
 def has_object(entry: Hashable) -> bool:
-    """True if an entry tells an object from others that may lead to more."""
+    """True if an entry is of an object that may lead to more values."""
     if type(entry) is tuple and entry and entry[0] is _PARTS:
         return any(map(has_object, entry[2]))
     return type(entry) is SameObject
@@ -338,7 +338,7 @@ def _parts_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 class SearchRoot(NamedTuple):
-    """Names a thing at which a search begins; `find` finds it again if it is not to be kept alive."""
+    """Names an object at which a search begins; `find` returns it if it must not be kept alive."""
 
     name: str
     thing: Any
@@ -346,21 +346,21 @@ class SearchRoot(NamedTuple):
 
 
 class Holders:
-    """Finds all that holds plain values which calls of a module may read.
+    """Finds all holders of plain values that calls of a module may read.
 
     Args:
-        roots: the module, or those that a function reaches.
+        roots: the module, or the modules that a function reaches.
         gone: called once an object ends whose attributes are kept.
-        function: that calls begin with, in place of a module.
-        breaks: what eager breaks read counts as well, since graphs hold it.
+        function: the function, if calls begin with one instead of a module.
+        breaks: True if values that eager breaks read count as well, since graphs hold them.
         closed: names of containers below which nothing counts.
 
     Attributes:
-        all: they.
-        root: the holder of the first root's own attributes, which are not kept.
-        opened: ids of what was opened.
-        code: below a call.
-        refused: says why nothing can tell what a call reads.
+        all: the holders.
+        root: the holder of the first root's own attributes, which are not kept alive.
+        opened: ids of objects that were opened.
+        code: the code below a call.
+        refused: says why the values that a call reads cannot be determined; else empty.
     """
 
     def __init__(
@@ -384,9 +384,9 @@ class Holders:
             self._functions[id(function)] = function
             thing = function.__self__ if type(function) is types.MethodType else function
             self._objects.append(SearchRoot("self", thing, lambda: thing))
-        known = -1
-        while known != len(self._classes) + len(self._functions):  # what code names has code, too
-            known = len(self._classes) + len(self._functions)
+        number_read = -1
+        while number_read != len(self._classes) + len(self._functions):  # code names objects that have code, too
+            number_read = len(self._classes) + len(self._functions)
             self._find(roots)
         for holder in list(self.all):
             self._read(holder)
@@ -411,15 +411,15 @@ class Holders:
             if holder.name in self._closed:
                 continue
             self.opened.add(id(value))
-            held, name, find = holder.find(), holder.name, holder.find
-            base = kind_of(type(held)) if type(held) is not dict else dict
+            container, name, find = holder.find(), holder.name, holder.find
+            base = kind_of(type(container)) if type(container) is not dict else dict
             for key in way:
                 name, find, base = _dotted(name, key), functools.partial(_item, find, base, key), tuple
             keys = None if holder.keys is None else (*holder.keys, *way)
             self._read(self._add(ValueHolder(name, find=find, is_container=True), keys))
 
     def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
-        """Add a holder to which a module leads by these keys, or code."""
+        """Add a holder; `keys` lead to it from a module, or are None if code does."""
         holder.keys = keys
         while holder.name in self._names:
             holder.name += "'"
@@ -429,18 +429,18 @@ class Holders:
         return holder
 
     def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
-        """Add what holds values below roots; of objects only keys that the code names count, if it is given."""
+        """Add the holders of values below roots; if code is given, only keys that it names count for objects."""
         names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(plain(root.thing)): root for root in reversed(roots)}
-        found = [(thing, held) for thing, held, _ in walk]
-        self.opened |= {id(thing) for thing, _ in found}
-        kept = self._kept(found)
-        ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and what finds it or its attributes
-        named: dict[int, tuple[Any, ...] | None] = {}  # by id: by which keys a module leads to it; None for code
-        unseen: set[int] = set()  # by surveys of the module: below slots and sets, or where code leads to
-        behind: set[int] = set()  # below what leads back to the module, such as a trainer, and below our own
-        for thing, held in found:
+        things = [(thing, contents) for thing, contents, _ in walk]
+        self.opened |= {id(thing) for thing, _ in things}
+        kept = self._kept(things)
+        ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and a function that returns it
+        named: dict[int, tuple[Any, ...] | None] = {}  # by id: the keys from a module to it; None if code leads to it
+        unseen: set[int] = set()  # ids of objects that no survey sees: below slots and sets, or reached by code
+        behind: set[int] = set()  # ids below an object that leads back to the module, such as a trainer, or is ours
+        for thing, contents in things:
             _, above, key, _ = walk.ways[id(thing)]
             owner = walk.ways[above][0] if above else None
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
@@ -472,18 +472,18 @@ class Holders:
             elif kind_of(type(thing)) is object:
                 if issubclass(type(thing), nn.Module) and not is_hidden:
                     self._surveyed.add(id(thing))
-                holder = self._add_object(thing, held, name, code, keys, is_hidden=is_hidden)
+                holder = self._add_object(thing, contents, name, code, keys, is_hidden=is_hidden)
                 holder.has_tensors |= above in unseen
                 ways[id(thing)] = name, holder.find
                 if holder.has_tensors:
                     unseen.add(id(thing))
-                if not issubclass(type(thing), nn.Module) and any(it is self._module for it in held.values()):
+                if not issubclass(type(thing), nn.Module) and any(it is self._module for it in contents.values()):
                     behind.add(id(thing))
             elif issubclass(type(thing), tuple):
                 if is_hidden:
                     unseen.add(id(thing))
             elif not of_torch or (is_hidden and key in _OF_HIDDEN):
-                # What a view shows is asked for each time: another view may have the place of one that is gone.
+                # The mapping behind a view is read each time, since another view may take the place of one.
                 is_kept = id(thing) in kept and type(owner) not in _VIEWS
                 container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
@@ -493,17 +493,17 @@ class Holders:
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
                 self._add(holder, keys)
                 if holder.name in self._closed:
-                    holder.gone = None  # whichever items end, nothing is kept of them
+                    holder.gone = None  # none of its items are kept
                     behind.add(id(thing))
-                attributes = own_dict(thing)  # of a subclass, beside its items
+                attributes = own_dict(thing)  # the attributes of a subclass, beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
                     self._add_object(thing, {}, name, code, keys, is_hidden=is_hidden)
 
-    def _kept(self, found: Sequence[tuple[Any, Any]]) -> set[int]:
-        """Return ids of the containers that hold nothing but plain values and such containers."""
+    def _kept(self, things: Sequence[tuple[Any, Any]]) -> set[int]:
+        """Return ids of the containers that hold only plain values and such containers."""
         kept: set[int] = set()
-        for thing, held in reversed(found):  # inner ones come later
-            values = held.values() if isinstance(held, dict) else held
+        for thing, contents in reversed(things):  # inner ones come later
+            values = contents.values() if isinstance(contents, dict) else contents
             if (
                 kind_of(type(thing)) is not object
                 and len(values) <= MAX_WIDTH
@@ -513,14 +513,14 @@ class Holders:
         return kept
 
     def _reference(self, thing: Any) -> Callable[[], Any]:
-        """Return what returns a thing; a weak reference, if there may be one."""
+        """Return a function that returns an object; a weak reference, if its class allows one."""
         if not can_be_referenced(type(thing)):
             return lambda: thing
         self.deaths.append(weakref.ref(thing, self._gone))
         return self.deaths[-1]
 
     def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool], *, by_code: bool) -> ValueHolder:
-        """Make the holder of an object's attributes, which does not keep the object alive."""
+        """Make the holder of an object's attributes, without keeping the object alive."""
         attributes = own_dict(thing)
         has_slots = bool(slots_of(type(thing))) or attributes is None
         make = functools.partial(
@@ -531,38 +531,47 @@ class Holders:
             is_ordered=not issubclass(type(thing), nn.Module),
         )
         reference = self._reference(thing)
-        if type(thing) is LRU:  # nobody gives a function another dict
-            return make(held=attributes)
+        if type(thing) is LRU:  # its dict is never replaced
+            return make(container=attributes)
         if has_slots or not can_be_referenced(type(thing)):
             return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
         if thing is self._module:
             self.root = make(find=functools.partial(_viewed, own_dict, reference))
             return self.root
-        return make(held=attributes, owner=reference)
+        return make(container=attributes, owner=reference)
 
     def _add_object(
-        self, thing: Any, held: Any, name: str, code: CodeBelow | None, keys: tuple[Any, ...] | None, *, is_hidden: bool
+        self,
+        thing: Any,
+        contents: Any,
+        name: str,
+        code: CodeBelow | None,
+        keys: tuple[Any, ...] | None,
+        *,
+        is_hidden: bool,
     ) -> ValueHolder:
         self._classes[type(thing)] = None
         is_module = issubclass(type(thing), nn.Module)
         names = None if code is None or code.computes_names or is_module else code.names
-        for key, value in held.items():
+        for key, value in contents.items():
             is_code = type(value) in _LEADING or issubclass(type(value), type)
             if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
         skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
         if str(type(thing).__module__).startswith("simplegraph."):
-            skipped = held.keys()  # what a module of ours holds leads to the user's, and is no value itself
-        for hooks in map(held.get, HOOKS) if is_module and thing is not self._unhooked else ():
+            skipped = contents.keys()  # what a module of ours holds leads to the user's, and is no value itself
+        for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
-        called = {key for key, value in held.items() if issubclass(type(value), ATOMS)} if names is not None else set()
+        called = (
+            {key for key, value in contents.items() if issubclass(type(value), ATOMS)} if names is not None else set()
+        )
         if code is not None:  # a number by the name of a method that code calls on something else
             called -= code.values
         counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
         return self._add(self._attributes_of(thing, name, counts, by_code=code is not None), keys)
 
     def _open_code(self) -> None:
-        """Add what code names: attributes of classes, globals, variables of closures, and what lies below these."""
+        """Add what code names: attributes of classes, globals, variables of closures, and everything below them."""
         code = self.code
         counts = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
@@ -588,8 +597,8 @@ class Holders:
         roots = [root for root in self._objects if _opens(type(root.thing)) not in (None, OPAQUE)]
         for holder in holders:
             self._add(holder)
-            held = holder.find()
-            items = [(key, value) for key, value in dict.items(held) if holder.counts(key)]
+            container = holder.find()
+            items = [(key, value) for key, value in dict.items(container) if holder.counts(key)]
             roots += [
                 SearchRoot(_dotted(holder.name, key), value, functools.partial(_item, holder.find, dict, key))
                 for key, value in items
@@ -601,14 +610,14 @@ class Holders:
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
-    for each in skipped:  # most keys are in the first: those of torch
-        if key in each:
+    for keys in skipped:  # most keys are torch's, which are in the first
+        if key in keys:
             return False
     return (names is None or key in names) and not key.startswith(_OURS)
 
 
 def _is_named(names: Collection[str] | None, key: Any) -> bool:
-    """True for attributes of classes that code names, but for what Python and metaclasses keep there."""
+    """True for attributes of classes that code names, except those that Python and metaclasses set."""
     return (names is None or key in names) and not (key.startswith("__") and key.endswith("__"))
 
 
@@ -621,11 +630,11 @@ def _viewed(view: Callable[[Any], Any], find: Callable[[], Any]) -> Any:
 
 
 def _nothing() -> Any:
-    raise LookupError("what a search begins at is found by its owner")
+    raise LookupError("the owner of a search's root holds it")
 
 
 def _class_dict(kind: type) -> Any:
-    """Return the dict of a class itself, whose version moves, not a view of it."""
+    """Return the dict of a class itself, which has a version, instead of a view of it."""
     inner = gc.get_referents(vars(kind))
     return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))
 

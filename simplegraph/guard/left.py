@@ -26,10 +26,10 @@ _NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 
 class WithLeft(NamedTuple):
-    """Holds what a run returned, and what it left in each place that the call passed."""
+    """Holds the result of a run, and the values that it left in the places that the call passed."""
 
     result: Any
-    left: tuple[Any, ...]
+    left_values: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,12 +37,12 @@ class LeftPlace:
     """An attribute or a buffer of a module, in which runs leave a tensor.
 
     Attributes:
-        name: as calls pass it.
-        module: by a weak reference.
-        key: of the attribute.
-        is_buffer: True for a registered one.
-        by_hook: True if a hook of torch's sets it before each use: what eager's last run left stays there.
-        is_read: True if runs read what is there before they write it.
+        name: the name by which calls pass it.
+        module: a weak reference to the module.
+        key: the name of the attribute.
+        is_buffer: True for a registered buffer.
+        by_hook: True if a hook of torch's sets it before each use; then the tensor of eager's last run stays there.
+        is_read: True if runs read the tensor before they replace it.
     """
 
     name: str
@@ -53,8 +53,8 @@ class LeftPlace:
     is_read: bool = False
 
     @property
-    def held(self) -> dict[str, Any]:
-        """The dict that holds it; an empty one once the module is gone."""
+    def holder(self) -> dict[str, Any]:
+        """The dict that the place is in; an empty one once the module is gone."""
         module = self.module()
         if module is None:
             return {}
@@ -62,22 +62,22 @@ class LeftPlace:
 
     @property
     def value(self) -> Any:
-        """What it holds; `ABSENT` if nothing."""
-        return self.held.get(self.key, ABSENT)
+        """The value in the place; `ABSENT` if there is none."""
+        return self.holder.get(self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        """Let it hold a value, or nothing; runs no code of the user's."""
+        """Set the value, or delete the place; runs no user code."""
         if value is ABSENT:
-            self.held.pop(self.key, None)
+            self.holder.pop(self.key, None)
         else:
-            self.held[self.key] = value
+            self.holder[self.key] = value
 
 
 class PlacesFoundError(InputError):
-    """A capture found places that calls have to pass; internal, becomes an eager call.
+    """A capture found places that calls have to pass; internal, the call runs eagerly.
 
     Attributes:
-        places: they.
+        places: the places.
     """
 
     def __init__(self, places: Sequence[LeftPlace]) -> None:
@@ -88,17 +88,17 @@ class PlacesFoundError(InputError):
 
 def places_in(module: nn.Module) -> dict[str, LeftPlace]:
     """Find the attributes and buffers of a module and its submodules that hold a tensor, by their dotted names."""
-    found = {}
+    places = {}
     is_function = getattr(type(module), "is_function", False)
     for path, child in module.named_modules():
         if child is module and is_function:
             continue
-        for is_buffer, held in ((False, vars(child)), (True, child._buffers)):
-            for key in [key for key, value in held.items() if issubclass(type(value), Tensor)]:
+        for is_buffer, holder in ((False, vars(child)), (True, child._buffers)):
+            for key in [key for key, value in holder.items() if issubclass(type(value), Tensor)]:
                 dotted = f"{path}.{key}" if path else key
                 name = f"self.{dotted.removeprefix('self.')}"  # of a method, code has that name already
-                found[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, _sets(child, key))
-    return found
+                places[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, _sets(child, key))
+    return places
 
 
 def _sets(module: nn.Module, key: str) -> bool:
@@ -111,18 +111,18 @@ class LeftTensors:
     """The places in which runs of one wrapped module leave tensors.
 
     Args:
-        enabled: captures may find some.
+        enabled: True if captures may find places.
 
     Attributes:
-        places: they; replaced as a whole.
-        stale: True once more is known of places, so that graphs of calls that did not pass them must go.
+        places: the places; the tuple is replaced as a whole.
+        stale: True once places were added or changed, so that graphs of calls that did not pass them must be dropped.
     """
 
     def __init__(self, *, enabled: bool = False) -> None:
         self.enabled = enabled
         self.places: tuple[LeftPlace, ...] = ()
         self.stale = False
-        self._before: dict[str, int] = {}  # by name, the storage key of what it held before the latest run
+        self._before: dict[str, int] = {}  # by name, the storage key of the tensor before the latest run
 
     @property
     def passed(self) -> list[LeftPlace]:
@@ -130,19 +130,19 @@ class LeftTensors:
         return [place for place in self.places if not place.by_hook]
 
     def exempt(self) -> set[tuple[int, str]]:
-        """Return the places as ids of dicts, and keys in them: what they hold is no matter of guards."""
-        return {(id(place.held), place.key) for place in self.places}
+        """Return the places as (id of the dict, key); guards ignore their values."""
+        return {(id(place.holder), place.key) for place in self.places}
 
     def adopt(self, places: Iterable[LeftPlace], read: Collection[int]) -> None:
-        """Take in places that a capture found; `read` are the storage keys of what it read."""
-        known = {place.name: place for place in self.places}
-        self.places = tuple((known | {place.name: place for place in places}).values())
+        """Add places that a capture found; `read` are the storage keys of memory that it read."""
+        by_name = {place.name: place for place in self.places}
+        self.places = tuple((by_name | {place.name: place for place in places}).values())
         self.stale = True
         self._note_before()
         self.note_read(read)
 
     def check(self) -> None:
-        """Forget the places that torch's hooks set, where these are gone."""
+        """Forget the places of torch's hooks that were removed."""
         self.places = tuple(
             place
             for place in self.places
@@ -150,11 +150,11 @@ class LeftTensors:
         )
 
     def note_read(self, read: Collection[int]) -> None:
-        """Note which places were read in the latest run, given the storage keys of what it read."""
+        """Note which places were read in the latest run, given the storage keys of memory that it read."""
         self._promote([place for place in self.places if self._before.get(place.name) in read])
 
     def _promote(self, read: Sequence[LeftPlace]) -> None:
-        """Let calls pass what these places hold from now on."""
+        """Pass the values of these places as inputs of calls from now on."""
         names = {place.name for place in read if place.by_hook or not place.is_read}
         if names:
             self.places = tuple(
@@ -168,15 +168,15 @@ class LeftTensors:
         self._before = {name: storage_key(value) for name, value in values if _is_tensor(value)}
 
     def call(self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that passes what its places hold, and let them hold what it left there."""
+        """Serve a call that passes the values of its places, and set the places to the values that it leaves."""
         places = self.passed
         before = _Dicts(places)
         result = runner.call(module, args, _arguments(kwargs, places))
         if type(result) is not WithLeft:
             return result
-        for place, value in zip(places, result.left, strict=True):
+        for place, value in zip(places, result.left_values, strict=True):
             if value is not KEPT and type(value) is not Withheld and value is not place.value:
-                before.put(place, runner.own(value))
+                before.put(place, runner.clone_from_pool(value))
         runner.renew(before.renewed())
         return result.result
 
@@ -187,38 +187,38 @@ class LeftTensors:
         return runner.capture_all(module, args, kwargs, following=following)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments with what the places hold that runs read, and None for the others."""
+        """Return keyword arguments with the values of places that runs read, and None for the other places."""
         return _arguments(kwargs, self.passed)
 
     def run(self, function: Callable[[Mapping[str, Any]], Any], kwargs: Mapping[str, Any], *, is_call: bool) -> Any:
-        """Run a module on keyword arguments; return what it left as well, if these pass places.
+        """Run a module on keyword arguments; if they pass places, also return the values that the run left there.
 
         Args:
-            function: runs it on its own keyword arguments.
-            kwargs: these, and what its places hold.
-            is_call: what it leaves stays, and what it finds is there; otherwise the places hold what is passed for the
-                time of the run alone.
+            function: runs the module on its own keyword arguments.
+            kwargs: the module's keyword arguments, and the values of places.
+            is_call: True for a call, which reads and sets the places themselves; else the places are set to the passed
+                values during the run only.
 
         Raises:
-            PlacesFoundError: it read a place that is not passed.
+            PlacesFoundError: the run read a place that is not passed.
         """
         places = self.places
         names = {place.name for place in places}
-        own = {name: value for name, value in kwargs.items() if name not in names}
+        own_kwargs = {name: value for name, value in kwargs.items() if name not in names}
         self._note_before()
         with contextlib.nullcontext() if is_call else self._bound(places, kwargs):
             before = [place.value for place in places]
-            result = function(own)
-            left = [_leaf(place, then) for place, then in zip(places, before, strict=True) if place.name in kwargs]
+            result = function(own_kwargs)
+            left_values = [_leaf(place, old) for place, old in zip(places, before, strict=True) if place.name in kwargs]
             before.clear()
-        return WithLeft(result, tuple(left)) if left else result
+        return WithLeft(result, tuple(left_values)) if left_values else result
 
     @contextlib.contextmanager
     def _bound(self, places: Sequence[LeftPlace], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Let places hold what is passed, and what nothing can read where nothing is, then what they held."""
-        held = [place.value for place in places]
+        """Set places to the passed values, or to unreadable ones if none is passed; restore them after the block."""
+        values_before = [place.value for place in places]
         unread = []
-        for place, value in zip(places, held, strict=True):
+        for place, value in zip(places, values_before, strict=True):
             passed = kwargs.get(place.name)
             if place.by_hook or (passed is None and value is ABSENT):
                 continue
@@ -231,55 +231,55 @@ class LeftTensors:
             yield
         except Exception as error:
             if unread and (isinstance(error, WithheldError) or Withheld.__name__ in str(error)):
-                raise self._found([place for place, _ in unread]) from error
+                raise self._error_of([place for place, _ in unread]) from error
             raise
         finally:
-            for place, value in zip(places, held, strict=True):
+            for place, value in zip(places, values_before, strict=True):
                 if place.value is not value:
                     place.put(value)
         passed_on = [place for place, withheld in unread if withheld() is not None]  # to another place, or returned
         if passed_on:
-            raise self._found(passed_on)
+            raise self._error_of(passed_on)
 
-    def _found(self, read: Sequence[LeftPlace]) -> PlacesFoundError:
+    def _error_of(self, read: Sequence[LeftPlace]) -> PlacesFoundError:
         self._promote(read)
         names = {place.name for place in read}
         return PlacesFoundError([place for place in self.places if place.name in names])
 
 
 class _Dicts:
-    """The dicts that places are in, as they were before a call: its own writes are no reason to look at the rest.
+    """The dicts that places are in, as before a call, so that the call's own writes do not make guards read them again.
 
     Args:
-        places: they.
+        places: the places.
     """
 
     def __init__(self, places: Iterable[LeftPlace]) -> None:
-        held = [place.held for place in places] if dict_version is not None else []
-        # By id: the dict, its version, taken before anything is read, and what it shall hold at the end.
-        self._before = {id(each): (each, dict_version(each), each.copy()) for each in held}  # type: ignore[misc]
+        holders = [place.holder for place in places] if dict_version is not None else []
+        # By id: the dict, its version, taken before anything is read, and its expected contents after the call.
+        self._before = {id(holder): (holder, dict_version(holder), holder.copy()) for holder in holders}  # type: ignore[misc]
 
     def put(self, place: LeftPlace, value: Any) -> None:
-        """Let a place hold a value; for one of another class, guards have to look."""
-        _, _, expected = self._before.get(id(place.held), (None, 0, {}))
+        """Set the value of a place; guards read the dict again if the value's class changes."""
+        _, _, expected = self._before.get(id(place.holder), (None, 0, {}))
         if type(expected.get(place.key)) is type(value):
             expected[place.key] = value
         place.put(value)
 
     def renewed(self) -> dict[int, int]:
-        """Return the new version by the old one, of the dicts in which nobody else replaced anything meanwhile."""
-        now = [(before, dict_version(held), held, copy) for held, before, copy in self._before.values()]  # type: ignore[misc]
-        return {before: after for before, after, held, copy in now if after != before and is_untouched(held, copy)}
+        """Return the new version by the old one, for dicts in which nothing else was replaced meanwhile."""
+        now = [(before, dict_version(holder), holder, copy) for holder, before, copy in self._before.values()]  # type: ignore[misc]
+        return {before: after for before, after, holder, copy in now if after != before and is_untouched(holder, copy)}
 
 
 NOTHING_LEFT = LeftTensors()
 
 
 def left_by(module: Any) -> LeftTensors:
-    """Return the places in which runs of a module leave tensors, if it is a wrapped one."""
-    kept = (own_dict(module) or {}).get("_simplegraph")  # by an instance of a wrapped class; others have a slot
-    found = kept if kept is not None else attribute_of(module, "_graph_runner")
-    return getattr(found, "left", NOTHING_LEFT)
+    """Return the places in which runs of a wrapped module leave tensors; none for other modules."""
+    kept = (own_dict(module) or {}).get("_simplegraph")  # in an instance of a wrapped class; others have a slot
+    runner = kept if kept is not None else attribute_of(module, "_graph_runner")
+    return getattr(runner, "left", NOTHING_LEFT)
 
 
 def _arguments(kwargs: Mapping[str, Any], places: Iterable[LeftPlace]) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _leaf(place: LeftPlace, before: Any) -> Any:
-    """Return what a run left in a place, as an output."""
+    """Return the value that a run left in a place, as an output."""
     value = place.value
     if value is before:
         return KEPT

@@ -1,4 +1,4 @@
-"""Order what a reading reads: entries of the modules' attributes, of which versions tell, and slots of containers."""
+"""Order the places that a reading reads: entries of modules' attributes, with versions, and slots of containers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from simplegraph.base.objects import own_dict
 
-Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and what it held
+Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and the value there
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (list, dict, collections.deque)
 
-# One level of nesting: the index of each slot's container in the level above, each slot's key, and which of the values
-# are opened for the next level: their indices, with True for an object's attributes, False for a container's items.
+# One level of nesting: the index of each slot's container in the level above, each slot's key, and the indices of the
+# values that are opened for the next level, with True for an object's attributes, False for a container's items.
 Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
@@ -26,13 +26,13 @@ class AttributeEntries:
     """Compares the attributes of one module: settings by type and value, everything else by identity.
 
     Args:
-        entries: by name.
-        names: of all attributes, those included that matter to nothing.
+        entries: attributes to compare, by name.
+        names: the names of all attributes, also of those that are not compared.
     """
 
     def __init__(self, entries: dict[str, Any], names: Iterable[str]) -> None:
         settings = {name: value for name, value in entries.items() if type(value) in SETTINGS}
-        # Owned, so that their ids stay theirs.
+        # Kept alive, so that no other object gets their ids.
         self._others = [value for name, value in entries.items() if name not in settings]
         self._ids = tuple(map(id, self._others))
         self._settings_at = getter(list(settings))
@@ -41,7 +41,7 @@ class AttributeEntries:
         self._names = set(names)
 
     def hold(self, attributes: dict[str, Any]) -> bool:
-        """True if the attributes are these, and no others were added or removed."""
+        """True if the attributes are equal, and none was added or removed."""
         settings = self._settings_at(attributes)  # their types first: a tensor of one element may equal a number
         return (
             attributes.keys() == self._names
@@ -54,17 +54,17 @@ class AttributeEntries:
 def split(
     modules: Sequence[nn.Module], links: Iterable[Sequence[Link]]
 ) -> tuple[list[AttributeEntries], list[Sequence[Link]]]:
-    """Divide links into entries of the modules' attributes, of which versions tell, and those to be read in every call.
+    """Divide links into entries of modules' attributes, whose changes versions show, and links to read in every call.
 
-    Tensors move, containers fill, and modules are given another class without a change of the attribute.
+    Tensors move, containers are filled, and modules get another class without a change of the attribute.
     """
     entries: list[dict[str, Any]] = []
     for module in modules:
-        held = vars(module)  # another module's mode is what a compiled one's is
-        own = {name: held[name] for name in ("training", *HOOKS) if name in held}
-        # The registries that hold something are read in every call: they are not kept.
-        entries.append(own | {name: held[name] for name in REGISTRIES if not held[name]})
-    by_holder = {id(vars(module)): held for module, held in zip(modules, entries, strict=True)}
+        attributes = vars(module)  # a compiled module's mode is that of another module
+        mode_and_hooks = {name: attributes[name] for name in ("training", *HOOKS) if name in attributes}
+        # Registries with entries are read in every call, and not kept here.
+        entries.append(mode_and_hooks | {name: attributes[name] for name in REGISTRIES if not attributes[name]})
+    by_holder = {id(vars(module)): module_entries for module, module_entries in zip(modules, entries, strict=True)}
     read = []
     for chain in links:
         holder, name, value = chain[0]
@@ -73,24 +73,26 @@ def split(
             read.append(chain)
         else:
             entry[name] = value
-    return [AttributeEntries(held, vars(module)) for module, held in zip(modules, entries, strict=True)], read
+    return [
+        AttributeEntries(module_entries, vars(module)) for module, module_entries in zip(modules, entries, strict=True)
+    ], read
 
 
 def _is_opened(value: Any) -> bool:
-    """True for what tensors may be added to: a container, or an object without attributes that may get some."""
+    """True for objects that tensors may be added to: a container, or an object that has no attributes yet."""
     return issubclass(type(value), _CONTAINERS) or (not callable(value) and own_dict(value) == {})
 
 
 def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> tuple[list[Any], list[Level]]:
-    """Order slots so that each is read of a container which was read before it, and each is read once.
+    """Order slots so that each container is read before its slots, and each slot is read once.
 
     Returns:
-        The containers that the first slots are read of, beside attributes of modules, and the levels.
+        The containers of the first slots, beside attributes of modules, and the levels.
     """
-    first = {id(held): at for at, held in enumerate(attributes)}
+    first = {id(holder): at for at, holder in enumerate(attributes)}
     bases: list[Any] = []
     levels: list[Level] = []
-    slots: dict[tuple[int, int, Any], int] = {}  # (level, container, key) -> the index of what it holds
+    slots: dict[tuple[int, int, Any], int] = {}  # (level, container, key) -> the index of the value
     opened: dict[tuple[int, int, bool], int] = {}  # (level, that index, by attributes) -> the index of the container
     for chain in links:
         container = first.get(id(chain[0][0]))
@@ -101,7 +103,7 @@ def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]])
             if depth == len(levels):
                 levels.append(([], [], []))
             parents, keys, containers = levels[depth]
-            # Keys are told apart as dicts do, without asking tensors if they are equal.
+            # Keys are compared as dicts do, except that tensors are compared by identity.
             slot = depth, container, id(key) if issubclass(type(key), Tensor) else (type(key), key)
             at = slots.get(slot)
             if at is None:

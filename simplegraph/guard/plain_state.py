@@ -1,8 +1,8 @@
 """The plain values that a call reads through Python, as a part of its key: two values, two graphs.
 
 In a module's tree every plain value counts: attributes of modules and of objects that they hold, items of containers.
-Of code count functions, and the attributes of classes, globals and closures that it names. Versions of dicts say when
-to look, so a call reads no value where nothing was set. Looking runs no code of the user's.
+For code, its functions count, and the attributes of classes, globals and closures that it names. Versions of dicts say
+when to read them again, so a call reads no value if nothing was set. Reading runs no user code.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
 
-_MAX_KEYS = 256  # that are remembered, so that going back costs nothing
-_MOST_VALUES = 5  # new ones in a window of calls, from which on a place is let go, or calls run eagerly
+_MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing
+_MOST_VALUES = 5  # new values in a window of calls before a place is let go, or calls run eagerly
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
-Entries = dict[Hashable, Any]  # by key, what tells a value from others, or what that was and is
+Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
 
 
 def _parts(parts: Iterable[tuple[str, frozenset[Any]]]) -> frozenset[tuple[str, frozenset[Any]]]:
-    """Return the parts of a key that hold something, in whichever order they were found."""
+    """Return the parts of a key that are not empty, in any order."""
     return frozenset(part for part in parts if part[1])
 
 
 def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str, frozenset[Any]]:
-    """Return the part of a key that a holder is, without some places."""
+    """Return a holder's part of a key without some places."""
     name, entries = part
     if (name, ALL) in places:
         return name, frozenset()
@@ -51,7 +51,7 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
 
 
 def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:
-    """Return the places that hold something else, with what they held, and hold."""
+    """Return the places whose values changed, with the old and the new key of the value."""
     changes = {}
     for name in before.keys() | now.keys():
         old, new = before.get(name, {}), now.get(name, {})
@@ -65,70 +65,70 @@ def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Chang
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    What every run of the module changes is left out of the key: a call that changes it has no graph. It counts as soon
-    as a run leaves it as it was, such as a mode that another call is passed, or others change it. What takes new values
-    all the time is left out if no code names it; else such calls run eagerly.
+    Places that every run of the module changes are left out of the key: a call that changes them has no graph. A place
+    counts as soon as a run leaves it unchanged, such as a mode that another call is passed, or other code changes it. A
+    place that takes new values all the time is left out if no code names it; else such calls run eagerly.
 
     Args:
-        breaks: what eager breaks read counts as well, since graphs hold it.
+        breaks: True if values that eager breaks read count as well, since graphs hold them.
 
     Attributes:
-        held: one comparison at most, which tells the values of a call while it holds and has a key.
-        must_look: it does not count what moves without it: every call has to look.
-        calls: so far.
+        comparisons: at most one, which determines the values of a call while it holds and has a key.
+        must_look: True if every call must read all values, since some of them do not count at present.
+        calls: the number of calls so far.
     """
 
     def __init__(self, *, breaks: bool) -> None:
         self._breaks = breaks
         self._lock = threading.RLock()
-        self.held: list[Comparison] = []  # one; cleared once something is gone whose attributes are kept
-        self._alive: list[bool] = []  # cleared then, too: a comparison that is being made must not come after that
+        self.comparisons: list[Comparison] = []  # one; cleared once an object ends whose attributes are kept
+        self._alive: list[bool] = []  # also cleared then, so that a comparison being made meanwhile is not kept
         self._deaths: list[weakref.ref[Any]] = []
         self._roots: list[int] = []
         self._code: CodeBelow | None = None
         self._opened: set[int] = set()
         self._refused = ""  # why there is no key
-        self._containers: set[str] = set()  # the names of the holders that are some
-        self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # the same holders: by which a module leads to each
+        self._containers: set[str] = set()  # the names of holders that are containers
+        self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
         self.calls = 0
         self.must_look = False
         self._is_serving = False
-        self._served: dict[str, Entries] = {}  # what there was before that
-        self._changed: set[Place] = set()  # by the real run before the latest captures
-        self._runs = 0  # that were observed to their end
-        self._effects: set[Place] = set()  # what all of them changed, and nobody else; all of a container is one
-        self._filled: set[Place] = set()  # of these what only grew, by keys that no code names
-        self._counted: set[Place] = set()  # what others changed as well, or what some run left as it was
-        self._found: set[Place] = set()  # what counts since the key was made
-        self._own: Changes = {}  # what runs changed of what counts, that no call has found yet
-        self._let_go: dict[Place, int] = {}  # since which call
-        self._restless: dict[Place, int] = {}  # since which call: such calls run eagerly
-        self._closed: frozenset[str] = frozenset()  # containers of these, by name: nothing below them is looked at
+        self._served: dict[str, Entries] = {}  # the entries before captures and proofs
+        self._changed: set[Place] = set()  # places that the real run before the latest captures changed
+        self._runs = 0  # runs that were observed to their end
+        self._effects: set[Place] = set()  # places that only runs change, all of them; a container counts as one place
+        self._filled: set[Place] = set()  # those of them that only grew, by keys that no code names
+        self._counted: set[Place] = set()  # places that other code changed as well, or that some run left unchanged
+        self._counted_anew: set[Place] = set()  # places that count since the key was made
+        self._own_changes: Changes = {}  # changes by runs of places that count, which no call has found yet
+        self._let_go: dict[Place, int] = {}  # places that are left out, and the call since which they are
+        self._restless: dict[Place, int] = {}  # places that make calls run eagerly, and the call since which they do
+        self._closed: frozenset[str] = frozenset()  # names of containers in these two, whose contents are not read
         self._left_out: set[Place] = set()
         self._seen: dict[Place, set[Hashable]] = {}
         self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
 
     def __call__(self, module: Any) -> PlainValues | None:
-        """Return the values that a call finds: the very same object for as long as they are the same.
+        """Return the values that a call finds, the same object as long as they are equal.
 
         Raises:
             CannotBind: a place takes new values all the time.
         """
-        # While another thread captures, values are as its runs leave them: the call waits for it, and asks again.
+        # While another thread captures, its runs change values: the call waits for it, and asks again.
         return None if self._is_serving else self._values(module)
 
     def now(self, module: Any) -> PlainValues:
-        """Return the values that a call finds which a graph might serve, outside of the way of replays.
+        """Return the values that a call finds, if no plan served it.
 
         Raises:
-            CannotBind: the same, or they change while they are looked at.
+            CannotBind: a place takes new values all the time, or values change while they are read.
         """
         with self._lock:
-            own, self._own = self._own, {}
-            self._note(own)
+            own_changes, self._own_changes = self._own_changes, {}
+            self._note(own_changes)
             return self._values(module)
 
     def _values(self, module: Any) -> PlainValues:
@@ -137,7 +137,7 @@ class PlainState:
             self._count_again()
             self._close(module)
             self._settle()
-            if not self.held:
+            if not self.comparisons:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
             if self._refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._refused)
@@ -154,21 +154,21 @@ class PlainState:
         return self._code is not None and not self._code.names.isdisjoint(any_of)
 
     def renew(self, versions: Mapping[int, int]) -> None:
-        """Take dicts of these versions for known by their new ones: what a replay left there is no plain value."""
+        """Accept new versions of dicts by their old ones: a replay left no plain values there."""
         with self._lock:
-            for comparison in self.held[:1]:
+            for comparison in self.comparisons[:1]:
                 self._hold(comparison.renewed(versions))
 
     def forget(self) -> None:
-        """Find anew what holds values at the next call, and forget what changed so far."""
-        self.held.clear()
+        """Find the holders of values again at the next call, and forget changes so far."""
+        self.comparisons.clear()
         self._restless.clear()
         self._news.clear()
 
     @contextlib.contextmanager
     def run(self, module: Any) -> Iterator[None]:
-        """Surround a run of the module: what changes meanwhile, it changes."""
-        if not (self.held or self._is_serving):  # no call of it was read
+        """Surround a run of the module, which makes all changes meanwhile."""
+        if not (self.comparisons or self._is_serving):  # no call of it was read
             yield
             return
         with self._lock:
@@ -191,7 +191,7 @@ class PlainState:
                     self._settle()
 
     def claim(self, module: Any) -> None:
-        """Take what changed since the key was asked for as done by eager breaks of a replay, and so by the module."""
+        """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
             self._claim(self._look(module))
             if not self._is_serving:
@@ -199,11 +199,11 @@ class PlainState:
 
     @contextlib.contextmanager
     def serving(self, module: Any, *, claims: bool) -> Iterator[None]:
-        """Surround captures and proofs, which put back what their runs change: that is no change by others.
+        """Surround captures and proofs, which undo the changes of their runs: those are no changes by other code.
 
         Args:
-            module: it.
-            claims: what changes meanwhile is the module's doing, as with eager breaks, which replays run as well.
+            module: the module.
+            claims: True to attribute changes meanwhile to the module, as with eager breaks, which replays run, too.
         """
         with self._lock:
             before = self._served = self._entries
@@ -224,43 +224,43 @@ class PlainState:
         """Refuse captures for a key whose values a run of the same call changed: no later call would find them.
 
         Raises:
-            CannotBind: it did, and did not so before: what changes each time is found by the captures.
+            CannotBind: a run changed them for the first time; captures find values that change each time.
         """
         with self._lock:
             self._look(module)
             changed = {place for place in _changes(self._served, self._entries) if not self._is_left_out(place)}
-            changed = {place for place in changed if self._found.isdisjoint((place, (place[0], ALL)))}
+            changed = {place for place in changed if self._counted_anew.isdisjoint((place, (place[0], ALL)))}
             before, self._changed = self._changed, changed
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
-    # What there is.
+    # Reading values.
 
     def _look(self, module: Any) -> Changes:
-        """Read what moved since the last look; return the places that hold something else, what they held, and hold."""
+        """Read the holders that moved since the last time; return the changes."""
         before, attributes = self._entries, own_dict(module) or {}
         if not self._read_moved(module, attributes):
             try:
                 self._find(module)
-            except Exception:  # another thread is at it: the call runs eagerly
-                self.held.clear()
+            except Exception:  # another thread changes them: the call runs eagerly
+                self.comparisons.clear()
                 self._entries = {}
         return _changes(before, self._entries) if before and self._entries is not before else {}
 
     def _close(self, module: Any) -> None:
-        """Look no longer below containers that take new values all the time: each new item would be searched."""
+        """Stop reading below containers that take new values all the time: each new item would be searched."""
         closed = frozenset(name for name, key in (*self._let_go, *self._restless) if key is ALL)
         if closed != self._closed:
             self._closed = closed
-            self.held.clear()
+            self.comparisons.clear()
             self._entries = {}
             self._look(module)
 
     def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
-        """Read the holders that moved; False if there is something new to open, or a way to something is gone."""
+        """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
             return False
-        for comparison in self.held[:1]:
+        for comparison in self.comparisons[:1]:
             if comparison.holds(attributes):
                 return True
             if not comparison.has_children(attributes):
@@ -271,20 +271,20 @@ class PlainState:
                 inside = holder.inside
                 try:
                     empty = holder.read(self._opened)
-                except Exception:  # gone, or another thread is at it
+                except Exception:  # the object is gone, or another thread changes it
                     return False
-                known = entries[holder.name]
+                entries_before = entries[holder.name]
                 entries[holder.name] = holder.entries
                 if holder.name in self._closed:
                     continue
-                opened = (entry for key, entry in holder.entries.items() if known.get(key) != entry)
+                opened = (entry for key, entry in holder.entries.items() if entries_before.get(key) != entry)
                 if empty or holder.inside != inside or any(map(has_object, opened)):
                     return False
             if not moved or any(holder.mark is None for holder in moved):
                 return False
             before = ((holder.entries, self._entries[holder.name]) for holder in moved)
-            is_same = all(list(now.items()) == list(then.items()) for now, then in before)
-            # As where a file's other globals are set: its version moved, and nothing that counts did.
+            is_same = all(list(new.items()) == list(old.items()) for new, old in before)
+            # The version may move though nothing that counts did, such as when a file's other globals are set.
             self._hold(comparison.after(moved, comparison.key if is_same else None))
             if not is_same:
                 self._entries = entries
@@ -292,18 +292,18 @@ class PlainState:
         return False
 
     def _find(self, module: Any) -> None:
-        """Find all that holds values, and read it."""
+        """Find all holders of values, and read them."""
         roots, function = [SearchRoot("", module)], None
         if getattr(type(module), "is_function", False):
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
             function = module.function
             self._roots = list(map(id, module._modules.values()))
-        held, alive = self.held, [True]
-        held.clear()
+        comparisons, alive = self.comparisons, [True]
+        comparisons.clear()
 
         def gone(_: Any) -> None:
             alive.clear()
-            held.clear()
+            comparisons.clear()
 
         holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
@@ -315,31 +315,31 @@ class PlainState:
         self._hold(Comparison(holders.root, holders.all, None))
 
     def _hold(self, comparison: Comparison) -> None:
-        self.held[:] = [comparison]
+        self.comparisons[:] = [comparison]
         if not self._alive:
-            self.held.clear()
+            self.comparisons.clear()
 
     def _settle(self) -> None:
-        """Make the key of the values that there are now, or take the one that these had before."""
+        """Make the key of the present values, or take the key that they had before."""
         self.must_look = bool(self._let_go or self._restless)
-        for comparison in self.held[:1]:
+        for comparison in self.comparisons[:1]:
             if comparison.key is not None or self._refused:
                 return
             parts = _parts((holder.name, holder.part(self._left_out)) for holder in comparison.holders)
-            found = self._keys.pop(parts, None)
-            if found is None and self._found:  # while all runs changed these no graph was captured
-                found = self._keys.pop(_parts(_without(self._found, part) for part in parts), None)
-            self._found.clear()
-            self._key = self._keys[parts] = found or PlainValues({})  # the latest comes last
+            values = self._keys.pop(parts, None)
+            if values is None and self._counted_anew:  # while all runs changed these no graph was captured
+                values = self._keys.pop(_parts(_without(self._counted_anew, part) for part in parts), None)
+            self._counted_anew.clear()
+            self._key = self._keys[parts] = values or PlainValues({})  # the latest comes last
             self._key.parts = dict(parts)
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
             self._hold(comparison.after((), self._key))
 
-    # What changes.
+    # Changes.
 
     def _note(self, changes: Changes) -> None:
-        """Note what others changed: places that take many values are let go, or make calls run eagerly."""
+        """Note changes by other code; places that take many values are let go, or make calls run eagerly."""
         for place, values in self._by_effect(changes).items():
             if place in self._let_go:
                 self._let_go[place] = self.calls
@@ -363,14 +363,14 @@ class PlainState:
         self._leave_out()
 
     def _by_effect(self, changes: Changes) -> dict[Place, Entries]:
-        """Group changes by place; all of a container is one."""
+        """Group changes by place; a container counts as one place."""
         grouped: dict[Place, Entries] = {}
         for (name, key), change in changes.items():
             grouped.setdefault((name, ALL if name in self._containers else key), {})[key] = change
         return grouped
 
     def _count_again(self) -> None:
-        """Let places count again that kept their value for long."""
+        """Count places again that kept their value for long."""
         for places in (self._let_go, self._restless):
             for place, since in list(places.items()):
                 if self.calls - since > _QUIET:
@@ -379,24 +379,24 @@ class PlainState:
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """Leave out of the key what does not count."""
+        """Leave places that do not count out of the key."""
         left_out = {*self._effects, *self._let_go}
         if left_out == self._left_out:
             return
         added, self._left_out = left_out - self._left_out, left_out
-        if added:  # values that were told apart by these alone are the same by now
+        if added:  # values that differed only in these places are equal now
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
-        for comparison in self.held[:1]:
+        for comparison in self.comparisons[:1]:
             self._hold(comparison.after((), None))
 
     def _sort(self, changes: Changes, *, is_whole: bool) -> None:
-        """Leave out what every run changed so far; the key stays the one of the values before.
+        """Leave out places that every run changed so far; the key stays that of the values before the run.
 
         Args:
-            changes: what one run changed.
-            is_whole: it ran to its end, eager breaks included, so that the rest counts from now on.
+            changes: the changes of one run.
+            is_whole: True if it ran to its end, eager breaks included, so that all other places count from now on.
         """
         changed = self._by_effect(changes)
         for place, values in changed.items():
@@ -407,18 +407,18 @@ class PlainState:
             elif place not in self._effects or was_filled:
                 self._effects.discard(place)
                 self._counted.add(place)
-                self._own |= {(place[0], key): change for key, change in values.items()}
+                self._own_changes |= {(place[0], key): change for key, change in values.items()}
             (self._filled.add if is_filled else self._filled.discard)(place)
         if is_whole:
             self._runs += 1
-            found = self._effects - changed.keys() - self._filled
-            self._effects -= found
-            self._counted |= found
-            self._found |= found
+            unchanged = self._effects - changed.keys() - self._filled
+            self._effects -= unchanged
+            self._counted |= unchanged
+            self._counted_anew |= unchanged
         self._leave_out()
 
     def _claim(self, changes: Changes) -> None:
-        """Leave out what eager breaks of a replay change, and nobody else; the key stays the one before."""
+        """Leave out places that only eager breaks of a replay change; the key stays that of the values before."""
         counted: Changes = {}
         for place, values in self._by_effect(changes).items():
             if place in self._counted:
@@ -428,7 +428,7 @@ class PlainState:
         self._note(counted)
 
     def _fills(self, values: Entries) -> bool:
-        """True for what is new by keys that no code names, as of a cache that is filled for each shape."""
+        """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape."""
         names = self._code.names if self._code is not None else ()
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
 
@@ -436,7 +436,7 @@ class PlainState:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
     def _is_named(self, place: Place) -> bool:
-        """True if code may lead to a place: it names it, or a key on the way to it."""
+        """True if code may lead to a place: it names the place, or a key that leads to it."""
         names, keys = self._code.names if self._code is not None else (), self._keys_to.get(place[0], ())
         return keys is None or any(
             part in names for part in (*keys, *place[0].split(".")[-1:], place[1]) if type(part) is str

@@ -1,4 +1,4 @@
-"""Find what a module holds: every module and tensor, registered or not, and where it stands."""
+"""List every module and tensor of a module, registered or not, and its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simplegraph.guard.left import left_by
 from simplegraph.guard.links import Link
 from simplegraph.guard.values import NOT_PLAIN, value_key
 
-_OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # looked at by themselves
+_OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # compared in other ways
 _CODE = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType})
 _CODE |= {types.CodeType, functools.partial}
 _CLOSED = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, Optimizer)
@@ -32,8 +32,8 @@ class HeldTensor(NamedTuple):
     """A tensor that a module holds.
 
     Attributes:
-        name: dotted from the module; attribute: the name up to the attribute of a module that it hangs on.
-        links: every (holder, key, value) on the way that no module's own dicts tell of: ``holder[key] is value``.
+        name: its dotted name in the module; attribute: the name up to the attribute of a module that leads to it.
+        links: every (holder, key, value) on the way beyond modules' own dicts: ``holder[key] is value``.
         registered: True for parameters and buffers.
     """
 
@@ -45,19 +45,19 @@ class HeldTensor(NamedTuple):
 
     @property
     def memory(self) -> set[int]:
-        """The keys of its storages."""
+        """The storage keys of its memory."""
         return {storage_key(part) for part in parts(self.tensor) if has_address(part)}
 
 
 class Survey:
-    """Lists everything that a module holds at the moment, by name.
+    """Lists everything that a module holds at present, by name.
 
     Attributes:
-        modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.
-        tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
+        modules: the module, its children, and modules in lists, tuples, dicts and objects.
+        tensors: parameters, buffers, and tensors in ordinary attributes of these modules, also inside containers.
         generators: random generators in such attributes.
-        links: chains of links to modules that are no children, to generators, functions and settings, and to what may
-            become a tensor or get one: None and containers without any.
+        links: chains of links to modules that are not children, to generators, functions and settings, and to values
+            that may become a tensor or get one: None and containers without tensors.
         left: the places in which its runs leave tensors, which are not listed.
     """
 
@@ -74,14 +74,14 @@ class Survey:
             roots += module.held()
             policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
         self._walk = Walk(roots, policy)
-        # By id of what was looked into: its name, the attribute that it hangs on, and the links to it.
+        # By id of an opened object: its name, the attribute that leads to it, and the links to it.
         self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
-        # Every module and its own tensors are named before what attributes lead to.
-        opened = [(thing, held) for thing, held, _ in self._walk if not self._is_registered(thing, held)]
-        containers = [links for thing, held in opened for links in self._look_into(thing, held)]
-        # Those that lead to nothing that is compared are compared themselves, and those that are led to in another way.
+        # Modules and their own tensors get their names before objects that attributes lead to.
+        opened = [(thing, contents) for thing, contents, _ in self._walk if not self._is_registered(thing, contents)]
+        containers = [links for thing, contents in opened for links in self._look_into(thing, contents)]
+        # Containers are compared themselves if nothing below them is compared, or if two ways lead to them.
         first = {id(links[-1][2]): links for links in reversed(containers)}
-        chains = (*self.links, *(each.links for each in self.tensors.values()))
+        chains = (*self.links, *(entry.links for entry in self.tensors.values()))
         compared = {id(value) for links in chains for _, _, value in links[:-1]}
         for links in reversed(containers):  # inner ones before those that lead to them
             value = links[-1][2]
@@ -89,23 +89,23 @@ class Survey:
                 self.links.append(links)
                 compared.update(id(value) for _, _, value in links[:-1])
 
-    def _is_registered(self, thing: Any, held: Any) -> bool:
-        """Name what was looked into; add modules, and what one has registered: True if this is a dict of that."""
+    def _is_registered(self, thing: Any, contents: Any) -> bool:
+        """Name an opened object, and add modules and registered tensors; True if it is a registry of a module."""
         _, above, key, _ = self._walk.ways[id(thing)]
         name, attribute, links = self._places[above] if above else ("", "", ())
         holder = self._walk.ways[above][0] if above else None
         if issubclass(type(holder), nn.Module) and key in REGISTERED:
             self._places[id(thing)] = self._places[above]
-            for own, tensor in held.items() if key != "_modules" else ():
-                if tensor is not None and (id(thing), own) not in self.left:
-                    place = _dotted(name, own)
+            for registered_name, tensor in contents.items() if key != "_modules" else ():
+                if tensor is not None and (id(thing), registered_name) not in self.left:
+                    place = _dotted(name, registered_name)
                     self._add(HeldTensor(place, place, tensor, registered=True))
-                    self._add_attributes(place, tensor, ((thing, own, tensor),))
+                    self._add_attributes(place, tensor, ((thing, registered_name, tensor),))
             return True
         if above:
             name = _dotted(name, key)
         if issubclass(type(thing), nn.Module):
-            while name in self.modules:  # an attribute in front of a child of its name
+            while name in self.modules:  # an attribute and a child may have one name
                 name = f"{name}'"
             self.modules[name] = thing
             self._places[id(thing)] = name, "", ()
@@ -115,15 +115,15 @@ class Survey:
             self._places[id(thing)] = "", "", ()
         return False
 
-    def _look_into(self, thing: Any, held: Any) -> Iterator[tuple[Link, ...]]:
-        """Add what is held by a module's attributes, or below them; yield the links to each container."""
+    def _look_into(self, thing: Any, contents: Any) -> Iterator[tuple[Link, ...]]:
+        """Add tensors and generators in a module's attributes, or below them; yield the links to each container."""
         name, attribute, above = self._places[id(thing)]
         is_module = issubclass(type(thing), nn.Module)
-        for key, value in items_of(held):
+        for key, value in items_of(contents):
             kind = type(value)
             if is_module and (key in REGISTERED or (id(own_dict(thing)), key) in self.left):
                 continue
-            if value is not None and value_key(value) is not NOT_PLAIN:  # of a call's key, but for what gets a tensor
+            if value is not None and value_key(value) is not NOT_PLAIN:  # a part of a call's key
                 continue
             links = (*above, (holder_of(thing, key), key, value))
             if issubclass(kind, Tensor):
@@ -143,37 +143,37 @@ class Survey:
 
     def _add_attributes(self, name: str, tensor: Tensor, links: tuple[Link, ...]) -> None:
         """Add tensors that are set on a tensor, such as the mask of a weight; its class may keep its own there."""
-        held = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
-        for key, value in list(held.items()) if held else ():
+        attributes = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
+        for key, value in list(attributes.items()) if attributes else ():
             if issubclass(type(value), Tensor):
                 place = _dotted(name, key)
-                self._add(HeldTensor(place, place, value, (*links, (held, key, value))))
+                self._add(HeldTensor(place, place, value, (*links, (attributes, key, value))))
 
-    def _add(self, held: HeldTensor) -> None:
-        while held.name in self.tensors:  # {1: a, "1": b}
-            held = held._replace(name=f"{held.name}'")
-        self.tensors[held.name] = held
+    def _add(self, entry: HeldTensor) -> None:
+        while entry.name in self.tensors:  # {1: a, "1": b}
+            entry = entry._replace(name=f"{entry.name}'")
+        self.tensors[entry.name] = entry
 
     def attributes(self) -> set[str]:
-        """Name every parameter, buffer and other attribute of every module, whatever it holds, but for torch's own."""
+        """Name every parameter, buffer and other attribute of every module, except torch's own."""
         holders = (
-            (name, held)
+            (name, holder)
             for name, module in self.modules.items()
-            for held in (*holders_of(module), module._parameters, module._buffers)
+            for holder in (*holders_of(module), module._parameters, module._buffers)
         )
         return {_dotted(name, key) for name, holder in holders for key in holder if key not in REGISTERED | _OF_TORCH}
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Name the place that holds a tensor's memory; None if there is none."""
-        return next((held.name for held in self._at(tensor)), None)
+        """Return the name of the place that holds a tensor's memory; None if there is none."""
+        return next((entry.name for entry in self._at(tensor)), None)
 
     def tensors_at(self, tensor: Tensor) -> list[Tensor]:
-        """List the tensors that lie in a tensor's memory."""
-        return [held.tensor for held in self._at(tensor)]
+        """List the module's tensors that lie in a tensor's memory."""
+        return [entry.tensor for entry in self._at(tensor)]
 
     def _at(self, tensor: Tensor) -> Iterator[HeldTensor]:
         keys = {storage_key(part) for part in parts(tensor) if has_address(part)}
-        return (held for held in self.tensors.values() if not keys.isdisjoint(held.memory))
+        return (entry for entry in self.tensors.values() if not keys.isdisjoint(entry.memory))
 
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:
@@ -182,22 +182,22 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 
 def device_of_state(module: nn.Module) -> torch.device | None:
-    """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU.
+    """Return the device of a module's tensors: that of the first one that is not on the CPU, or else the CPU.
 
-    It is None if the module holds none.
+    It is None if the module has no tensors.
     """
-    # Before looking any further.
-    registered = Walk([module], Policy(_kind_of_guarded, depth=0)).found()
+    # Parameters first, which are found faster.
+    registered = Walk([module], Policy(_kind_of_guarded, depth=0)).collect_tensors()
     devices = [tensor.device for tensor in registered if issubclass(type(tensor), nn.Parameter)]
-    devices = devices or [held.tensor.device for held in held_tensors(module)]
-    found = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
-    return found if devices else None
+    devices = devices or [entry.tensor.device for entry in held_tensors(module)]
+    device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+    return device if devices else None
 
 
 def dtype_of_products(module: nn.Module) -> torch.dtype:
-    """Return the dtype that a module's products are most likely in: that of its first such parameter, or tensor."""
-    held = sorted(Survey(module).tensors.values(), key=lambda each: not isinstance(each.tensor, nn.Parameter))
-    return next((each.tensor.dtype for each in held if each.tensor.dtype in _PRODUCTS), torch.bfloat16)
+    """Return the most likely dtype of a module's matrix products: that of its first such parameter or tensor."""
+    entries = sorted(Survey(module).tensors.values(), key=lambda entry: not isinstance(entry.tensor, nn.Parameter))
+    return next((entry.tensor.dtype for entry in entries if entry.tensor.dtype in _PRODUCTS), torch.bfloat16)
 
 
 def _dotted(prefix: str, key: Any) -> str:
@@ -205,7 +205,7 @@ def _dotted(prefix: str, key: Any) -> str:
 
 
 def _kind_of_guarded(kind: type) -> Any:
-    """Return how objects of a class are read: containers, and attributes of libraries' objects as well as users'."""
+    """Return how objects of a class are opened: containers, and attributes of both libraries' and users' objects."""
     if issubclass(kind, Tensor):
         return Tensor
     if issubclass(kind, nn.Module):
@@ -213,20 +213,20 @@ def _kind_of_guarded(kind: type) -> Any:
     base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
     if base is not None:
         return base if kind is base else _contents
-    # What holds no tensors of the user's, or is looked at in other ways.
+    # Objects that hold no tensors of users, or are compared in other ways.
     is_called = class_member(kind, "__call__") is not None and is_library(kind.__module__)
     return None if kind in _CODE or issubclass(kind, _CLOSED) or is_called else _attributes
 
 
 def _attributes(thing: Any) -> dict[str, Any] | None:
-    held = own_dict(thing)
-    if held is None:
+    attributes = own_dict(thing)
+    if attributes is None:
         return None
-    if issubclass(type(thing), FunctionModule):  # what it reaches is read by itself
-        return {name: held[name] for name in REGISTERED}
-    if issubclass(type(thing), torch.jit.ScriptModule):  # has views of what C++ holds
-        held = held | {name: dict(getattr(thing, name).items()) for name in REGISTERED}
-    return {name: value for name, value in held.items() if name not in _OF_TORCH}
+    if issubclass(type(thing), FunctionModule):  # objects that it reaches are surveyed separately
+        return {name: attributes[name] for name in REGISTERED}
+    if issubclass(type(thing), torch.jit.ScriptModule):  # its registries are views of C++ objects
+        attributes = attributes | {name: dict(getattr(thing, name).items()) for name in REGISTERED}
+    return {name: value for name, value in attributes.items() if name not in _OF_TORCH}
 
 
 def _contents(container: Any) -> Any:
@@ -234,7 +234,7 @@ def _contents(container: Any) -> Any:
 
 
 def _is_sized(value: Any) -> bool:
-    """True if a container tells its length; that of a class may refuse to, as e3nn's of representations does."""
+    """True if a container has a length; a subclass may refuse to give it, as e3nn's representations do."""
     try:
         return len(value) >= 0
     except Exception:
@@ -251,7 +251,7 @@ _WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield what else decides what a call of the module does: mode, hooks, functions, settings of torch's layers."""
+    """Yield other state that decides what a call of the module does: mode, hooks, functions, settings of layers."""
     kind = type(module)
     yield from (kind, kind.forward, module.training)
     backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
@@ -259,12 +259,12 @@ def code_of(module: nn.Module) -> Iterator[Any]:
         for item in hooks.items():
             yield from item
         yield len(hooks)
-    for held in holders_of(module):
-        for key, value in list(held.items()):
+    for holder in holders_of(module):
+        for key, value in list(holder.items()):
             if type(value) in _CODE:
                 yield from (key, value)
 
 
 def holders_of(module: nn.Module) -> list[dict[str, Any]]:
-    """List the dicts of what a module holds beside parameters, buffers and children, or what a function reaches."""
+    """List the dicts of a module's other attributes, or of the objects that a function reaches."""
     return module.held() if isinstance(module, FunctionModule) else [vars(module)]

@@ -1,4 +1,4 @@
-"""The state of torch around a call: settings that a graph freezes, and modes that no replay can stand for."""
+"""The state of torch around a call: settings that a graph freezes, and modes under which calls run eagerly."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
 transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
-# Modes of autograd that look at, or change, what a backward gets. The last two are private to torch; where they are
-# absent, calls under such a mode are replayed.
+# Modes of autograd that observe or change the tensors that a backward gets. The last two are private to torch; where
+# they are absent, calls under such a mode are replayed.
 anomaly_enabled: Callable[[], bool] = torch.is_anomaly_enabled
 saved_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 saved_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
@@ -29,8 +29,8 @@ GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
 GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
 GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
 
-# What decides which kernel an operator runs, what it may round, or what a factory makes, by the name of its getter in
-# torch._C. A release that lacks one lacks the setting.
+# Getters in torch._C of settings that decide which kernel an operator runs, how it may round, or what a factory makes.
+# A release without a getter has no such setting.
 _GETTERS = (
     "_get_cublas_allow_fp16_accumulation",
     "_get_cublas_allow_fp16_reduced_precision_reduction",
@@ -53,7 +53,7 @@ _GETTERS = (
     "_get_sdp_priority_order",
     "_get_math_sdp_allow_fp16_bf16_reduction",
 )
-# Precisions of float32 by backend and operator, however they were set: torch resolves what they follow.
+# Precisions of float32 by backend and operator; torch resolves the settings that they inherit.
 _PRECISIONS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _READ: dict[str, Callable[[], Any]] = {
@@ -61,8 +61,8 @@ _READ: dict[str, Callable[[], Any]] = {
     **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
     **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
 }
-# No graph of a GPU holds operators of mkldnn; to read their settings takes a fifth of the time. But its precision of
-# products is what tells `set_float32_matmul_precision` "medium" from "high".
+# No graph of a GPU contains operators of mkldnn, and reading their settings takes a fifth of the time. But only its
+# precision of products distinguishes `set_float32_matmul_precision("medium")` from "high".
 _OF_THE_CPU = {name for name in _READ if "mkldnn" in name} - {"fp32_precision of mkldnn.matmul"}
 _READ_ON = {"cuda": {name: read for name, read in _READ.items() if name not in _OF_THE_CPU}}
 
@@ -72,10 +72,10 @@ class TorchSettings:
     """The settings of the whole process that decide what a graph does, as one value.
 
     Args:
-        device_type: where the graph runs.
+        device_type: the type of device that the graph runs on.
 
     Attributes:
-        values: what the getters return, as far as it differs to torch.
+        values: the values of the getters; values that mean the same to torch are equal.
     """
 
     device_type: str
@@ -89,18 +89,18 @@ class TorchSettings:
         others = tuple(read for read in getters.values() if read not in enumerations)
         before = [read() for read in others], [read().value for read in enumerations]
         object.__setattr__(self, "_quick", (others, enumerations, *before))
-        # Last: what another thread sets meanwhile is then found to differ from what was read before.
+        # Read these last, so that a setting that another thread changes meanwhile differs from the quick values.
         object.__setattr__(self, "values", tuple(_comparable(read()) for read in getters.values()))
 
     def hold(self) -> bool:
-        """True if every setting still has its value; quick, since it is asked at every call."""
+        """True if every setting still has its value; fast, since it is called at every call."""
         others, enumerations, read_before, numbers_before = self._quick
         if [read() for read in others] == read_before and [read().value for read in enumerations] == numbers_before:
             return True
         return TorchSettings(self.device_type) == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
-        """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""
+        """Say which settings differ in `other`, or now: "cudnn_enabled True became False"; empty if none."""
         if other is None:
             if self.hold():
                 return ""
@@ -109,23 +109,23 @@ class TorchSettings:
             return f"device {self.device_type} became {other.device_type}"
         names = _READ_ON.get(self.device_type, _READ)
         triples = zip(names, self.values, other.values, strict=True)
-        return ", ".join(f"{name} {then} became {now}" for name, then, now in triples if then != now)
+        return ", ".join(f"{name} {before} became {now}" for name, before, now in triples if before != now)
 
 
 def _comparable(value: Any) -> Any:
-    if value == "none":  # neither it was set, nor anything that it follows
+    if value == "none":  # neither the setting nor one that it inherits was set
         return "ieee"
     return tuple(value) if isinstance(value, list) else value
 
 
 def function_modes() -> tuple[Any, ...]:
-    """Return what functions of torch are under: the default devices, and other modes themselves."""
+    """Return the active torch function modes; for `torch.device` contexts their device."""
     modes = map(torch._C._get_function_stack_at, range(num_function_modes()))
     return tuple(mode.device if type(mode) is DeviceContext else mode for mode in modes)
 
 
 def hindrance() -> tuple[Reason, str] | None:
-    """Return why no replay can stand for a call now, if so: somebody looks at, or changes, what runs inside."""
+    """Return why no replay can serve a call now: something observes or changes the operators in it; else None."""
     if torch.jit.is_tracing() or forward_ad._current_level >= 0 or transform_level() is not None:  # type: ignore[attr-defined,no-untyped-call]
         return Reason.TRANSFORMED, ""
     if num_operator_modes():
@@ -141,7 +141,7 @@ def hindrance() -> tuple[Reason, str] | None:
 
 
 def autograd_hindrance() -> tuple[Reason, str] | None:
-    """Return why no replay can stand for a call that computes gradients now, if so."""
+    """Return why no replay can serve a call that computes gradients now; else None."""
     if anomaly_enabled():
         return Reason.TRANSFORMED, "torch.autograd.detect_anomaly is on"
     if saved_hooks(False) is not None:

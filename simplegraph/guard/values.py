@@ -1,4 +1,4 @@
-"""Keys of plain values: what tells one from others, read without running code of the user's."""
+"""Keys of plain values, read without running user code."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.walk import shown
 
 NOT_PLAIN = object()
-ORDER = object()  # the key under which the order of a container's keys counts
+ORDER = object()  # the key of the entry for the order of a container's keys
 MAX_WIDTH = 256  # entries of a container that count one by one
-_MAX_DEPTH = 8  # tuples in each other
-_HEAP_TYPE = 1 << 9  # of a class's flags: made by Python at run time, not by C
-_MAX_BYTES = 64  # of an array whose values count
+_MAX_DEPTH = 8  # nested tuples
+_HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
+_MAX_BYTES = 64  # the largest array whose values count
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-# Their values never change, and their texts tell these.
+# Classes of constant values that their text determines.
 _TEXTS = frozenset({decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta, uuid.UUID})
 _TEXTS |= {pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath}
 
 
 class SameObject:
-    """Puts an object into a key: it equals itself alone, and is not kept alive."""
+    """Puts an object into a key: it is equal to itself only, and is not kept alive."""
 
     def __init__(self, thing: Any) -> None:
         self._id, self._kind = id(thing), type(thing)
-        self._thing: Callable[[], Any] = _nobody  # then another object of its class may have its id later
+        self._thing: Callable[[], Any] = _nobody  # then another object of its class may get its id later
         if can_be_referenced(type(thing)):
             self._thing = weakref.ref(thing)
 
@@ -61,18 +61,19 @@ def _nobody() -> None:
 
 @by_class
 def can_be_referenced(kind: type) -> bool:
-    """True for classes whose objects weak references may be made of.
+    """True for classes whose objects can have weak references.
 
-    Torch's own streams and events take some and forget them when they end: Python's collector then ends the process.
+    Torch's own streams and events accept weak references but do not clear them at their end, which crashes Python's
+    garbage collector.
     """
     built_in = (base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     return bool(kind.__weakrefoffset__) and not any(str(base.__module__).startswith("torch") for base in built_in)
 
 
 def value_key(value: Any, depth: int = 0) -> Hashable:
-    """Return what tells a plain value from others, those of other classes included; `NOT_PLAIN` for all else.
+    """Return the key of a plain value, which includes its class; `NOT_PLAIN` for all other values.
 
-    Nothing can change inside a plain value: containers other than tuples and frozen sets are none.
+    Nothing can change inside a plain value: of containers, only tuples and frozen sets can be plain.
     """
     kind = type(value)
     if kind in _DIRECT:
@@ -83,7 +84,7 @@ def value_key(value: Any, depth: int = 0) -> Hashable:
 
 @by_class
 def _reader(kind: type) -> Callable[[Any, int], Hashable] | None:
-    """Return what reads the plain values of a class; None if it has none."""
+    """Return the function that makes keys for values of a class; None if they are not plain."""
     if issubclass(kind, (tuple, frozenset)):
         return _items_key
     if issubclass(kind, enum.Enum):
@@ -114,8 +115,8 @@ def _items_key(value: Any, depth: int) -> Hashable:
 
 
 def _enum_key(value: Any, depth: int) -> Hashable:
-    held = own_dict(value) or {}
-    return class_key(type(value)), held.get("_name_"), value_key(held.get("_value_"), depth + 1)
+    attributes = own_dict(value) or {}
+    return class_key(type(value)), attributes.get("_name_"), value_key(attributes.get("_value_"), depth + 1)
 
 
 def _time_key(value: Any, _: int) -> Hashable:
@@ -124,12 +125,12 @@ def _time_key(value: Any, _: int) -> Hashable:
 
 @by_class
 def class_key(kind: type) -> Hashable:
-    """Return what tells a class from others; its metaclass may have an equality of its own."""
+    """Return the key of a class, whose metaclass may define its own equality."""
     return kind if type(kind) is type and kind.__module__ == "builtins" else SameObject(kind)
 
 
 def buffer_key(value: Any) -> Hashable | None:
-    """Return what tells a small array, or bytes that may change, from others now; None for all else."""
+    """Return the key of the present contents of a small array or mutable bytes; None for all other values."""
     read = _buffer_reader(type(value))
     return None if read is None else read(value)
 
@@ -142,7 +143,7 @@ def is_small_array(value: Any) -> bool:
 
 @by_class
 def _buffer_reader(kind: type) -> Callable[[Any], Hashable | None] | None:
-    """Return what reads the values of arrays of a class; None if it has none."""
+    """Return the function that reads the contents of arrays of a class; None for other classes."""
     if kind in (bytearray, array.array):
         return _bytes_key
     numpy = sys.modules.get("numpy")
@@ -152,14 +153,14 @@ def _buffer_reader(kind: type) -> Callable[[Any], Hashable | None] | None:
 
 
 def _bytes_key(value: Any) -> Hashable:
-    """Return the values of few bytes or numbers, and the length of more."""
+    """Return the values of an array if it is small, and its length otherwise."""
     length = len(value)
     is_small = length * getattr(value, "itemsize", 1) <= _MAX_BYTES
     return type(value), getattr(value, "typecode", ""), bytes(value) if is_small else length
 
 
 def _array_key(base: Any, value: Any) -> Hashable | None:
-    """Return the values of a small array of NumPy, past what its class makes of them."""
+    """Return the values of a small NumPy array, past the methods of its class."""
     dtype, size = base.dtype.__get__(value), base.nbytes.__get__(value)
     if size > _MAX_BYTES or dtype.hasobject:
         return None
@@ -167,7 +168,7 @@ def _array_key(base: Any, value: Any) -> Hashable | None:
 
 
 def shown_entry(entry: Hashable) -> str:
-    """Return what `value_key` made of a value as messages show it."""
+    """Return the key that `value_key` made of a value, as messages show it."""
     if not isinstance(entry, tuple):
         return "nothing" if type(entry) is object else repr(entry)
     try:
@@ -188,7 +189,7 @@ _MOST_NAMES = 3  # of places that a message names
 
 
 class PlainValues:
-    """One set of plain values: a part of the key of the calls that find it, and one object while they are the same.
+    """One set of plain values: a part of the key of the calls that find them, and one object while they are equal.
 
     Args:
         parts: the values, by the holder's name.
@@ -198,7 +199,7 @@ class PlainValues:
         self.parts = parts
 
     def difference(self, other: PlainValues) -> str:
-        """Name the first places that hold something else in `other`."""
+        """Name the first places whose values differ in `other`."""
         changed = {
             place_name((name, key))
             for name in self.parts | other.parts

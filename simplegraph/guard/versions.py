@@ -1,4 +1,4 @@
-"""Versions of dicts, which say when to look at what a dict holds."""
+"""Versions of dicts, which say when to read a dict again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-# The version moves whenever anybody stores, adds or removes an entry, in whatever way; where the same object is stored
-# again, and where an OrderedDict is reordered, it does not. Private to torch: where it is absent, all dicts are read.
-# Take versions before reading what the dicts hold.
+# The version changes whenever an entry is set, added or removed, in whatever way; it does not if the same object is set
+# again, or if an OrderedDict is reordered. Private to torch: where it is absent, all dicts are read.
+# Take versions before reading the dicts.
 dict_version: Callable[[dict[Any, Any]], int] | None = getattr(
     getattr(torch._C._dynamo, "guards", None), "dict_version", None
 )

@@ -59,15 +59,15 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
     """
     trial = Trial()
     with trying(trial):
-        own, args, kwargs = copied((model, args, dict(kwargs)))
-        eager = functools.partial(getattr(own, method) if method else own, *args, **kwargs)
-        observe(trial, eager, (own, args, kwargs))
-        graphs, settings = make(own, eager)
+        trial_model, args, kwargs = copied((model, args, dict(kwargs)))
+        eager = functools.partial(getattr(trial_model, method) if method else trial_model, *args, **kwargs)
+        observe(trial, eager, (trial_model, args, kwargs))
+        graphs, settings = make(trial_model, eager)
         target = "{2}" if method else "{0}"
         trial.way = f"{way}({target}{''.join(f', {name}={value!r}' for name, value in settings.items())})"
         with graphs:
             # A method may have been replaced.
-            served = functools.partial(getattr(own, method) if method else own, *args, **kwargs)
+            served = functools.partial(getattr(trial_model, method) if method else trial_model, *args, **kwargs)
             measure(trial, served, lambda: [part.graph_stats for part in graphs.graphed])
     return trial
 
@@ -77,11 +77,11 @@ def try_generation(sg: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Map
     if not _is_transformers(model):
         return None
 
-    def make(own: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
+    def make(trial_model: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
         tokens = next(leaf for leaf in flatten(eager())[0] if isinstance(leaf, Tensor))
         length = _LENGTHS * -(-(tokens.shape[1] + 1) // _LENGTHS)
         settings: dict[str, Any] = {"max_batch_size": tokens.shape[0], "max_length": length}
-        return _of_transformers(sg).graph_generation(own, **settings), settings
+        return _of_transformers(sg).graph_generation(trial_model, **settings), settings
 
     given = {name: value for name, value in kwargs.items() if value is not None}
     return _try_handle("simplegraph.integrations.transformers.graph_generation", make, model, "generate", args, given)
@@ -95,9 +95,9 @@ def try_encoder(sg: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
         return None
 
-    def make(own: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
+    def make(trial_model: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
         settings: dict[str, Any] = {"max_batch_size": mask.shape[0]}
-        return _of_transformers(sg).graph_encoder(own, **settings), settings
+        return _of_transformers(sg).graph_encoder(trial_model, **settings), settings
 
     return _try_handle("simplegraph.integrations.transformers.graph_encoder", make, model, "", args, kwargs)
 
@@ -107,7 +107,7 @@ def try_parts(sg: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     if model.training:
         return None
 
-    def make(own: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
-        return sg.wrap_parts(own, (), call=eager), {"inputs": _INPUTS}
+    def make(trial_model: Any, eager: Callable[[], Any]) -> tuple[Handle, dict[str, Any]]:
+        return sg.wrap_parts(trial_model, (), call=eager), {"inputs": _INPUTS}
 
     return _try_handle("sg.wrap_parts", make, model, "", args, kwargs)

@@ -21,7 +21,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import invoke
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.rehearsal import RunEffects, observe_run, rehearse
-from simplegraph.call.signature import CallReader, device_of, known_arguments, prefixes
+from simplegraph.call.signature import CallReader, argument_rules, device_of, prefixes
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.manager.proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
@@ -47,20 +47,20 @@ class LengthProofs:
 
     def __init__(self, verify: int) -> None:
         self._first = first_distance(_COST, verify) if verify else 0
-        self._left: dict[Hashable, int] = {}  # calls until the next comparison, by kind of call and captured length
+        self._calls_until_proof: dict[Hashable, int] = {}  # by kind of call and captured length
         self._distance: dict[Hashable, int] = {}  # between the last comparison and the next; it doubles
 
     def due(self, calls: Hashable) -> bool:
         """Count a call; True if it must be compared."""
-        if not self._first or calls not in self._left:
+        if not self._first or calls not in self._calls_until_proof:
             return self._first > 0
-        self._left[calls] -= 1
-        return self._left[calls] < 0
+        self._calls_until_proof[calls] -= 1
+        return self._calls_until_proof[calls] < 0
 
     def compared(self, calls: Hashable) -> int:
         """Note that a call was compared; return how many of its kind were served since the last comparison."""
         before = self._distance.get(calls, 0)
-        self._left[calls] = self._distance[calls] = 2 * before or self._first
+        self._calls_until_proof[calls] = self._distance[calls] = 2 * before or self._first
         return before
 
 
@@ -196,7 +196,7 @@ class OutputLengths:
         served = self.proofs.compared(padded)
         if problem is not None and served:
             problem += wrong_since(served)
-        otherwise = padded_run.left_otherwise(run)
+        otherwise = padded_run.differing_tensors(run)
         problem = problem or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
         if padded_run.notes and self._notes:
@@ -347,7 +347,7 @@ class LengthBuckets:
 
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
-            self._reader = CallReader(module.forward, self.config, known_arguments(module))
+            self._reader = CallReader(module.forward, self.config, argument_rules(module))
         call = PaddedCall(*self._reader.leaves(args, kwargs), self.config, self._reader)
         if not call.padded:
             self._longest = max(self._longest, call.length)

@@ -54,10 +54,10 @@ class GraphCapture:
     Args:
         table: where the Programs go.
         jobs: largest first, so that the smaller ones reuse the pool's memory.
-        settings: beside the configuration, what ranks that capture together must have alike.
-        lazy: this is a single capture in the middle of serving.
-        retry: a size that failed gets a warmup of its own and a second try.
-        probes: look on, after those of the table; see `simplegraph.program.probes`.
+        settings: settings beside the configuration that must be equal on all ranks that capture together.
+        lazy: True for a single capture in the middle of serving.
+        retry: True if a size that failed gets a warmup of its own and a second try.
+        probes: called after those of the table; see `simplegraph.program.probes`.
 
     Attributes:
         runs: warmups that went well, and recordings, in their order.
@@ -85,7 +85,7 @@ class GraphCapture:
 
         Args:
             num_warmups: real runs.
-            rehearsals: eager runs of each job after these, of which nothing stays; the real ones count.
+            rehearsals: eager runs of each job after the warmups, whose effects are undone; warmups count as rehearsals.
 
         Raises:
             ConfigError: ranks differ in their settings.
@@ -96,13 +96,20 @@ class GraphCapture:
         ranks.seconds.clear()
         with ranks.together():
             names = [field.name for field in dataclasses.fields(table.config) if field.name != "progress"]
-            own = {"support": table.support.name, **self.settings, "warmups": num_warmups, "torch": torch.__version__}
-            shared = {name: repr(getattr(table.config, name)) for name in names} | {k: str(v) for k, v in own.items()}
+            settings = {
+                "support": table.support.name,
+                **self.settings,
+                "warmups": num_warmups,
+                "torch": torch.__version__,
+            }
+            shared = {name: repr(getattr(table.config, name)) for name in names} | {
+                k: str(v) for k, v in settings.items()
+            }
             ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0, switched_off=table.config.mode is CudaGraphMode.NONE)
         free_before, before = table.device.free_memory(), table.stats.captures
-        with table.releasing_unused_pool():  # whatever happens
+        with table.releasing_unused_pool():
             self._run_session(num_warmups, rehearsals)
             if ranks.any("notes of recordings", any(probe.noted for probe in self.probes)):
                 self._capture_again()
@@ -117,9 +124,9 @@ class GraphCapture:
         return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken, dict(ranks.seconds))
 
     def inspect(self, summary: CaptureSummary) -> CaptureSummary:
-        """Let probes look at the graphs, and drop some; return what is left of those captured.
+        """Let probes inspect the graphs and drop some; return the summary of the graphs that remain.
 
-        Everything must be over that could have undone the captures.
+        Call it when nothing can undo the captures any more.
         """
         for probe in reversed(self.probes):
             summary = probe.inspect(self, summary)
@@ -137,7 +144,7 @@ class GraphCapture:
                 undo(self.probes, Undone.RUN)
             try:
                 self._capture_each(session)
-            finally:  # whatever came of the others
+            finally:  # also if another size failed
                 undo(self.probes, Undone.RUN)
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
@@ -151,7 +158,7 @@ class GraphCapture:
             self._failed |= dropped
 
     def _capture_again(self) -> None:
-        """Capture once more: what is noted again is the forward's doing, and no graph does what its note says."""
+        """Capture once more: a forward that leaves its note again does so at each run, which no graph repeats."""
         jobs, table = self.jobs, self.table
         table.forget(jobs)
         undo(self.probes, Undone.RECORDINGS)
@@ -167,12 +174,12 @@ class GraphCapture:
     def _warm_up_often(self, job: CaptureJob, num_warmups: int, *, rehearsed: bool = False) -> None:
         for _ in range(num_warmups):
             if self._warm_up(job, rehearsed=rehearsed):
-                break  # its capture will say why, and other sizes may do better
+                break  # its capture will say why, and other sizes may succeed
 
     def _capture_each(self, session: CaptureSession) -> None:
-        """Observe the largest and the smallest; the others too, where these two read other memory."""
+        """Observe the largest and the smallest job; the others, too, if these two read different memory."""
         jobs, table = self.jobs, self.table
-        # A warmup shows what the first one reads, but for hooks, which it does not run.
+        # A warmup shows what the first job reads, except by hooks, which a warmup does not run.
         first = len(jobs) - 1 if self.runs and not table.hooks else 0
         observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
         with capture_bar(len(jobs), table.device, show=table.config.progress and self._ranks.rank == 0) as bar:
@@ -186,12 +193,12 @@ class GraphCapture:
     def _capture_or_fail(
         self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: Any = None
     ) -> None:
-        """Capture jobs, those that failed on any rank a second time after a warmup of their own; note what failed.
+        """Capture jobs; try those that failed on any rank again after a warmup of their own, and note the failures.
 
-        Ranks meet once for all jobs: in between none waits for the slowest.
+        Ranks meet once for all jobs, so that none waits for the slowest after each job.
         """
         errors: dict[str, CaptureError] = {}
-        undo(self.probes, Undone.RUN)  # what runs before these noted counts for none of them
+        undo(self.probes, Undone.RUN)  # notes of earlier runs count for none of these jobs
         for job in jobs:
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
@@ -214,18 +221,18 @@ class GraphCapture:
             again = {job.label: error}
         else:
             if isinstance(error, EscapeError):
-                for probe in self.probes:  # a cache that the warmup filled: the graph will read what is in it
+                for probe in self.probes:  # the graph will read a cache that the warmup filled
                     probe.before_captures(again=True)
             recorded = self._capture_one(session, self._new_run(job, recorded=True))
             again = on_all_ranks(self.table, "capturing", [job], recorded)
-        if again or any(probe.refuses for probe in self.probes):  # then nothing needs what the warmup changed
+        if again or any(probe.refuses for probe in self.probes):  # then no graph needs the warmup's changes
             undo(self.probes, Undone.SECOND_TRY, [*self._traced, *self.runs[before:]])
         return again
 
     def _new_run(
         self, job: CaptureJob, *, recorded: bool = False, rehearsed: bool = False, observed: bool = True
     ) -> Run:
-        # Where probes noted that eager's way is another, warmups go a recording's, so that they make its constants.
+        # Where probes noted that an eager run takes other branches, warmups run as recordings, to make their constants.
         as_recorded = recorded or bool(self.table.constants.notes)
         return Run(job.key, job, job.label, job.rows, recorded, as_recorded, rehearsed, observed)
 
@@ -233,7 +240,7 @@ class GraphCapture:
         """Capture a job into the table; return what went wrong on this rank, by label."""
         job: CaptureJob = run.job
         if job.follows is not None and job.follows not in self.table.graphs:
-            return {}  # what failed there says it all
+            return {}  # that job's failure is reported
         try:
             for probe in self.probes:
                 probe.before_capture(run)
@@ -242,7 +249,7 @@ class GraphCapture:
                 cause = f"eager break {name_of(trace.calls[0].function)} is called in a training step"
                 raise CaptureError(_BREAK_IN_STEP.format(job.label, cause), cause=cause)
             try:
-                for hooks in self.table.hooks:  # this comes last before the capture
+                for hooks in self.table.hooks:  # the last step before the capture
                     hooks.before_capture(job.mode, job.descriptor)
             except Exception as error:
                 raise capture_error(error, job.label, trains=job.trains) from error
@@ -256,7 +263,7 @@ class GraphCapture:
                     raise CaptureError(_HELD_ATTENTION.format(job.label, cause), cause=cause)
                 self.table.add(job, program)
             except BaseException:
-                program.drop()  # nothing else knows of it
+                program.drop()  # nothing else refers to it
                 raise
         except CaptureError as error:
             return {job.label: error}
@@ -317,16 +324,16 @@ class GraphCapture:
             self._raised |= {} if isinstance(error, WithheldError) else {job.label: error}  # no eager call raises it
             return {job.label: capture_error(error, job.label, trains=job.trains)}
         finally:
-            run.outputs = None  # what it made may be used again
+            run.outputs = None  # release its memory
         return {}
 
     def _trace(self, job: CaptureJob) -> BreakTrace | None:
-        """Find what is known of the job's breaks, from a warmup of its own where another size's does not tell."""
+        """Return the trace of the job's breaks, from a warmup of its own if another size's trace does not apply."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
-        # A single one in the middle of serving may be of padded rows, and tells how arguments follow the batch.
-        known = self.table.traces.get(job.key) if self.lazy else self.table.trace(job.key)
-        if known is None:
+        # A single capture while serving may have padded rows: only its own trace shows how arguments follow the batch.
+        trace = self.table.traces.get(job.key) if self.lazy else self.table.trace(job.key)
+        if trace is None:
             run = self._new_run(job, rehearsed=True)
             for error in self._warm_up_here(run).values():
                 raise error
@@ -336,7 +343,7 @@ class GraphCapture:
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
-    """Make the progress bar of captures; a context of None if it is hidden, as for one, and on ranks but the first."""
+    """Make the progress bar of captures; a context of None if it is hidden, for one capture, and on ranks above 0."""
     # tqdm makes a lock that processes share, even for a hidden bar; processes that are killed leave it behind.
     if total < 2 or not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()

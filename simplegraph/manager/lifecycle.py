@@ -152,13 +152,13 @@ class SizeRecord:
     refusal: CannotBind | None = None
 
     def happened(self, event: Event) -> None:
-        """Change the stage as an event does; row counts that were refused are tried again."""
+        """Change the stage as the event says; row counts that were refused are tried again."""
         self.stage = EDGES.get((self.stage, event), self.stage)
         self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not RowVerdict.REFUSED}
 
-    def count_warmups(self, left: int) -> None:
-        """Note how many warmups are left to run before the capture."""
-        self.happened(Event.COOLED if left > 0 else Event.WARMED)
+    def count_warmups(self, remaining: int) -> None:
+        """Note how many warmups remain before the capture."""
+        self.happened(Event.COOLED if remaining > 0 else Event.WARMED)
 
     def capture(self, *, compare: bool) -> None:
         """Note that the size is captured; `compare` if calls are to be compared with replays."""
@@ -180,28 +180,28 @@ class SizeRecord:
             raise self.refusal.again()
 
     def refuse_rows(self, rows: int) -> None:
-        """Let calls of so many rows run eagerly, until something more is learnt."""
+        """Let calls of this row count run eagerly, until another call runs eagerly or the graph is gone."""
         self.rows[rows] = RowVerdict.REFUSED
 
     def drop(self, event: Event) -> None:
-        """Note that there is no graph any more; row counts that were proven are proven again by one comparison."""
+        """Note that the graph is gone; one comparison of the next graph proves all row counts that were proven."""
         self.happened(event)
         self.refusal = self.failure = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CapturedGraph:
-    """The graph of one size, ready to be replayed. A size that is captured again gets another.
+    """The graph of one size, ready to be replayed. A size that is captured again gets a new one.
 
     Attributes:
-        record: of the size.
+        record: the record of the size.
         replays_until_proof: replays until the next comparison with eager; 0 if the next call is compared, or the graph
-            was dropped; negative if no comparison is to come.
+            was dropped; negative if there will be no comparison.
         distance: replays between its last such comparison and the next; it doubles. 0 before the first.
         tries: how many calls could not be compared.
-        operators: a hash of those that eager ran on as many rows as it has; None before it did.
-        freed: says which kernel touches memory that was given back since the capture; None if none is known to. Asked
-            before its first proof: a graph that was replayed keeps what it keeps.
+        operators: a hash of the operators that eager ran on as many rows as the graph has; None before it ran.
+        freed: says which kernel touches memory that was given back since the capture; returns None if none is known to.
+            Called before the graph's first proof only.
     """
 
     mode: CudaGraphMode
@@ -216,7 +216,7 @@ class CapturedGraph:
     freed: Callable[[], str | None] = lambda: None
 
     def verdict(self, rows: int) -> RowVerdict:
-        """Return the verdict of calls of so many rows."""
+        """Return the verdict of calls of this row count."""
         record = self.record
         if record.others is RowVerdict.UNVERIFIED:
             return record.others
@@ -239,25 +239,25 @@ class CapturedGraph:
         self.tries += 1
         return self.tries == _TRIES
 
-    def prove(self, rows: int, distance: int = 0, *, each: bool = False) -> None:
+    def prove(self, rows: int, distance: int = 0, *, per_row_count: bool = False) -> None:
         """Note that a call equalled eager.
 
         Args:
             rows: its batch size.
             distance: replays until a call is compared again, if this was the first; 0 if none is.
-            each: each row count is compared; else this comparison stands for all.
+            per_row_count: True if each row count is compared; else this comparison stands for all.
         """
         if self.replays_until_proof <= 0:
             self.distance = 2 * self.distance or distance
             self.replays_until_proof = self.distance or -1
-        if each:
+        if per_row_count:
             self.record.rows[rows] = RowVerdict.PROVEN
         else:
             self.record.others = RowVerdict.PROVEN
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
 
     def compare_again(self) -> None:
-        """Let the next call of each row count that was proven by itself be compared with eager again."""
+        """Compare the next call of each row count that has a verdict of its own with eager again."""
         rows = self.record.rows.items()
         self.record.rows = {count: verdict for count, verdict in rows if verdict is not RowVerdict.PROVEN}
 
@@ -272,9 +272,9 @@ class CapturedGraph:
         self.replays_until_proof = 0
         self.record.drop(event)
 
-    def _note(self, what: str) -> None:
-        if what not in self.counters.proof:
-            self.counters.proof = ", ".join(filter(None, (self.counters.proof, what)))
+    def _note(self, text: str) -> None:
+        if text not in self.counters.proof:
+            self.counters.proof = ", ".join(filter(None, (self.counters.proof, text)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -282,7 +282,7 @@ class SignatureRecord:
     """The lifecycle of the calls of one signature.
 
     Attributes:
-        called: True once a call went through eagerly, as it was.
+        called: True once a call ran eagerly with its own arguments.
         refusal: why its calls run eagerly; padding_refusal: why those do that would be padded.
         warm: warmup runs by padded size.
         ran: the batch sizes that ran eagerly as they were called, by nesting.
@@ -308,13 +308,13 @@ class SignatureRecord:
         return record
 
     def learn(self) -> None:
-        """Note that a call went through eagerly."""
+        """Note that a call ran eagerly."""
         self.called = True
         for record in self.sizes.values():
             record.happened(Event.CALLED)
 
     def learn_call(self, spec: TreeSpec, rows: int, padded: int) -> None:
-        """Note that a call of so many rows went through eagerly, which was a warmup of its padded size."""
+        """Note that a call of `rows` rows ran eagerly, which counts as a warmup of its padded size."""
         self.ran.add((spec, rows))
         self.warm[padded] += 1
         self.learn()
@@ -330,7 +330,7 @@ class SignatureRecord:
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Let the next calls be looked at again: no plan of theirs holds any more."""
+        """Drop the plans of all calls, so that the next ones are planned again."""
         for plans in self.plans.values():
             plans.clear()
 
@@ -353,7 +353,7 @@ class SignatureRecord:
 
 
 class ModuleRecord:
-    """The lifecycle of the calls of one module: what is about all of them.
+    """The lifecycle that all calls of one module share.
 
     Args:
         disabled: why all calls run eagerly from the start; None if they do not.
@@ -384,21 +384,21 @@ class ModuleRecord:
         self.disabled = reason
 
     def capture(self, replays: int) -> None:
-        """Note that graphs were captured; they are worth it if there are more than so many replays until they go."""
+        """Note that graphs were captured; they pay if there are more than `replays` replays until they are dropped."""
         self._served_before = replays
 
     def drop(self, replays: int) -> None:
-        """Note that graphs went stale after so many replays; too often, and calls run eagerly from now on."""
+        """Note that graphs went stale after `replays` replays; if that happens too often, calls run eagerly."""
         self._strikes = 0 if replays > self._served_before else self._strikes + 1
         if self._strikes >= _STALE_LIMIT:
             self.refuse(Reason.STALE_TOO_OFTEN)
 
     def forgive(self) -> None:
-        """Note that drops so far cost no request."""
+        """Forget earlier drops: they cost no request."""
         self._strikes = 0
 
     def reset(self) -> None:
-        """Begin again: graphs may go stale as often as before."""
+        """Start over: graphs may go stale as often as at first."""
         self.forgive()
         if self.disabled is Reason.STALE_TOO_OFTEN:
             self.disabled = None

@@ -96,13 +96,13 @@ class CudaGraphManager(Sleeps):
         lora_cases: the counts of active LoRAs to capture.
         requests: True if full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
         name: what messages and the report call it.
-        ranks: those whose graphs hold collectives with this one's, as a `RankGroup`; they capture together.
-        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Give `ranks` too,
+        ranks: the ranks whose graphs share collectives with this one's, as a `RankGroup`; they capture together.
+        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Pass `ranks`, too,
             so that all have the same graphs.
-        stats: counters to go on with; None for new ones.
+        stats: counters to continue; None for new ones.
 
     Attributes:
-        kept_alive: what engines' graphs read.
+        kept_alive: tensors that engines' graphs read.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -154,7 +154,7 @@ class CudaGraphManager(Sleeps):
 
     @property
     def failures(self) -> dict[Key, CaptureError]:
-        """The errors of what could not be captured, or was dropped for what a graph did, by key."""
+        """The errors of sizes that could not be captured, or whose graph was dropped, by key."""
         return self.table.failures
 
     @property
@@ -166,7 +166,7 @@ class CudaGraphManager(Sleeps):
         """Call these hooks around every capture and replay from now on.
 
         Raises:
-            ConfigError: something was captured without them, or the manager was made for more than they support.
+            ConfigError: graphs were captured without them, or the manager was made for more than they support.
         """
         if not isinstance(hooks, GraphHooks):
             raise ConfigError(f"hooks is {type(hooks).__name__}; expected a GraphHooks, such as an attention backend.")
@@ -194,35 +194,37 @@ class CudaGraphManager(Sleeps):
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """Say how to run a batch; see `Dispatcher.dispatch`.
+        """Choose how to run a batch; see `Dispatcher.dispatch`.
 
-        With a `consensus` it is how all ranks run this step, eagerly too: each must ask, once a step. A rank with
-        nothing to run asks for 0 tokens, and runs a batch of padding.
+        With a `consensus` all ranks run the step this way, an eager step included: each must call it once a step. A
+        rank with nothing to run dispatches 0 tokens, and runs a batch of padding.
 
         Raises:
-            RankError: no agreement came about.
+            RankError: the ranks did not agree.
             CaptureSizeError: the batch is empty, with a consensus on every rank.
             InputError: the numbers do not fit each other.
         """
         asked = (num_tokens, num_reqs, uniform_query_len, num_active_loras)
         if self.consensus is None:
             return self.dispatcher.dispatch(*asked, allow_full=allow_full)
-        own = self.dispatcher.dispatch(*asked, allow_full=allow_full) if num_tokens else None
-        agreed = self.consensus.agree(self._vote(own))
-        if own is not None and agreed == self._vote(own):
-            if agreed.mode is own.mode:
-                return own
+        dispatched = self.dispatcher.dispatch(*asked, allow_full=allow_full) if num_tokens else None
+        agreed = self.consensus.agree(self._vote(dispatched))
+        if dispatched is not None and agreed == self._vote(dispatched):
+            if agreed.mode is dispatched.mode:
+                return dispatched
             # In its padded shape, run eagerly for want of a graph.
-            return own._replace(mode=CudaGraphMode.NONE, reason=self._why_uncaptured((own.mode, own.descriptor)))
+            return dispatched._replace(
+                mode=CudaGraphMode.NONE, reason=self._why_uncaptured((dispatched.mode, dispatched.descriptor))
+            )
         return self.dispatcher.agreed(*agreed, num_tokens=num_tokens)
 
-    def _vote(self, own: Dispatch | None) -> Vote:
-        """Return how this rank could run: a graph that it does not have, no rank may replay."""
-        if own is None:
+    def _vote(self, dispatched: Dispatch | None) -> Vote:
+        """Return how this rank could run; no rank may replay a graph that another does not have."""
+        if dispatched is None:
             return Vote(CudaGraphMode.FULL, 0)
-        captured = (own.mode, own.descriptor) in self.table.graphs
-        mode = own.mode if captured else CudaGraphMode.NONE
-        return Vote(mode, own.descriptor.num_tokens, own.descriptor.num_active_loras)
+        captured = (dispatched.mode, dispatched.descriptor) in self.table.graphs
+        mode = dispatched.mode if captured else CudaGraphMode.NONE
+        return Vote(mode, dispatched.descriptor.num_tokens, dispatched.descriptor.num_active_loras)
 
     def _why_uncaptured(self, key: Key) -> Reason:
         return Reason.CAPTURE_FAILED if key in self.failures else Reason.NOT_CAPTURED_UPFRONT
@@ -241,7 +243,7 @@ class CudaGraphManager(Sleeps):
     def capture(self, forward: Forward) -> CaptureSummary:
         """Capture every descriptor that is not captured yet, largest first, after warming up on the largest.
 
-        With `num_warmups` above 1 every descriptor is warmed up so often, and with 0 none: then the owner did.
+        With `num_warmups` above 1, every descriptor is warmed up that many times; with 0, none is: then warm up before.
 
         Args:
             forward: called as ``forward(mode, descriptor)``; runs the model on the engine's own buffers,
@@ -279,12 +281,13 @@ class CudaGraphManager(Sleeps):
         Args:
             batch: what `dispatch` returned.
             forward: as in `capture`.
-            verify: run `forward` eagerly, replay the graph from where that started, and compare; what eager left stays.
+            verify: run `forward` eagerly, replay the graph from the same start, and compare; the eager run's effects
+                stay.
             state: with `verify`, every tensor that the forward writes and does not make.
 
         Returns:
-            What the forward returned when captured, padding rows included; graph memory, valid until the
-            next replay of any graph in the pool. With `verify` what it returned now.
+            The outputs of the forward at its capture, padding rows included; they are graph memory, valid until the
+            next replay of any graph in the pool. With `verify` the outputs of the eager run.
 
         Raises:
             InputError: `batch` is no `Dispatch`. Or, with `verify`, the forward writes other tensors than `state`, or
@@ -338,7 +341,7 @@ class CudaGraphManager(Sleeps):
         return graph.program.result()
 
     def memory_estimate(self, forward: Forward) -> MemoryEstimate:
-        """Capture every descriptor into a pool of its own, measure, and drop the graphs again.
+        """Capture every descriptor into a temporary pool, measure the memory, and drop the graphs again.
 
         The forward runs for real, as `capture` would run it.
 
@@ -362,7 +365,7 @@ class CudaGraphManager(Sleeps):
             trial.reset()
 
     def report(self) -> GraphReport:
-        """Report captures, replays and eager calls; print it, or ask it for JSON."""
+        """Report captures, replays and eager calls; print it, or call its `to_json`."""
         return GraphReport(self.stats, str(self.device.torch_device), emulated=self.device.emulated)
 
     def reset(self) -> None:
@@ -375,13 +378,13 @@ class CudaGraphManager(Sleeps):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that capturing everything takes: the largest graph, and what each further one adds.
+    """The memory that capturing everything takes: of the largest graph, and of each further one.
 
     Attributes:
-        graphs: how many there are.
+        graphs: the number of graphs.
         first_bytes: device memory of the largest graph and of what all share.
-        next_bytes: what a further one adds, on average.
-        emulated: True if the graphs were imitated: then it is the memory of their tensors, without what a driver needs.
+        next_bytes: device memory that a further graph adds, on average.
+        emulated: True if the graphs were emulated: then only their tensors count, without the driver's memory.
     """
 
     graphs: int
@@ -399,7 +402,7 @@ class MemoryEstimate:
             total: bytes of all, with what libraries keep for a stream that they run on first.
         """
         free, further = device.free_memory(), sum(taken[1:])
-        device.release_cached_memory()  # what warmups took, which no graph needs
+        device.release_cached_memory()  # of warmups, which no graph needs
         first = max(total - (device.free_memory() - free), sum(taken)) - further
         return cls(len(taken), first, round(further / max(1, len(taken) - 1)), device.emulated)
 

@@ -1,4 +1,4 @@
-"""What eager runs and recordings read and write: seen operator by operator, and served with constants."""
+"""Observes eager runs and recordings operator by operator: what they read and write, and the constants they use."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def run_observed(
     Args:
         table: of the graphs that it is a warmup of; it gets their constants.
         run: the forward.
-        key: whose warmup it is, a graph's or that of several; None if it is none.
-        traced: note what its breaks return, too.
+        key: the key of the graph, or of several graphs, that it is a warmup of; None if it is no warmup.
+        traced: True to note what its breaks return, too.
         rows: its batch size, if known.
         inputs: storage keys of its tensors.
-        arguments: the CPU tensors that it is passed, where it runs on another device.
+        arguments: the CPU tensors that it is passed, if it runs on another device.
         before_write: see `MemoryObserver`.
-        tensors: which are the module's; None if whatever is read back is data.
+        tensors: tells the module's tensors from data; None if every value that is read back is data.
     """
     about = Run(key=key, rows=rows, before_write=before_write)
     watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, tensors=tensors)
@@ -95,8 +95,7 @@ def _eagerly(
 class Observation(Probe):
     """Observes the runs and recordings of one capture.
 
-    Looking costs time, so where the largest and the smallest size read the same memory, the others are taken to do so
-    too.
+    Observing takes time, so if the largest and the smallest size read the same memory, all other sizes are assumed to.
 
     Args:
         table: of the graphs.
@@ -104,8 +103,8 @@ class Observation(Probe):
     Attributes:
         observers: of runs and recordings, in their order.
         reads: CPU tensors from before whose values recordings took, by their place in memory.
-        versions: what values follow from that recordings took from warmups.
-        distrusts: True if two sizes read other memory, or one did what no capture may come to.
+        versions: versions of the tensors whose values recordings took from warmups.
+        distrusts: True if two sizes read different memory, or one did something that a capture must not do.
     """
 
     table: ProgramTable
@@ -116,7 +115,7 @@ class Observation(Probe):
     _answered: bool = False  # a recording took a value from a warmup
 
     def before_capture(self, run: Run) -> None:
-        """Refuse what a run before showed that no capture may come to."""
+        """Refuse a forward that did something in an earlier run that a capture must not do."""
         for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
             raise capture_error(refused, run.label, trains=run.job.trains)
         run.owned = functools.partial(observed_tensors, self.observers)
@@ -151,7 +150,7 @@ class Observation(Probe):
             ):
                 yield
         finally:
-            if observer.refused:  # what one size did that no capture may come to, others would do, too
+            if observer.refused:  # other sizes would do the same
                 self.observers.append(observer)
                 self.distrusts = True
         host.check_refused()
@@ -159,7 +158,7 @@ class Observation(Probe):
         written = observer.written | observer.launched
         note_graph_writes(tensor for key, tensor in observer.external.items() if key in written)
         recorded = [observer for observer in self.observers if observer.captures]
-        # A warmup shows what the first one reads, where its recording was not observed.
+        # A warmup shows what the first size reads if its recording was not observed.
         seen = recorded if len(recorded) > 1 else [*self.observers[:1], *recorded]
         self.distrusts = any(
             observer.refused or observer.external.keys() != seen[0].external.keys() for observer in seen
@@ -182,7 +181,7 @@ class _EngineObservation(Observation):
     kept_alive: list[Tensor] = dataclasses.field(kw_only=True)
 
     def inspect(self, capture: Any, summary: CaptureSummary) -> CaptureSummary:
-        """Own what the graphs read."""
+        """Keep alive the tensors that the graphs read."""
         read = (tensor for observer in self.observers for tensor in observer.external.values())
         self.kept_alive += [tensor.detach() for tensor in read]
         return summary
@@ -191,5 +190,5 @@ class _EngineObservation(Observation):
 def engine_probes(
     table: ProgramTable, kept_alive: list[Tensor], forward: Forward, jobs: Sequence[CaptureJob]
 ) -> list[Probe]:
-    """Make the probes of an engine's captures: operators are observed, and Python's state is put back."""
+    """Make the probes of an engine's captures: one observes operators, the other restores Python state."""
     return [_EngineObservation(table, kept_alive=kept_alive), PythonState([forward])]

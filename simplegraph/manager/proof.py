@@ -36,7 +36,7 @@ class Effects(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Describes a difference: a sentence, the rank that found it if there are several, and how the answers differ."""
+    """Describes a difference: a sentence, the rank that found it if there are several, and how the results differ."""
 
     text: str
     where: str
@@ -46,23 +46,24 @@ class Verdict(NamedTuple):
 class ReplayProof(contextlib.ExitStack):
     """Runs a forward eagerly, once, replays its graph as often as needed from the very same start, and compares.
 
-    When it is closed, memory and random generators are as eager left them. All proofs are this one: who asks for one
-    brings what runs, what is passed to replays, and which of the effects count.
+    When it is closed, memory and random generators are as eager left them. Every proof uses this class: the caller
+    brings the forward, the inputs of replays, and which of the effects count.
 
     Args:
-        table, graph: what is proven. Its replays in here are not counted; its time is.
-        memory: all that the forward may write and that is not its own.
-        generators: those it may draw from.
+        table, graph: the graph to prove, and its table. The proof's replays are not counted; its time is.
+        memory: all memory that the forward may write and does not make.
+        generators: the random generators that it may draw from.
 
     Attributes:
         expected: the effects of the eager run.
-        rounding: what runs of other batch sizes may differ by.
-        seconds: the time that all of it took, once there is a verdict.
+        rounding: the tolerance for runs of other batch sizes.
+        seconds: the time that the whole proof took, once there is a verdict.
         replay_seconds: the time that the fastest replay took.
-        structure_mismatch: how it returned another structure or called other breaks than replays do; empty if not.
-        draws: True if it drew random numbers.
+        structure_mismatch: how the eager run's structure of results, or its breaks, differ from a replay's; empty if
+            they do not.
+        draws: True if the eager run drew random numbers.
         written_inputs: names of the inputs that it changed.
-        repeats: True while replays are padded by the real rows; so is what breaks returned.
+        repeats: True while replays are padded by repeating the real rows; results of breaks are padded so, too.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class ReplayProof(contextlib.ExitStack):
         self.written_inputs: set[str] = set()
 
     def run_eager(self, run: Callable[[], Any], rows: int = 0) -> tuple[Any, MemoryObserver]:
-        """Run the forward as the caller's own call; `close` brings its effects back after the replays.
+        """Run the forward as the caller's own call; `close` restores its effects after the replays.
 
         Args:
             run: the forward.
             rows: its batch size, if known.
 
         Returns:
-            Its result, and what it read and wrote.
+            Its result, and the observer of what it read and wrote.
         """
         observer, graph, program = MemoryObserver(rows=rows), self._graph, self._graph.program
         self._padding = graph.descriptor.num_tokens - rows if rows else 0
@@ -116,8 +117,8 @@ class ReplayProof(contextlib.ExitStack):
         self.expected = Effects(
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
         )
-        then = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
-        self.written_inputs = {name for (name, _), before, now in then if difference(now, before, tolerance=EXACT)}
+        inputs = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
+        self.written_inputs = {name for (name, _), before, now in inputs if difference(now, before, tolerance=EXACT)}
         if tape is not None:
             try:
                 program = played(program, tape.calls, self._differs, lambda: self.repeats)
@@ -131,9 +132,10 @@ class ReplayProof(contextlib.ExitStack):
         return difference(passed, expected, tolerance=self.rounding)
 
     def written_in_part(self) -> str | None:
-        """Name memory that the forward may write, and of which eager left elements as they were; None if there is none.
+        """Name memory that the forward may write and eager left unchanged in part; None if there is none.
 
-        Rows of padding may write there what is there already, as zeros to a cache's empty slot: no comparison shows it.
+        Padding rows may write values there that are there already, such as zeros to a cache's empty slot: no comparison
+        shows such a write.
         """
         memory, regions = self._memory, self._regions
         whole = {WHOLE, *(lies_at(tensor) for _, tensor in memory.tensors)}
@@ -163,7 +165,7 @@ class ReplayProof(contextlib.ExitStack):
         return self.effects(outputs, inputs)
 
     def rewind(self) -> None:
-        """Let memory and random generators be as eager found them, and the stream use the pool."""
+        """Restore memory and random generators to the start of the eager run, and let the stream use the pool."""
         self._table.order_streams()
         self._memory.put(self._before)
         if self.draws:
@@ -188,10 +190,10 @@ class ReplayProof(contextlib.ExitStack):
         Args:
             actual: of one run.
             expected: of another.
-            noise: the effects of another replay like `actual`: by what these two differ, others may differ.
-            rounded: kernels for another batch size may round otherwise, to the least precise dtype that eager met; else
-                bits count.
-            memory: compare memory, too.
+            noise: the effects of another replay like `actual`; as much as these two differ is allowed.
+            rounded: True to allow the rounding of kernels for another batch size, to the least precise dtype that eager
+                met; else every bit must be equal.
+            memory: True to compare memory, too.
         """
         return first_difference(
             self._parts(actual, memory=memory),
@@ -206,16 +208,16 @@ class ReplayProof(contextlib.ExitStack):
         )
 
     def compare(self, replay: Callable[[], Effects], *, alike: bool) -> str | None:
-        """Say how replays differ from eager, or fail; None if they do not.
+        """Say how a replay differs from eager, or that it fails; None if it is equal.
 
         Args:
-            replay: begins where eager did, and replays.
-            alike: eager's kernels are the graph's, so that bits count; others may round otherwise.
+            replay: replays from the start of the eager run.
+            alike: True if eager runs the kernels of the graph, so that every bit must be equal.
         """
         try:
             effects = replay()
-            found = self.differs_beyond_noise(effects, self.expected, replay)
-            return found if alike or found is None else self.difference(effects, self.expected, rounded=True)
+            mismatch = self.differs_beyond_noise(effects, self.expected, replay)
+            return mismatch if alike or mismatch is None else self.difference(effects, self.expected, rounded=True)
         except Exception as error:
             return self.failure(error)
 
@@ -227,25 +229,25 @@ class ReplayProof(contextlib.ExitStack):
     def differs_beyond_noise(
         self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True
     ) -> str | None:
-        """Say how a replay differs from another run by more than from a second replay, which atomics can make it do."""
-        ranks, found = self._table.ranks, self.difference(actual, expected, memory=memory)
-        if not ranks.any(f"a difference in the proof of {self._graph.counters.label}", found is not None):
+        """Say how a replay differs from another run by more than from a second replay; atomics make replays differ."""
+        ranks, mismatch = self._table.ranks, self.difference(actual, expected, memory=memory)
+        if not ranks.any(f"a difference in the proof of {self._graph.counters.label}", mismatch is not None):
             return None
         noise = again()  # on all ranks, or on none
-        return None if found is None else self.difference(actual, expected, noise=noise, memory=memory)
+        return None if mismatch is None else self.difference(actual, expected, noise=noise, memory=memory)
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
 
-    def agree(self, found: str | None) -> Verdict | None:
-        """Return what differs on any rank, given what was found on this one; None if all replays equal eager.
+    def agree(self, mismatch: str | None) -> Verdict | None:
+        """Return what differs on any rank, given what differs on this one; None if all replays equal eager.
 
         Call it when the proof is closed.
         """
         self.seconds = time.perf_counter() - self._started
         self._graph.counters.proof_seconds += self.seconds
         label, ranks = self._graph.counters.label, self._table.ranks
-        failure = ranks.failure(f"the proof of {label}", None if found is None else VerificationError(found))
+        failure = ranks.failure(f"the proof of {label}", None if mismatch is None else VerificationError(mismatch))
         if failure is None:
             return None
         where = f" on rank {failure[0]}" if ranks.size > 1 else ""
@@ -263,8 +265,8 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
     Args:
         table: has the graph, by the job's key.
         job: what the graph was captured from.
-        state: all that the forward writes and does not make.
-        run: the forward, eagerly, on the same buffers.
+        state: all tensors that the forward writes and does not make.
+        run: runs the forward eagerly on the same buffers.
 
     Returns:
         What the forward returned.
@@ -294,8 +296,8 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            found = proof.structure_mismatch or proof.compare(replay, alike=True)
-        verdict = proof.agree(found)  # together
+            mismatch = proof.structure_mismatch or proof.compare(replay, alike=True)
+        verdict = proof.agree(mismatch)  # together
     if verdict is None:
         graph.prove(graph.descriptor.num_tokens)
     else:
@@ -307,21 +309,21 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
 
 Tolerance = Mapping[torch.dtype, float]
 
-# Largest difference allowed, as a share of the largest value: rounding, and other kernels for other sizes.
+# The largest difference allowed, as a share of the largest value: for rounding, and other kernels at other sizes.
 TOLERANCE: Tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 TOLERANCE = {**TOLERANCE, torch.complex128: 1e-9, torch.complex64: 1e-3}
 EXACT: Tolerance = {}
-# The same through a whole model: eager itself differs so from one batch size to another.
+# The same for a whole model: eager itself differs by as much from one batch size to another.
 OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
-# The same where another batch size runs other operators: such a branch may change little.
+# The same if another batch size runs other operators: such a branch may change little.
 OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
-_SLACK = 4  # runs may differ by this many times what two like them differed by: two are a small sample
+_SLACK = 4  # runs may differ by this many times the difference of two equal runs: two are a small sample
 _CHUNK = 1 << 24  # elements that are compared in double precision at a time
 
 
 def by_least_precise(tolerance: Tolerance, met: Iterable[torch.dtype]) -> Tolerance:
-    """Widen a tolerance to that of the least precise dtype which a run met: what it returns was rounded to that.
+    """Widen a tolerance to that of the least precise dtype that a run met: its outputs were rounded to that dtype.
 
     Gradients stored in float32 are no more precise than the bfloat16 that autocast computed them in.
     """
@@ -394,14 +396,14 @@ def first_difference(
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):
-        found = difference(*pair, tolerance=tolerance, noise=None if noise is None else noise[index])
-        if found is not None:
-            return f"{names[index] if names else f'output {index}'} {found}"
+        mismatch = difference(*pair, tolerance=tolerance, noise=None if noise is None else noise[index])
+        if mismatch is not None:
+            return f"{names[index] if names else f'output {index}'} {mismatch}"
     return None
 
 
 def _other_class(outputs: Sequence[Any], expected: Sequence[Any]) -> str:
-    """Say which output of a replay is no tensor of the class that eager returns; empty if all are."""
+    """Say which output of a replay is not of the tensor class that eager returns; empty if all are."""
     for index, (output, leaf) in enumerate(zip(outputs, expected, strict=True)):
         kind = type(leaf)
         if type(output) is Tensor and kind is not Tensor and issubclass(kind, Tensor) and not is_wrapper(leaf):

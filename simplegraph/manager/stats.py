@@ -29,7 +29,7 @@ _NORMAL = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.SWITCHED_OFF, 
 _WARNED = {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}  # by the capture or the proof that failed
 _MOST_LOGGED = 100  # causes of one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
-_MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
+_MOST_SIZES = 1 << 16  # different batch sizes of eager calls that are counted
 
 
 def counted(number: int, noun: str) -> str:
@@ -45,20 +45,20 @@ def joined_labels(labels: Sequence[str]) -> str:
     """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""
     sizes = [label.removeprefix(_BATCH_SIZE).partition(",") for label in labels]
     sized = all(label.startswith(_BATCH_SIZE) for label in labels)
-    if len(labels) == 1 or not sized or len({rest for _, _, rest in sizes}) > 1:
+    if len(labels) == 1 or not sized or len({suffix for _, _, suffix in sizes}) > 1:
         return ", ".join(labels)
     numbers = sorted((int(size) for size, _, _ in sizes), reverse=True)
     shown = [str(number) for number in numbers]
     if len(shown) > _MOST_LISTED:
         shown[_MOST_LISTED - 1 : -1] = [f"... ({len(numbers)} of them)"]
-    _, comma, rest = sizes[0]
-    return f"batch sizes {', '.join(shown)}{comma}{rest}"
+    _, comma, suffix = sizes[0]
+    return f"batch sizes {', '.join(shown)}{comma}{suffix}"
 
 
 def origin(label: str, message: str) -> str:
-    """Return what a failure's message says of its cause: equal for batch sizes that fail alike."""
-    first, *rest = message.splitlines()
-    return "\n".join([first.replace(label, "", 1), *(re.sub(r"\d+", "", line) for line in rest)])
+    """Return a failure's message without its batch size: equal for batch sizes that fail for one cause."""
+    first, *further = message.splitlines()
+    return "\n".join([first.replace(label, "", 1), *(re.sub(r"\d+", "", line) for line in further)])
 
 
 def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -97,11 +97,11 @@ class GraphCounters:
         segments, breaks: graphs it consists of, and eager calls between them.
         nodes: operations in it, where the device can say.
         proof: which calls were compared with eager and agreed, "exact" and "padded" ones, or why it is "unverified";
-            proof_seconds: the time that took, the eager runs included.
-        inputs: what it was captured for, by argument, as text: dtype and shape, or value.
-        inventory: what it touches, if the driver was asked.
+            proof_seconds: the time that this took, the eager runs included.
+        inputs: the arguments that it was captured for, by name, as text: dtype and shape, or value.
+        inventory: the memory and kernels that it touches, if the driver was asked.
         costs: its steps and their times; see `StepCost`.
-        paddings: how often it was replayed, by the number of padding rows, up to the largest that came.
+        paddings: how often it was replayed, by the number of padding rows, up to the largest number so far.
     """
 
     label: str
@@ -127,10 +127,10 @@ class GraphCounters:
     @property
     def padded_tokens(self) -> int:
         """Padding rows in all replays together."""
-        return sum(itertools.accumulate(self.paddings[:0:-1]))  # a call with p padding rows is in p of these sums
+        return sum(itertools.accumulate(self.paddings[:0:-1]))  # a call with p padding rows is in p of the sums
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return how many calls it served of each number of real rows; those of a backward are its forward's."""
+        """Return how many calls it served, by the number of real rows; calls of a backward count at its forward."""
         if self.mode == "BACKWARD":
             return {}
         return {self.size - padding: count for padding, count in enumerate(self.paddings) if count}
@@ -141,12 +141,12 @@ class GraphStats:
     """Counters of one wrapper or manager.
 
     Attributes:
-        number: tells those of one process apart that have one name.
+        number: distinguishes wrappers of one process that have the same name.
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
-        unit: what batches are counted in, "rows" or "tokens"; "calls" if each call counts as one.
-        eager: eager calls by `Reason`; slower: those that graphs served, but in a slower way than they were asked to;
-            details: what the latest call of each reason was about, or the largest that was too large, if known.
-        texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
+        unit: the unit of batch sizes, "rows" or "tokens"; "calls" if each call counts as one.
+        eager: eager calls by `Reason`; slower: calls that graphs served, but in a slower way than asked for;
+            details: more about the latest call of each reason, or of the largest that was too large, if known.
+        texts: for a library in front of the wrapper, texts of reasons that mention none of the wrapper's settings.
         capture_method: name of the user's method that captures before the first call; empty if there is none.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
@@ -180,7 +180,7 @@ class GraphStats:
 
     @property
     def summary(self) -> str:
-        """Say in one line what came of the calls."""
+        """Return one line with the numbers of graphs, replays and eager calls."""
         counts = ((len(self.graphs), "graph"), (self.replays, "replay"), (self.eager.total(), "eager call"))
         return ", ".join(counted(number, noun) for number, noun in counts)
 
@@ -197,7 +197,7 @@ class GraphStats:
     def batch_sizes(self) -> dict[int, int]:
         """Count the calls of each batch size, before padding: the histogram that `plan_sizes` takes.
 
-        Eager calls are in it where a graph of some size could have served them: not in training mode, say.
+        Eager calls are in it if a graph of some size could have served them, which excludes calls in training mode.
         """
         sizes = self._eager_sizes.copy()
         for graph in self._every_graph():
@@ -230,17 +230,17 @@ class GraphStats:
         return sum(graph.proof_seconds for graph in list(self.graphs.values()))
 
     def eager_by_cost(self) -> tuple[collections.Counter[Reason], collections.Counter[Reason]]:
-        """Count the eager calls that cost speed, and those of the normal course."""
+        """Count the eager calls that cost speed, and the expected ones."""
         counts = self.eager.copy()
-        learns = {Reason.OUTPUT_SHAPE_UNKNOWN} - {*self.details}  # these very calls show it
+        learns = {Reason.OUTPUT_SHAPE_UNKNOWN} - {*self.details}  # these calls show the shape
         costly = collections.Counter({why: count for why, count in counts.items() if why not in _NORMAL | learns})
         return costly, counts - costly
 
     def padded_lengths(self) -> str:
         """Say how much longer calls became by padding to captured lengths."""
-        counts = self.lengths.most_common()  # of a moment: another thread may add one
+        counts = self.lengths.most_common()  # copied once: another thread may add one
         called, served = (sum(pair[at] * count for pair, count in counts) for at in (0, 1))
-        shown = (f"{own} at {padded} x {count}" for (own, padded), count in counts[:_MOST_SHOWN])
+        shown = (f"{length} at {padded} x {count}" for (length, padded), count in counts[:_MOST_SHOWN])
         return f"  lengths x calls: {', '.join(shown)}; {1 - called / served:.0%} of what was served is padding"
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
@@ -248,7 +248,7 @@ class GraphStats:
 
         Args:
             reason: why no graph served it.
-            detail: what it was about.
+            detail: more about the call.
             size: the batch's size, if a graph of some size could serve it.
         """
         self.eager[reason] += 1
@@ -257,8 +257,8 @@ class GraphStats:
         for listener in (*_eager_listeners,):
             listener(self.name, reason, detail)
         smaller = reason is Reason.BATCH_TOO_LARGE and (size or 0) < max(self._eager_sizes, default=0)
-        learns = reason in _NORMAL or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)  # by this very call
-        # What is added for a larger batch serves this one, too.
+        learns = reason in _NORMAL or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)
+        # A size that is added for a larger batch serves this one, too.
         kept = self.details.get(reason, detail) if smaller else detail
         self._explain("runs eagerly", reason, kept, warn=not learns and reason not in _WARNED)
 
@@ -267,18 +267,18 @@ class GraphStats:
         self.slower[reason] += 1
         self._explain("runs slower", reason, detail, warn=True)
 
-    def _explain(self, what: str, reason: Reason, detail: str, *, warn: bool) -> None:
+    def _explain(self, effect: str, reason: Reason, detail: str, *, warn: bool) -> None:
         if detail:
             self.details[reason] = detail
         level = logging.WARNING if warn else logging.DEBUG
         text = self.explained(reason)
-        cause = reason, level, text.translate(_NO_DIGITS)  # the same of another size is no news
+        cause = reason, level, text.translate(_NO_DIGITS)  # the same cause at another size is not logged again
         if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(cause)
-            logger.log(level, "simplegraph: %s %s: %s.\n  See: %s", self.name, what, text, reason.command)
+            logger.log(level, "simplegraph: %s %s: %s.\n  See: %s", self.name, effect, text, reason.command)
 
     def explained(self, reason: Reason) -> str:
-        """Return a reason's text, and what the latest call of it was about."""
+        """Return a reason's text, with the detail of its latest call."""
         text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
         return f"{text} ({detail})" if detail else text
 
@@ -316,10 +316,10 @@ class GraphReport:
     Args:
         stats: the counters.
         device: where the graphs are.
-        emulated: True if these are imitated graphs, without speed.
-        optimizations: what `optimize` did to the module.
-        touched: what the kernels of graphs touch, line by line, where that was asked for.
-        ahead: the eager calls before a replay, by batch size, of sizes that need some: "warmup", "proof".
+        emulated: True if the graphs are emulated, which gives no speed.
+        optimizations: the changes that `optimize` made to the module.
+        touched: lines about the memory that the kernels of graphs touch, if they were asked for.
+        ahead: the eager calls ("warmup", "proof") before the next replay, by batch size, for sizes that need some.
     """
 
     stats: GraphStats
@@ -357,7 +357,7 @@ class GraphReport:
         """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons.
 
         Raises:
-            ConfigError: the path ends otherwise than an HTML file's.
+            ConfigError: the path does not end as an HTML file's does.
         """
         if Path(path).suffix.lower() in (".json", ".txt", ".csv", ".pdf", ".png"):
             raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
@@ -402,7 +402,7 @@ class GraphReport:
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
         if sizes and stats.unit != "calls":
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
-            more = f", and {left} other sizes" if (left := len(stats.batch_sizes) - len(sizes)) else ""
+            more = f", and {more_sizes} other sizes" if (more_sizes := len(stats.batch_sizes) - len(sizes)) else ""
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
         lines += [stats.padded_lengths()] if stats.lengths else []
         if stats.flushes:
@@ -421,14 +421,14 @@ class GraphReport:
             f"{counted(len(calls), 'call')} of {counted(size, self.stats.unit.removesuffix('s'))} ({', '.join(calls)})"
             for size, calls in sizes[:_MOST_SHOWN]
         ]
-        more = [f"and {left} other sizes"] if (left := len(sizes) - _MOST_SHOWN) > 0 else []
+        more = [f"and {more_sizes} other sizes"] if (more_sizes := len(sizes) - _MOST_SHOWN) > 0 else []
         return "; ".join([*shown, *more])
 
 
 def _row(graph: GraphCounters) -> tuple[str, ...]:
-    what = (graph.size, graph.segments, graph.breaks, "-" if graph.nodes is None else graph.nodes)
+    counts = (graph.size, graph.segments, graph.breaks, "-" if graph.nodes is None else graph.nodes)
     costs = f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes)
-    return graph.mode, *map(str, what), *costs, str(graph.replays), str(graph.padded_tokens), graph.proof or "-"
+    return graph.mode, *map(str, counts), *costs, str(graph.replays), str(graph.padded_tokens), graph.proof or "-"
 
 
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
@@ -441,15 +441,15 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
 
 
 def _shares(graph: GraphCounters) -> str:
-    """Share out a piecewise replay's time: to the segments together, and to every break function."""
+    """Divide a piecewise replay's time between all segments together and each break function."""
     parts: dict[str, list[float | None]] = {}
     for cost in graph.costs():
         parts.setdefault(cost.name or "segments", []).append(cost.ms)
-    times = {name: sum(ms) for name, known in parts.items() if (ms := [t for t in known if t is not None])}
+    times = {name: sum(ms) for name, part_times in parts.items() if (ms := [t for t in part_times if t is not None])}
     total = sum(times.values())
     shown = [
-        f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
-        for name, known in parts.items()
+        f"{name} x {len(part_times)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
+        for name, part_times in parts.items()
     ]
     return f"  {graph.mode} {graph.size}: {', '.join(shown)}{'' if times else ' (timed at the second replay)'}"
 
@@ -481,9 +481,9 @@ class CaptureSummary:
         failed: label -> error of those that were not.
         seconds: wall time, warmup included, without ``inventory``.
         bytes: device memory taken, as the device's free memory saw it.
-        parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
-            for the slowest, ``warmup``, ``capture`` and ``instantiate``, waiting for the driver at the end. Beside them
-            ``inventory``, asking it what graphs touch.
+        parts: seconds by part: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting for
+            the slowest, ``warmup``, ``capture`` and ``instantiate``, which waits for the driver at the end.
+            ``inventory``, the time to ask the driver what graphs touch, is not part of ``seconds``.
         switched_off: True if nothing was tried because graphs are switched off.
     """
 
@@ -531,10 +531,10 @@ def wrappers() -> list[GraphHolder]:
         for wrapper in sg.wrappers():
             print(wrapper.report())
 
-    Each has counters, `stats`, and a `report`. None is kept alive by this list.
+    Each has counters, `stats`, and a `report`. The list of holders keeps none of them alive.
     """
-    found = [reference() for reference in _holders.valuerefs()]
-    return sorted((holder for holder in found if holder is not None), key=lambda holder: holder.stats.number)
+    holders = [reference() for reference in _holders.valuerefs()]
+    return sorted((holder for holder in holders if holder is not None), key=lambda holder: holder.stats.number)
 
 
 def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], None]:
@@ -542,10 +542,10 @@ def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], Non
 
     Args:
         callback: gets the wrapper's name, the reason and its detail, "" if there is none. It should return quickly, and
-            what it raises ends the call.
+            an exception that it raises ends the call.
 
     Returns:
-        A function that ends it.
+        A function that removes the callback.
 
     Raises:
         ConfigError: the callback cannot be called.

@@ -1,4 +1,4 @@
-"""The table of a model's Programs: what is to be captured, what was, what failed, and the one way to replay."""
+"""The table of a model's Programs: jobs to capture, captured graphs, failures, and the one way to replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simplegraph.base.errors import CaptureError, HostError
 from simplegraph.base.failures import release_frames
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.device.protocol import GraphDevice, GraphPool, KnownMemory
+from simplegraph.device.protocol import GraphDevice, GraphPool, MemorySpan
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.lifecycle import CapturedGraph, Event, SizeRecord
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin, where_failed
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("simplegraph")
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
-OTHERS_TOO = "other sizes with the same cause will, too"  # where these were not tried
+OTHERS_TOO = "other sizes with the same cause will, too"  # if those were not tried
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -43,20 +43,20 @@ class CaptureJob:
     """One graph to capture.
 
     Attributes:
-        key: what it will be replayed by.
-        mode, descriptor: what it serves.
+        key: the key to replay it by.
+        mode, descriptor: the calls that it serves.
         run: the forward, on static inputs.
         generators: random generators the forward draws from, beside the default one.
-        inputs: what it is captured for, by argument, as text for the report.
-        exact: it has no batch dimension, so that labels name the inputs instead.
-        name: names a tensor that the forward found somewhere, for messages; None if it cannot.
-        tensors: which are the module's; None where no graph may take values of them.
-        part: of a training call, "forward" or "backward"; "" for a whole call.
-        follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
+        inputs: the arguments that it is captured for, by name, as text for the report.
+        exact: True if it has no batch dimension, so that labels name the inputs instead.
+        name: returns the name of a tensor that the forward reads, for messages; None if it has none.
+        tensors: tells the module's tensors from data; None if no graph may take values of them.
+        part: "forward" or "backward" of a training call; "" for a whole call.
+        follows: the key of an earlier job whose graph is always replayed first, and whose memory it reads.
         refused: why it cannot be captured, if a run showed that.
-        arguments: the CPU tensors that the forward is passed, where the graph is of another device.
-        record: of the size.
-        trains: it is a training step, or of a training call: no eager break can be in its graph.
+        arguments: the CPU tensors that the forward is passed, if the graph is for another device.
+        record: the record of the size.
+        trains: True for a training step or a part of a training call: its graph can contain no eager break.
     """
 
     key: Key
@@ -97,14 +97,14 @@ class CaptureJob:
 
 
 class GraphHooks:
-    """Calls around a captured run, for a library beside this one. Override what is needed.
+    """Calls around a captured run, for another library. Override the methods you need.
 
     Attention backends plan in `before_replay`; an offloader joins its copy stream in `end_of_forward`.
 
     Attributes:
         support: what its part of the forward can do in a full graph.
         max_num_reqs: the most requests that its part of a step can have; None for any number. A manager of full graphs
-            is made for no more (`max_num_seqs`), so that none is captured for a batch that cannot occur.
+            must be made for no more (`max_num_seqs`), so that none is captured for a batch that cannot occur.
     """
 
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
@@ -116,16 +116,16 @@ class GraphHooks:
         return {}
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Outside the capture, before it begins: set up what this descriptor's graph will read."""
+        """Set up what this descriptor's graph will read; called before the capture, outside of it."""
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Outside the graph, before every replay: refresh what the graph reads."""
+        """Refresh what the graph reads; called before every replay, outside the graph."""
 
     def undo_step(self) -> None:
-        """Allow the last step to run once more: a proof undid what it wrote, and is about to replay it."""
+        """Allow the last step to run once more: a proof undid its writes, and is about to replay it."""
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Inside the capture, after the forward: whatever runs here is recorded."""
+        """Run after the forward, inside the capture: all operators that run here are recorded."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,22 +134,22 @@ class ProgramTable:
 
     Args:
         config: what to capture.
-        device: where.
+        device: the device of the Programs.
         pool: the memory that the Programs live in.
-        ranks: those that capture together.
+        ranks: the ranks that capture together.
         support: what the attention inside the forward can do in a full graph.
         stats: counts captures and replays.
 
     Attributes:
-        graphs: what can be replayed, by key.
-        records: of the sizes that were captured, or could not be, by key.
+        graphs: the graphs that can be replayed, by key.
+        records: records of the sizes that were captured, or failed to be, by key.
         hooks: called around every capture and replay.
-        constants: what warmups moved to the device from Python data, for captures.
-        foreign: tensors that graphs touch and no operator named; they are kept alive.
+        constants: device tensors that warmups made from Python data, for captures.
+        foreign: tensors that graphs touch and no operator was passed; they are kept alive.
         accounted: the memory that the last captures were seen to read, and that was kept alive then.
-        traces: what warmups learnt of breaks, by key.
+        traces: traces of breaks from warmups, by key.
         unowned: addresses that graphs touch and that are in no tensor's memory.
-        probes: of extras; they look on at every run and capture.
+        probes: probes of extras, which are called at every run and capture.
     """
 
     config: CudaGraphConfig
@@ -163,7 +163,7 @@ class ProgramTable:
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
     foreign: list[Tensor] = dataclasses.field(default_factory=list)
-    accounted: list[KnownMemory] = dataclasses.field(default_factory=list)
+    accounted: list[MemorySpan] = dataclasses.field(default_factory=list)
     unowned: set[int] = dataclasses.field(default_factory=set)
     traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     probes: list[Probe] = dataclasses.field(default_factory=list)
@@ -172,11 +172,11 @@ class ProgramTable:
 
     @property
     def failures(self) -> dict[Key, CaptureError]:
-        """The errors of what could not be captured, or was dropped for what a graph did, by key."""
+        """The errors of sizes that could not be captured, or whose graph was dropped, by key."""
         return {key: record.failure for key, record in self.records.items() if record.failure is not None}
 
     def replay(self, graph: CapturedGraph, padding: int = 0) -> None:
-        """Replay a graph, of which so many rows are padding. Call after `order_streams`, with the pool's lock held."""
+        """Replay a graph with `padding` rows of padding. Call after `order_streams`, with the pool's lock held."""
         for hooks in self.hooks:
             hooks.before_replay(graph.mode, graph.descriptor)
         program = graph.program
@@ -195,7 +195,7 @@ class ProgramTable:
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph, padding: int) -> Any:
-        """Set a profiler's range, and run wrapped modules that the breaks call eagerly: they belong to the replay."""
+        """Set a profiler's range, and let wrapped modules that breaks call run eagerly, as parts of the replay."""
         with contextlib.ExitStack() as stack:
             if _profiler_enabled():  # under ``emit_nvtx`` an NVTX range, too
                 label = f"simplegraph.replay {graph.counters.label}"
@@ -221,20 +221,24 @@ class ProgramTable:
     # Captures.
 
     def add(self, job: CaptureJob, program: Program) -> None:
-        """Take in a new Program; a failure of its key is forgotten."""
+        """Add a new Program, and forget an earlier failure of its key."""
         nodes = [segment.num_nodes for segment in program.segments]
         total = None if None in nodes else sum(filter(None, nodes))
         kind = job.part.partition(",")[0].upper() or job.mode.name  # as the report names such graphs
-        what = job.label, kind, job.descriptor.num_tokens
+        identity = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
-        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
+        counters = GraphCounters(
+            *identity, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs
+        )
         if job.key in self.records:
             self._forget_failure(job)
         compare = self.config.verify > 0
         job.record.capture(compare=compare)
         self.records[job.key] = job.record
-        left = 0 if compare else -1
-        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, job.record, left)
+        replays_until_proof = 0 if compare else -1
+        self.graphs[job.key] = CapturedGraph(
+            job.mode, job.descriptor, program, counters, job.record, replays_until_proof
+        )
         self.stats.captures += 1
         self.stats.graphs[job.key] = counters
 
@@ -243,7 +247,7 @@ class ProgramTable:
 
         Args:
             failed: the errors.
-            outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
+            outcome: what happened to other sizes, for the warning; each cause is warned about once in the table's life.
         """
         if not failed:
             return
@@ -251,8 +255,8 @@ class ProgramTable:
             self._forget_failure(job)
             self.records[job.key] = job.record
             job.record.refuse(CannotBind(Reason.CAPTURE_FAILED, where_failed(error)), error)
-            known = self.stats.failures.get(job.label, str(error)) == str(error)
-            self.stats.failures[job.label if known else job.label_with_inputs] = str(error)
+            same_failure = self.stats.failures.get(job.label, str(error)) == str(error)
+            self.stats.failures[job.label if same_failure else job.label_with_inputs] = str(error)
         messages = {job.label: str(error) for job, error in failed.items()}
         new = {label: message for label, message in messages.items() if origin(label, message) not in self._warned}
         self._warned |= {origin(*failure) for failure in new.items()}
@@ -283,7 +287,7 @@ class ProgramTable:
             self.stats.dropped([key])
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
-        """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""
+        """Drop these jobs' programs for a cause that was found after the capture; return the errors by label."""
         self.forget(jobs)
         text = "the graph of {} is dropped\n  {}.\n  {}"
         failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
@@ -297,17 +301,17 @@ class ProgramTable:
             raise next(iter(failed.values()))
 
     def add_trace(self, key: Key, trace: BreakTrace) -> None:
-        """Keep what a warmup learnt of a graph's breaks."""
+        """Keep a warmup's trace of a graph's breaks."""
         self.traces[key] = trace
         if trace.any_size:
             self._trace_of_any_size = trace
 
     def trace(self, key: Key) -> BreakTrace | None:
-        """Return the key's own trace, or one whose breaks return the same for every batch size."""
+        """Return the key's own trace, or a trace whose breaks return the same for every batch size."""
         return self.traces.get(key) or self._trace_of_any_size
 
     def release_pool(self) -> None:
-        """Give the pool's memory back if no graph is left in it, and none of its users is outside of managers."""
+        """Give the pool's memory back if no graph is left in it, and only managers use it."""
         with self.pool.lock:
             if (managers := self.pool.managers) and not any(manager.table.graphs for manager in managers):
                 # In place: managers that share the pool go on with it.
@@ -316,7 +320,7 @@ class ProgramTable:
 
     @contextlib.contextmanager
     def releasing_unused_pool(self) -> Iterator[None]:
-        """Give the memory of captures back if none of them came to a graph."""
+        """Give the memory of captures back if none of them produced a graph."""
         try:
             yield
         finally:
@@ -342,17 +346,17 @@ class ProgramTable:
 
 
 def on_all_ranks(
-    table: ProgramTable, what: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
+    table: ProgramTable, action: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
 ) -> dict[str, CaptureError]:
-    """Return the errors of all ranks by label: a graph that one rank does not have, no rank may replay."""
-    found = dict(errors)
-    others = table.ranks.failures(f"{what} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
+    """Return the errors of all ranks by label, and drop graphs that failed elsewhere: no rank may replay them."""
+    all_errors = dict(errors)
+    others = table.ranks.failures(f"{action} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
     for job in jobs:
         if job.label in others and job.label not in errors:
             table.forget([job])
             rank, words = others[job.label]
             cause = f"it failed on rank {rank}, and its collectives need all ranks"
             said = words.replace("\n", "\n  ")
-            message = f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
-            found[job.label] = CaptureError(message, cause=cause)
-    return found
+            message = f"{action} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
+            all_errors[job.label] = CaptureError(message, cause=cause)
+    return all_errors

@@ -1,7 +1,7 @@
-"""Look at what captured graphs touch: refuse those that read freed memory, and keep alive what nobody else does.
+"""Inspect the memory that captured graphs touch: refuse graphs that read freed memory, and keep foreign tensors alive.
 
-Kernels that torch launches, or libraries for it, are only reported: its dispatcher has shown their tensors, and they
-leave arguments that they do not use as these were.
+Kernels launched by torch, or by libraries for it, are only reported: its dispatcher has shown their tensors, and
+arguments that they do not use may hold old addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from simplegraph.base.reasons import explain_command
 from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
-from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
@@ -33,16 +33,16 @@ logger = logging.getLogger("simplegraph")
 
 
 class Inspection(Probe):
-    """Reads what captured graphs touch, and drops those that touch memory which was given back."""
+    """Reads what captured graphs touch, and drops graphs that touch memory that was given back."""
 
     def inspect(self, capture: GraphCapture, summary: CaptureSummary) -> CaptureSummary:
-        """Inspect the largest graph and the smallest, and others if these read what was given back."""
+        """Inspect the largest and the smallest graph, and the others if one of these reads freed memory."""
         table, jobs, started = capture.table, capture.jobs, time.perf_counter()
         read = list(next((run.owned() for run in reversed(capture.runs) if run.recorded), ()))
         with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
             refused = _inspect(table, jobs, read)
             if refused is None:
-                return summary  # alike on all ranks
+                return summary  # the same on all ranks
             dropped = on_all_ranks(table, "inspecting", jobs, refused)
             failed = {job: dropped[job.label] for job in jobs if job.label in dropped}
             table.forget(failed)
@@ -56,36 +56,36 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     """Read what the largest and the smallest graph touch.
 
     Args:
-        table: of the graphs; a graph that touches memory which was given back is taken out of it.
-        jobs: what was captured, largest first.
+        table: the table of the graphs; a graph that touches memory that was given back is removed from it.
+        jobs: the captured jobs, largest first.
         read: tensors that the forward was seen to read, which are kept alive.
 
     Returns:
-        Why graphs were taken out, by label; None if there was no graph, or no driver to ask.
+        Why graphs were removed, by label; None if there was no graph, or no driver to ask.
     """
     captured = [job for job in jobs if job.key in table.graphs]
     ends = {job.key: job for job in (*captured[:1], *captured[-1:])}
-    known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)]
-    found: dict[str, Inventory] = {}
+    spans = [span for tensor in (*read, *table.foreign) for span in _memory(tensor)]
+    inventories: dict[str, Inventory] = {}
     for job in captured:
         table.graphs[job.key].freed = functools.partial(_freed_since, weakref.ref(table), job.key)
     for job in ends.values():
         graph = table.graphs[job.key]
-        kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
+        kept = [*spans, *(span for tensor in graph.program.constants for span in _memory(tensor))]
         graph.counters.inventory = inventory = take_inventory(table.device, table.pool, graph.program.segments, kept)
         if inventory is None:
             return None
-        found[job.label] = inventory
+        inventories[job.label] = inventory
     if not ends:
         return None
-    table.accounted = known
+    table.accounted = spans
     refused: dict[str, CaptureError] = {}
     for job in ends.values():
-        if freed := _freed(found[job.label]):
+        if freed := _freed(inventories[job.label]):
             refused[job.label] = _refusal(job, freed[0])
             table.forget([job])
         else:
-            _keep(table, found[job.label])
+            _keep(table, inventories[job.label])
     between = [job for job in captured if job.key not in ends]
     if refused and between:  # these may do the same
         return refused | (_inspect(table, between, read) or {})
@@ -95,7 +95,7 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
 
 
 def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
-    """Read what a graph touches before its first replay if that was not done for a proof.
+    """Read what a graph touches before its first replay, unless a proof did.
 
     Raises:
         StaleGraphError: it touches memory that was given back.
@@ -118,34 +118,34 @@ def _freed_since(table_ref: weakref.ref[ProgramTable], key: Key) -> str | None:
     graph = None if table is None else table.graphs.get(key)
     if table is None or graph is None or (graph.counters.proof and graph.counters.inventory is not None):
         return None
-    found = take_inventory(table.device, table.pool, graph.program.segments, ())
-    if found is None:
+    inventory = take_inventory(table.device, table.pool, graph.program.segments, ())
+    if inventory is None:
         return None
-    freed = _freed(found)
+    freed = _freed(inventory)
     if not freed and graph.counters.inventory is None:
-        _keep(table, found)
-    graph.counters.inventory = graph.counters.inventory or found
+        _keep(table, inventory)
+    graph.counters.inventory = graph.counters.inventory or inventory
     return _describe_freed(freed[0]) if freed else None
 
 
-def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
-    # A fake tensor says that it is on the GPU, but has no memory; torch warns of asking where that is.
+def _memory(tensor: Tensor) -> Iterator[MemorySpan]:
+    # A fake tensor says that it is on the GPU, but has no memory; torch warns if its address is read.
     if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cuda":
         start = storage.data_ptr()
         if not start:
             return
-        yield KnownMemory(
+        yield MemorySpan(
             start, start + storage.nbytes(), f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         )
 
 
 def _unseen(inventory: Inventory, place: MemoryKind) -> list[Touch]:
-    """List the addresses in a place, padding among them, of kernels that torch's dispatcher does not show."""
+    """List the addresses of one kind that kernels touch that torch's dispatcher does not show, padding included."""
     return [touch for touch in inventory.touches if touch.place is place and not launched_by_torch(touch.node)]
 
 
 def _freed(inventory: Inventory) -> list[Touch]:
-    """List what is surely no padding and lies in memory that was given back."""
+    """List the touches of memory that was given back that are certainly not padding."""
     return [touch for touch in _unseen(inventory, MemoryKind.FREED) if touch.certain]
 
 
@@ -166,7 +166,7 @@ def _describe_freed(touch: Touch) -> str:
 
 
 def _keep(table: ProgramTable, inventory: Inventory) -> None:
-    """Keep the tensors alive that a graph touches and nobody accounts for; warn once of memory that has none."""
+    """Keep tensors alive that a graph touches and nothing accounts for; warn once of memory that is in no tensor."""
     spans = [*table.accounted, *(span for tensor in table.foreign for span in _memory(tensor))]
     foreign = [
         touch
@@ -175,32 +175,37 @@ def _keep(table: ProgramTable, inventory: Inventory) -> None:
     ]
     if not foreign:
         return
-    found = _tensors_at({touch.address for touch in foreign})
-    table.foreign += found
-    spans = [span for tensor in found for span in _memory(tensor)]
-    # What copies and fills touch may be a library's workspace of another thread, as a backward's is.
-    left = [touch for touch in foreign if touch.parameter >= 0 and not _holds(spans, touch)]
-    if left and not table.unowned:
+    tensors = _tensors_at({touch.address for touch in foreign})
+    table.foreign += tensors
+    spans = [span for tensor in tensors for span in _memory(tensor)]
+    # Copies and fills may touch a library's workspace of another thread, such as a backward's.
+    without_tensor = [touch for touch in foreign if touch.parameter >= 0 and not _holds(spans, touch)]
+    if without_tensor and not table.unowned:
         logger.warning(
             "simplegraph: %s: graphs touch device memory that belongs to no tensor, such as the kernel %s at %#x.\n"
             "  Replays are right while whoever owns it leaves it there.\n  See: %s",
-            *(table.stats.name, readable(left[0].node), left[0].address, explain_command("foreign-memory")),
+            *(
+                table.stats.name,
+                readable(without_tensor[0].node),
+                without_tensor[0].address,
+                explain_command("foreign-memory"),
+            ),
         )
-    table.unowned |= {touch.address for touch in left}
+    table.unowned |= {touch.address for touch in without_tensor}
 
 
-def _holds(spans: Sequence[KnownMemory], touch: Touch) -> bool:
+def _holds(spans: Sequence[MemorySpan], touch: Touch) -> bool:
     return any(start <= touch.address < end for start, end, _ in spans)
 
 
 def _tensors_at(addresses: Iterable[int]) -> list[Tensor]:
-    """Find tensors in whose memory these addresses are; this looks at every object there is."""
-    left, found = set(addresses), []
-    for held in all_tensors():
-        if left:
+    """Find tensors whose memory contains these addresses, among all objects of the process."""
+    addresses_to_find, tensors = set(addresses), []
+    for tensor in all_tensors():
+        if addresses_to_find:
             with contextlib.suppress(Exception):  # of a subclass without memory, or half made
-                for start, end, _ in _memory(held):
-                    inside = {address for address in left if start <= address < end}
-                    found += [held.detach()] if inside else []
-                    left -= inside
-    return found
+                for start, end, _ in _memory(tensor):
+                    inside = {address for address in addresses_to_find if start <= address < end}
+                    tensors += [tensor.detach()] if inside else []
+                    addresses_to_find -= inside
+    return tensors

@@ -81,14 +81,14 @@ class PythonState(Probe):
         self._recorded = True
         if not recorded.searched:
             return
-        device, pool, own = recorded.device, recorded.pool, recorded.held
+        device, pool, program_holds = recorded.device, recorded.pool, recorded.held
         if not device.left_alive(pool):
             return
-        held = {_address(tensor) for tensor in (*_tensors_of(own), *recorded.run.owned())}
-        if not device.left_alive(pool) - held:
+        owned_addresses = {_address(tensor) for tensor in (*_tensors_of(program_holds), *recorded.run.owned())}
+        if not device.left_alive(pool) - owned_addresses:
             return
         gc.collect(0)  # a cycle is no escape
-        kept = _tensors_at(device.left_alive(pool) - held)
+        kept = _tensors_at(device.left_alive(pool) - owned_addresses)
         if kept and not self.collected:  # once, since it takes longer than twenty captures
             self.collected = True
             gc.collect()
@@ -97,7 +97,7 @@ class PythonState(Probe):
             if not _living(kept):
                 return
             time.sleep(0.001)
-        own_memory = {tensor.data_ptr() for tensor in _tensors_of(own)}
+        own_memory = {tensor.data_ptr() for tensor in _tensors_of(program_holds)}
         is_returned, is_gradient = any(address in own_memory for _, address in kept), _holds_gradient(_living(kept))
         names, undefined = _put_back(kept, self)
         if not (is_gradient or undefined):
@@ -123,15 +123,15 @@ class PythonState(Probe):
                 return library_remedy
         return self.kept_remedy
 
-    def undo(self, what: Undone, runs: Sequence[Run]) -> None:
+    def undo(self, stage: Undone, runs: Sequence[Run]) -> None:
         """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
-        if what is Undone.RUN:
+        if stage is Undone.RUN:
             self.put_back_notes()
-        elif what is Undone.RECORDING:
+        elif stage is Undone.RECORDING:
             for run in runs:
-                if kept := _tensors_at(run.left):  # what the error's own frames hold stays there
+                if kept := _tensors_at(run.left_addresses):  # what the error's own frames hold stays there
                     _put_back(kept, self)
-        elif what is Undone.RECORDINGS:
+        elif stage is Undone.RECORDINGS:
             self.put_back()
             self._earlier = copy.copy(self)
         elif self._earlier is not None:
@@ -222,9 +222,9 @@ def kept_by(names: Iterable[str]) -> str:
     return f"{', '.join(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
 
 
-def _tensors_of(own: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors_of(roots: Sequence[Any]) -> Iterator[Tensor]:
     """Yield the tensors in these objects and in what they hold, but for what modules hold."""
-    for tensor in Walk(own, Policy(_kind_of_owned)).found():
+    for tensor in Walk(roots, Policy(_kind_of_owned)).collect_tensors():
         yield from parts(tensor)
 
 

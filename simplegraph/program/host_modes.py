@@ -525,9 +525,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         copy = self._copies.get(key)
         if copy is None:
             made = self._emulated or storage_key(source) in self._made
-            what = f"a {source.dtype} tensor of shape {tuple(source.shape)} that the forward makes on the CPU"
+            description = f"a {source.dtype} tensor of shape {tuple(source.shape)} that the forward makes on the CPU"
             self._refuse(
-                f"{what if made else self._named(source)} has another value than in the warmup before",
+                f"{description if made else self._named(source)} has another value than in the warmup before",
                 "Make it on the device, or pass its value as an argument; what Python computes is frozen in a graph.",
                 breaks=True,
             )

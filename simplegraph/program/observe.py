@@ -159,13 +159,15 @@ class NumbersSeen:
         if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
             return None
         pairs = zip(self.choices, seen.choices, strict=True)
-        return next((now for now, then in pairs if now.among_others(then) and (places or not now.places)), None)
+        return next(
+            (choice for choice, other in pairs if choice.among_others(other) and (places or not choice.places)), None
+        )
 
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
-        for own, others in ((self.segments, seen.segments), (self.data, seen.data)):
-            if [passed.func for passed in own] == [passed.func for passed in others]:
-                for pair in zip(own, others, strict=True):
+        for numbers, others in ((self.segments, seen.segments), (self.data, seen.data)):
+            if [passed.func for passed in numbers] == [passed.func for passed in others]:
+                for pair in zip(numbers, others, strict=True):
                     if repr(pair[0].numbers) != repr(pair[1].numbers):  # NaN differs from itself
                         return pair
         return None
@@ -194,11 +196,13 @@ class NumbersBySize:
         while len(self._seen) > _MAX_SIZES:
             del self._seen[next(iter(self._seen))]
         if differ is not None:
-            size, then, now = differ
-            values = {size: _text(then.numbers), rows: _text(now.numbers)}
+            size, at_size, at_rows = differ
+            values = {size: _text(at_size.numbers), rows: _text(at_rows.numbers)}
             said = ", ".join(f"{values[key]} for {key} rows" for key in sorted(values))
-            what = f"a number that the forward computes from the batch size goes into {now.func}{_place(now.line)}"
-            return f"{what}: {said}", _NUMBER_REMEDY
+            cause = (
+                f"a number that the forward computes from the batch size goes into {at_rows.func}{_place(at_rows.line)}"
+            )
+            return f"{cause}: {said}", _NUMBER_REMEDY
         if chosen is not None:
             verb = "picks among" if chosen.made else "sorts"
             said = f"{chosen.described} {verb} all rows, those of padding too"
@@ -257,10 +261,11 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
         launching = getattr(innermost_mode(), "launching", None)
         if launching is None:
             return run(self, *args, **kwargs)
-        own = str(getattr(self, "module", "")).partition(".")[0] == _OWN
+        is_ours = str(getattr(self, "module", "")).partition(".")[0] == _OWN
         # Beside the arguments of the kernel, `kwargs` has the grid and options of the compiler.
         given = [*args, *(value for name, value in kwargs.items() if name != "grid"), *_default_tensors(self)]
-        shown_arguments = own or all(map(_holds_no_address, given))  # no argument, and no element, may be an address
+        # Neither an argument nor an element of one may be an address.
+        shown_arguments = is_ours or all(map(_holds_no_address, given))
         with launching(strided_tensors(given) if shown_arguments else None):
             return run(self, *args, **kwargs)
 
@@ -355,13 +360,13 @@ class MemoryObserver(OperatorMode):
         self.operators = 0
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
-        self._own: set[int] = set() if after is None else set(after._own)
+        self._made: set[int] = set() if after is None else set(after._made)
         self._follows = after is not None
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     def made(self, tensor: Tensor) -> bool:
         """True if the observed run made this memory."""
-        return tensor.layout is torch.strided and storage_key(tensor) in self._own
+        return tensor.layout is torch.strided and storage_key(tensor) in self._made
 
     def pass_on(self, tensors: Sequence[Any]) -> None:
         """Note what a break is passed and the run did not make."""
@@ -413,14 +418,14 @@ class MemoryObserver(OperatorMode):
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))
             self._look_for_unseen(self._device)
-        own, inside, external = self._own, self._made_inside, self.external
+        made_keys, inside, external = self._made, self._made_inside, self.external
         tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
-            own.update(given)
+            made_keys.update(given)
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
-            if (key := storage_key(tensor)) not in own:
+            if (key := storage_key(tensor)) not in made_keys:
                 self._before_write(tensor)
                 self.written.add(key)
                 if inside is None:
@@ -442,7 +447,7 @@ class MemoryObserver(OperatorMode):
                 self.gpu = tensor.device
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
-                own.add(key)
+                made_keys.add(key)
                 (self.blank.add if facts.is_uninitialised else self.blank.discard)(key)
                 self.left_by_break.pop(key, None)
                 if inside is not None:
@@ -457,7 +462,7 @@ class MemoryObserver(OperatorMode):
             if self.left_by_break:
                 self.find(list(given.values()), f"reads it ({reader})")
             for key, tensor in given.items():
-                if key not in self._own and key not in self.external:
+                if key not in self._made and key not in self.external:
                     self.external[key] = tensor
 
     @contextlib.contextmanager
@@ -467,8 +472,8 @@ class MemoryObserver(OperatorMode):
         if device is not None:
             self._look_for_unseen(device)
         given = {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}
-        self.launched |= given.keys() - self._own
-        for key in given.keys() - self._own if self._made_inside is None else ():
+        self.launched |= given.keys() - self._made
+        for key in given.keys() - self._made if self._made_inside is None else ():
             self.regions.setdefault(key, set())
         self._note_given(given, "a kernel of Triton")
         shown = getattr(self._next, "launching", None)

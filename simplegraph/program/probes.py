@@ -41,7 +41,7 @@ class Run:
         before_write: called with a tensor before an operator writes to memory from before the run, if that is observed.
         made: returns True for a tensor in memory that the run made, if it was observed.
         owned: returns the tensors that probes own because this run, or one before it, read them.
-        left: addresses of what a recording that failed had made and something owned.
+        left_addresses: addresses of tensors that a failed recording had made and something owned.
         outputs: what an eager run returned; trace: its `BreakTrace`, if it has breaks.
     """
 
@@ -56,7 +56,7 @@ class Run:
     before_write: Callable[[Tensor], object] = id
     made: Callable[[Tensor], bool] = lambda _: False
     owned: Callable[[], Iterable[Tensor]] = tuple
-    left: set[int] = dataclasses.field(default_factory=set)
+    left_addresses: set[int] = dataclasses.field(default_factory=set)
     outputs: Any = None
     trace: Any = None
 
@@ -124,7 +124,7 @@ class Probe:
         """Look at the graphs of a `GraphCapture`, and let go of what undoing needed; return the summary of the rest."""
         return summary
 
-    def undo(self, what: Undone, runs: Sequence[Run]) -> None:
+    def undo(self, stage: Undone, runs: Sequence[Run]) -> None:
         """Put back what these runs changed."""
 
 
@@ -137,8 +137,8 @@ def around(probes: Sequence[Probe], run: Run) -> Iterator[None]:
         yield
 
 
-def undo(probes: Sequence[Probe], what: Undone, runs: Sequence[Run] = ()) -> None:
+def undo(probes: Sequence[Probe], stage: Undone, runs: Sequence[Run] = ()) -> None:
     """Let all probes undo a stage, from the last to the first, each even if another raises."""
     with contextlib.ExitStack() as stack:
         for probe in probes:
-            stack.callback(probe.undo, what, runs)
+            stack.callback(probe.undo, stage, runs)

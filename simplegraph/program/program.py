@@ -272,11 +272,11 @@ class SegmentRecorder:
         leaves, spec = flatten((args, kwargs))
         made_here = warmup_call.made_here if len(warmup_call.made_here) == len(leaves) else (True,) * len(leaves)
         with recording_breaks(None):
-            held = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
-        step = self._break(name, function, (args, kwargs), spec, leaves, held)
+            passed = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
+        step = self._break(name, function, (args, kwargs), spec, leaves, passed)
         self._steps.append(step)
         self.device.begin(self.pool, self.generators, continues=True)
-        place = Place(leaves, held, self._keep, self._cells)
+        place = Place(leaves, passed, self._keep, self._cells)
         with recording_breaks(None):
             entered = [result.enter(place) for result in warmup_call.results]
         step.spec, step.accepts = warmup_call.spec, [accept for _, accept in entered]
@@ -325,17 +325,17 @@ class SegmentRecorder:
         call: tuple[tuple[Any, ...], dict[str, Any]],
         spec: TreeSpec,
         leaves: Sequence[Any],
-        held: Sequence[Any],
+        passed: Sequence[Any],
     ) -> Break:
         """Make the step that calls the function again, with its arguments or what stands for them."""
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         changed = modes.changed_from(self._ambient)
         inside = functools.partial(modes.restored, changed, device_type) if changed else None
-        return Break(name, function, _passed(call, spec, held, leaves), inside)
+        return Break(name, function, _passed(call, spec, passed, leaves), inside)
 
 
-def _passed(call: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
+def _passed(call: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
     """Say how to put the arguments of a break together again from what replays hold.
 
     Containers in there without graph memory are leaves: they stay the same objects, so that what is put into them
@@ -349,7 +349,7 @@ def _passed(call: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any
         values = arguments if type(arguments) is tuple else arguments.values()
         children: list[TreeSpec] = []
         for value, child in zip(values, outer.children, strict=True):
-            rebuilt = _without_graph_memory(value, child, held, leaves, start)
+            rebuilt = _without_graph_memory(value, child, passed, leaves, start)
             children.append(rebuilt.nested)
             parts += rebuilt.parts
             places += rebuilt.leaves
@@ -359,19 +359,19 @@ def _passed(call: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any
 
 
 def _without_graph_memory(
-    value: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any], start: int
+    value: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any], start: int
 ) -> BreakArguments:
     """See `_passed`; the leaves of this value begin at `start`."""
     if spec.type is None:
-        return BreakArguments(LEAF, held[start : start + 1], [start])
+        return BreakArguments(LEAF, passed[start : start + 1], [start])
     opened, end = opened_once(value), start + spec.num_leaves
-    if opened is None or all(map(operator.is_, held[start:end], leaves[start:end])):
+    if opened is None or all(map(operator.is_, passed[start:end], leaves[start:end])):
         return BreakArguments(LEAF, [value], [None])
     children: list[TreeSpec] = []
     parts: list[Any] = []
     places: list[int | None] = []
     for item, child in zip(opened[1], spec.children, strict=True):
-        inside = _without_graph_memory(item, child, held, leaves, start)
+        inside = _without_graph_memory(item, child, passed, leaves, start)
         children.append(inside.nested)
         parts += inside.parts
         places += inside.leaves

@@ -109,7 +109,7 @@ class CaptureSession:
 
         Raises:
             CaptureError: the run cannot be captured, or a probe refuses it. Stream, pool and generators are as they
-                were before the call; `about.left` has the memory that something still owned.
+                were before the call; `about.left_addresses` has the memory that something still owned.
         """
         about = about or Run(label=label, recorded=True)
         started, free_before = time.perf_counter(), self.device.free_memory()
@@ -125,9 +125,9 @@ class CaptureSession:
             taken = max(0, free_before - self.device.free_memory())
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
-            held = [*program.held, *(() if follows is None else follows.held)]
+            holds = [*program.held, *(() if follows is None else follows.held)]
             searched = self.pool.watched and not followed
-            recorded = RecordedRun(about, self.device, self.pool, program, held, searched)
+            recorded = RecordedRun(about, self.device, self.pool, program, holds, searched)
             for probe in reversed(probes):
                 probe.after_recording(recorded)
             if wait:
@@ -151,7 +151,7 @@ class CaptureSession:
                 return result, recorder.finish()
             except BaseException as error:
                 if self.pool.watched:
-                    about.left = self._left_alive()
+                    about.left_addresses = self._left_alive()
                 refused = self.device.abandon()
                 if refused is None or refused is error or not isinstance(error, RuntimeError) or error.__cause__:
                     raise

@@ -73,21 +73,23 @@ def put(place: Any, key: Any, value: Any) -> None:
 
 def value_at(place: Any, key: Any) -> Any:
     """Return `place[key]`, with a key as `put` takes it; `ABSENT` if there is none."""
-    held = held_by(place)
-    if isinstance(held, dict):
-        return held.get(key, ABSENT)
-    return (key in held or ABSENT) if kind_of(type(place)) is set else held[key] if key < len(held) else ABSENT
+    contents = held_by(place)
+    if isinstance(contents, dict):
+        return contents.get(key, ABSENT)
+    return (
+        (key in contents or ABSENT) if kind_of(type(place)) is set else contents[key] if key < len(contents) else ABSENT
+    )
 
 
 def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> None:
     """Restore these keys of a place, or all in the same order, from what `held_by` returned before."""
     if isinstance(before, tuple):
         base = kind_of(type(place))
-        rest = [] if keys is None else [value for at, value in enumerate(base.__iter__(place)) if at not in keys]
+        others = [] if keys is None else [value for at, value in enumerate(base.__iter__(place)) if at not in keys]
         # What another thread put there meanwhile stays, where only additions have to go.
-        complete = keys is not None and {*map(id, before)} <= {*map(id, rest)}
+        complete = keys is not None and {*map(id, before)} <= {*map(id, others)}
         base.clear(place)
-        (base.update if base is set else base.extend)(place, rest if complete else before)
+        (base.update if base is set else base.extend)(place, others if complete else before)
         return
     now = held_by(place)
     if keys is None:
@@ -163,9 +165,9 @@ class Note(NamedTuple):
         changes = ABSENT in (self.now, self.before) or type(self.place) is list or not kinds.isdisjoint(_FLAGS)
         return changes and all(value is ABSENT or type(value) in (int, *_FLAGS) for value in (self.now, self.before))
 
-    def exchange(self, held: Any, value: Any) -> None:
+    def exchange(self, expected: Any, value: Any) -> None:
         """Replace the value by another one, if the place still holds it."""
-        if is_same(value_at(self.place, self.key), held):
+        if is_same(value_at(self.place, self.key), expected):
             put(self.place, self.key, value)
 
 
@@ -189,11 +191,11 @@ class Snapshot:
         self.walk = walk = Walk(roots, Policy(code=DEPTH if code else 0, breaks=breaks))
         # By id: the place, what it held, and True if no code lies on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {id(opened[0]): opened for opened in walk}
-        near = (thing for thing, _, own in self._places.values() if own)
+        near = (thing for thing, _, is_near in self._places.values() if is_near)
         self._modules = [(thing, type(thing)) for thing in near if issubclass(type(thing), nn.Module)]
         walked = walk.tensors if tensors else ()
-        held = [(tensor, part) for tensor in walked for part in parts(tensor) if has_address(part)]
-        self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in held]
+        storages = [(tensor, part) for tensor in walked for part in parts(tensor) if has_address(part)]
+        self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in storages]
 
     def changes(self, *, code: bool = False) -> dict[str, Any]:
         """Return the changed values of places without code on the way, by name, and tensors that were moved.
@@ -213,18 +215,18 @@ class Snapshot:
             for name in names_in(thing.__code__)
         }
         for holder, before in self._touched(code=code):
-            now, own = held_by(holder), self._places[id(holder)][2]
+            now, is_near = held_by(holder), self._places[id(holder)][2]
             if isinstance(now, dict):
                 keys = [
                     key
                     for key in now | before
-                    if (own or (_counts_beyond(now, before, key) and (key in named or not is_globals(now))))
+                    if (is_near or (_counts_beyond(now, before, key) and (key in named or not is_globals(now))))
                     and not is_equal(now.get(key, ABSENT), before.get(key, ABSENT))
                 ]
                 changed |= {self.walk.path_of(key, holder): now.get(key) for key in keys}
                 if code and _has_other_keys(holder, now, before) and (keys or now.keys() == before.keys()):
                     changed[self.walk.path(holder)] = now
-            elif not is_same(now, before) and (own or _gained(now, before)):
+            elif not is_same(now, before) and (is_near or _gained(now, before)):
                 changed[self.walk.path(holder)] = now
         return changed | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
@@ -238,19 +240,19 @@ class Snapshot:
             if type(module) is not kind:
                 module.__class__ = kind
         for holder, before in self._touched(code=bool(names)):
-            (above, key), own = self.walk.way_to(holder), self._places[id(holder)][2]
+            (above, key), is_near = self.walk.way_to(holder), self._places[id(holder)][2]
             of_module = issubclass(type(holder), nn.Module) or (
                 issubclass(type(above), nn.Module) and key in REGISTERED
             )
-            if (own and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
+            if (is_near and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
                 names and self.walk.path(holder) in names and _is_whole(holder, before)
             ):
                 restore(holder, before)
             else:
                 of_log = names and kind_of(type(holder)) in DICTS and self.walk.path(holder) in names
-                for key, _, then in _changed_entries(holder, before) if names else ():
+                for key, _, old in _changed_entries(holder, before) if names else ():
                     if of_log or self.walk.path_of(key, holder) in names:
-                        put(holder, key, then)
+                        put(holder, key, old)
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
@@ -263,10 +265,10 @@ class Snapshot:
         grew or shrank, stays.
         """
         notes = [
-            Note(self.walk.path_of(key, place), place, key, now, then)
+            Note(self.walk.path_of(key, place), place, key, now, old)
             for place, before in self._touched(code=True)
-            for key, now, then in _changed_entries(place, before)
-            if all(value is ABSENT or is_fixed(value) for value in (now, then))
+            for key, now, old in _changed_entries(place, before)
+            if all(value is ABSENT or is_fixed(value) for value in (now, old))
         ]
         if not any(note.tells for note in notes):
             return []
@@ -276,12 +278,12 @@ class Snapshot:
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places that hold other objects now, and what they held; with `code` also those beyond code."""
-        for holder, own in self.walk.filled():
-            self._places[id(holder)] = holder, {}, own
+        for holder, is_near in self.walk.filled():
+            self._places[id(holder)] = holder, {}, is_near
         return [
             (holder, before)
-            for holder, before, own in self._places.values()
-            if (own or code) and not is_untouched(holder, before)
+            for holder, before, is_near in self._places.values()
+            if (is_near or code) and not is_untouched(holder, before)
         ]
 
     def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], Tensor]]:
@@ -298,8 +300,8 @@ class Snapshot:
             The names of those places.
         """
         names = []
-        for holder, held in self._touched(code=True):
-            before = dict(items_of(held))
+        for holder, contents in self._touched(code=True):
+            before = dict(items_of(contents))
             keys = [
                 key
                 for key, value in items_of(held_by(holder))
@@ -307,7 +309,7 @@ class Snapshot:
             ]
             if keys:
                 names.append(self.walk.path_of(keys[0], holder))
-                restore(holder, held, keys)
+                restore(holder, contents, keys)
         for cache in [thing for thing, *_ in self._places.values() if caches and type(thing) is LRU]:
             if any(self._leads_to(item, unwanted) for item in gc.get_referents(cache)):
                 names.append(f"the cache of {cache.__qualname__}")
@@ -317,7 +319,7 @@ class Snapshot:
     def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
         """True if a value is unwanted or holds something unwanted; places inside it are asked by themselves."""
         walk = Walk([value], Policy(referring_kind, objects=MAX_BEYOND_CODE), self._places)
-        return unwanted(value) or any(unwanted(item) for _, held, _ in walk for item in held)
+        return unwanted(value) or any(unwanted(item) for _, contents, _ in walk for item in contents)
 
 
 def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
@@ -328,8 +330,8 @@ def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> boo
 
 def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """True if a list or set beyond code holds other plain values, or grew by what keeps no tensor."""
-    known = set(map(id, before))
-    gained = [item for item in now if id(item) not in known]
+    ids_before = set(map(id, before))
+    gained = [item for item in now if id(item) not in ids_before]
     if len(now) > len(before):
         return not any(map(_keeps_tensors, gained))
     return all(map(is_fixed, gained or now))
@@ -370,6 +372,6 @@ def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
 
 def _exchanged(container: Any, before: Any) -> list[tuple[Any, bool]]:
     """List what a container gained or lost, and True for the latter."""
-    now, then = ({id(item): item for _, item in items_of(held)} for held in (held_by(container), before))
-    both = now | then
-    return [(both[key], key in then) for key in now.keys() ^ then.keys()]
+    now, old = ({id(item): item for _, item in items_of(contents)} for contents in (held_by(container), before))
+    both = now | old
+    return [(both[key], key in old) for key in now.keys() ^ old.keys()]

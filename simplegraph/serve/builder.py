@@ -1,4 +1,4 @@
-"""The way from a call to its graph: eager runs that teach, warmups, captures one at a time or all at once."""
+"""The steps from a call to its graph: eager runs to learn from, warmups, captures one at a time or all at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ logger = logging.getLogger("simplegraph")
 _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
 )
-_SCRIPT_REMEDY = "What it reads is not known to Python: use the module that it was made from."
+_SCRIPT_REMEDY = "Python cannot see the state that it reads: use the module that it was made from."
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,17 +58,17 @@ class GraphBuilder:
 
     Args:
         manager: keeps the programs.
-        reader: learns from calls that went well.
+        reader: reads calls, and learns from those that succeeded.
         module_record: the lifecycle of all calls of the module.
 
     Attributes:
-        plan_kind: serves calls by a graph.
+        plan_kind: the class of plans, which serve calls by a graph.
         inputs_of: the static inputs that each program reads, by key.
-        state: what the programs read of the module; None before the first capture.
+        state: the module's state that the programs read; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
-        ran_on: the GPU that the latest eager run without a tensor there moved its inputs to, where no weight is on one;
-            None if it did not.
-        probes: further ones, of captures.
+        ran_on: the GPU that the latest eager run moved its inputs to, if neither an argument nor a weight is on a GPU;
+            None if it moved none.
+        probes: further probes of captures.
     """
 
     plan_kind: ClassVar[type[Plan]] = Plan
@@ -99,7 +99,7 @@ class GraphBuilder:
         """Refuse a call that no graph can serve, and bring the lifecycle of its size up to date.
 
         Returns:
-            The call, which may be taken at its exact size instead of padded, and the lifecycle of that size.
+            The call, which may be served at its exact size instead of padded, and the lifecycle of that size.
 
         Raises:
             CannotBind: it runs eagerly.
@@ -127,7 +127,7 @@ class GraphBuilder:
         return unlike or f"batch size {call.batch}{f': use {method}' * bool(method)}"
 
     def lacking(self, call: Call) -> Reason | None:
-        """Return what is not known yet of a call that would be padded; None if nothing is missing."""
+        """Return what must still be learnt about a call that would be padded; None if nothing is missing."""
         binding = call.binding
         breaks = not call.breaks or binding.can_cut_breaks(call.padded)
         if not (binding.outputs.can_cut(call.padded) and breaks):
@@ -140,7 +140,7 @@ class GraphBuilder:
         """Run the first call of a signature."""
         unlike = self.difference_to_captured(call)
         if call.padding and not call.confirmed(self.reader):
-            call = call.at_exact_size()  # as the next of this size is, unless another size comes before
+            call = call.at_exact_size()  # as the next call of this size is, unless another size comes before
         return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
 
     def warm_up(self, call: Call) -> Any:
@@ -148,7 +148,7 @@ class GraphBuilder:
         return self.run_as_called(call, Reason.WARMUP)
 
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
-        """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
+        """Run as called to learn how outputs follow the batch size. Raises CannotBind if this batch size ran before."""
         if (call.spec, call.batch) in call.binding.ran:
             self.record(call).refuse_rows(call.batch)
             raise CannotBind(reason, f"only batch size {call.batch} has been called")
@@ -165,10 +165,10 @@ class GraphBuilder:
         result, observer, trace = self._run_on_capture_stream(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        # Of a call that is passed a tensor on a GPU, that one tells the device.
+        # If an argument is on a GPU, its device is the call's.
         if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):
-            held = device_of_state(call.module)
-            self.ran_on = observer.gpu if held is None or held.type == "cpu" else None
+            module_device = device_of_state(call.module)
+            self.ran_on = observer.gpu if module_device is None or module_device.type == "cpu" else None
         if arguments is not None:
             self._learn_hosts(call, arguments)
         self.module_record.settle(call.layout.settings.difference())
@@ -186,22 +186,22 @@ class GraphBuilder:
         return result
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
-        """Count the eager calls of so many rows before the graph's capture; padded sizes run as they are called."""
+        """Count the eager calls of `rows` rows before the graph's capture; they run unpadded until then."""
         padded, table = descriptor.num_tokens, self.manager.table
         breaks = mode is CudaGraphMode.PIECEWISE
         untraced = breaks and rows not in binding.traces and binding.trace_at(padded) is None
         unknown = rows == padded and table.constants.needs_warmup((binding.signature, mode, descriptor))
-        counted = binding.counted.get(padded)  # none is made: a report may ask while another thread calls
+        counted = binding.counted.get(padded)  # do not add one: a report may ask while another thread calls
         advanced = counted is not None and bool(counted.advanced)  # by its only run, or by every one
         return max(table.config.num_warmups - binding.warm[padded], int(untraced or unknown or advanced))
 
     def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:
-        """Name the eager calls of so many rows before such calls replay; none if they do, or if no graph is to come."""
+        """Name the eager calls of `rows` rows before such calls replay; none if they replay now or will never."""
         table = self.manager.table
         if binding.refusal is not None or any(rows in layout.plans for layout in list(binding.layouts.values())):
             return []
         mode, descriptor, _, padding = self.manager.dispatcher.dispatch(rows)
-        if padding and binding.warm[rows] and not binding.outputs.known:  # while batch dimensions are a guess
+        if padding and binding.warm[rows] and not binding.outputs.is_learnt:  # while batch dimensions are a guess
             descriptor, padding = dataclasses.replace(descriptor, num_tokens=rows), 0
         key = (binding.signature, mode, descriptor)
         graph, record = table.graphs.get(key), binding.sizes.get(key)
@@ -218,7 +218,7 @@ class GraphBuilder:
         return ["proof"] * (graph.verdict(rows) is RowVerdict.DUE)
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Surround eager runs by the stream that they run on: that of captures."""
+        """Return the context that eager runs run in: the capture stream."""
         return self.manager.device.on_capture_stream()
 
     def _run_on_capture_stream(
@@ -232,13 +232,13 @@ class GraphBuilder:
         arguments: HostArguments | None = None,
         before_write: Callable[[Tensor], object] = id,
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
-        """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
+        """Run eagerly with these arguments, and observe it; trace a piecewise graph's breaks, keep constants by key."""
         counted = call.binding.counted[call.padded].eager_run(call.module)
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
         passed, _ = flatten((args, kwargs))
-        trains = computes_gradients(call.module)  # and so writes to parameters: what it reads is data
+        trains = computes_gradients(call.module)  # a training step writes to parameters: values that it reads are data
         copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
         with self.eager_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
@@ -259,12 +259,12 @@ class GraphBuilder:
         return result, observer, trace
 
     def _learn_hosts(self, call: Call, arguments: HostArguments) -> bool:
-        """Learn what a run did with CPU tensors that it was passed; True if such calls are now read otherwise."""
+        """Learn how a run used CPU tensors that it was passed; True if such calls are now read in another way."""
         call.binding.waited |= arguments.waited
         return self.reader.learn_hosts(arguments)
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+        """Keep alive what runs were seen to read beside their inputs and the module's tensors; note what they wrote."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
         if call.left.places:
             call.left.note_read({key for observer in observers for key in observer.external} - inputs)
@@ -278,25 +278,27 @@ class GraphBuilder:
     def _inputs(self, call: Call) -> InputSet:
         """Find or make the static inputs of a call's padded size."""
         sets, args = call.binding.inputs, call.layout.args
-        known = self.inputs_of.get(call.key) or next((each for each in sets if each.rows >= call.padded), None)
-        if known is None:
+        inputs = self.inputs_of.get(call.key) or next(
+            (input_set for input_set in sets if input_set.rows >= call.padded), None
+        )
+        if inputs is None:
             largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
-            known = InputSet(args, shared_rows(args, largest, call.padded), call.leaves)
-            sets.append(known)
-        return known
+            inputs = InputSet(args, shared_rows(args, largest, call.padded), call.leaves)
+            sets.append(inputs)
+        return inputs
 
     # What graphs there are.
 
     def difference_to_captured(self, call: Call) -> str:
-        """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
-        own = call.binding.signature
+        """Say how a call differs from the most similar signature that has graphs; empty if none has."""
+        called = call.binding.signature
         others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
-        if own in others or not others:
+        if called in others or not others:
             return ""
-        return "; ".join(sorted((differences(signature, own) for signature in others), key=len)[0])
+        return "; ".join(sorted((differences(signature, called) for signature in others), key=len)[0])
 
     def plan(self, call: Call) -> Plan:
-        """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
+        """Make the plan to replay such calls with; it is kept if no proof is due."""
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
@@ -311,7 +313,7 @@ class GraphBuilder:
 
     def capture(self, call: Call) -> None:
         """Capture the call's size."""
-        if computes_gradients(call.module):  # what eager steps used, the graph has again in its own pool
+        if computes_gradients(call.module):  # the graph's pool needs as much memory as the eager steps used
             self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
         trace = call.binding.trace_at(call.padded) if call.breaks else None
@@ -324,19 +326,19 @@ class GraphBuilder:
                 self.record(call).retry()
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, where_failed(next(iter(failed.values()))))
-        call.check()  # as was learnt meanwhile
+        call.check()  # the capture may have refused the signature
 
     def capture_sizes(self, call: Call, *, following: bool = False) -> CaptureSummary:
         """Capture sizes that are not captured yet, from a call that is an example of the largest.
 
         Args:
             call: the example.
-            following: only the largest of them that did not fail before, as a capture in the middle of serving; with a
-                warmup if no run was watched.
+            following: True to capture only the largest size that did not fail before, while serving; with a warmup if
+                no run was observed.
         """
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
-        known = table.graphs.keys() | (table.failures.keys() if following else ())
-        jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in known]
+        done = table.graphs.keys() | (table.failures.keys() if following else ())
+        jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in done]
         if following and not jobs:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
@@ -348,13 +350,13 @@ class GraphBuilder:
     def build(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool = False
     ) -> CaptureSummary:
-        """Capture, and record what the programs read; if either fails with an error, drop the programs.
+        """Capture, and note what the programs read; if either raises an error, drop the programs.
 
-        The static inputs are loaded first, since Python may look at shapes of them. What a caller wrote there in place
-        is put back: the call's own eager run reads it.
+        The static inputs are loaded first, since Python may read their values. Values that a caller wrote there in
+        place are restored: the call's own eager run reads them.
         """
         self.reader.lessons += 1
-        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.own.hold(entry[1].data_ptr())])
+        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
@@ -373,14 +375,14 @@ class GraphBuilder:
     def _capture(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool
     ) -> CaptureSummary:
-        """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
+        """Capture, and always undo the changes of Python state, and of the runs beside the warmups.
 
         A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
-        All sizes do if the forward changes Python state at every run.
+        All sizes run eagerly if the forward changes Python state at every run.
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         observation = Observation(manager.table)
-        # Calls so far may have run with fewer rows, or in another way that an extra noted.
+        # Earlier calls may have run with fewer rows, or in another way that an extra noted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
         retry = not lazy or not own_size or bool(manager.table.constants.notes)
         passes_left = call.left.enabled and not call.breaks and manager.ranks.size == 1
@@ -399,7 +401,7 @@ class GraphBuilder:
 
         def before_captures() -> None:
             if call.binding.refusal is None:  # else the run may have given the static inputs other shapes
-                # Shift the rows: what a capture computed once and froze then differs from eager in the proof.
+                # Shift the rows: a value that a capture computed once and froze then differs from eager in the proof.
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
@@ -411,27 +413,27 @@ class GraphBuilder:
 
         probes = [rehearsals, observation, state, _BeforeCaptures(before_captures), *self.probes]
         capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
-        # Afterwards, each even if the other raises: Python's state is put back, then what the runs were seen to use is
-        # noted. No other thread draws before that.
+        # Afterwards, Python state is restored, then the memory that the runs used is noted, even if the other raises.
+        # No other thread draws random numbers before that.
         with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
             afterwards.callback(self.note_seen, call, inputs, observation)
             try:
                 summary = capture.run(0 if lazy or watched else 1, 0 if lazy or num_warmups < 2 else num_warmups)
                 _check_settings(call)
-            except PlacesFoundError as found:
-                raise self._pass_left(call, found, observation) from None
+            except PlacesFoundError as error:
+                raise self._pass_left(call, error, observation) from None
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
-        if jobs and jobs[0].arguments is not None:  # all of them follow the same
+        if jobs and jobs[0].arguments is not None:  # all jobs share one
             self._learn_hosts(call, jobs[0].arguments)
         self._note_made(call, jobs, observation)
         unknown = call.never_compared() if any(observer.unseen for observer in observation.observers) else []
         if refused := kept or (counted.names if len(summary.failed) < len(jobs) else None):
             try:
                 state.check_left(refused)
-            except PlacesFoundError as found:
-                raise self._pass_left(call, found, observation) from None
+            except PlacesFoundError as error:
+                raise self._pass_left(call, error, observation) from None
         if kept:
             why = kept_by(kept), state.remedy(kept)
         elif unknown:
@@ -442,17 +444,17 @@ class GraphBuilder:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
-    def _pass_left(self, call: Call, found: PlacesFoundError, observation: Observation) -> CannotBind:
-        """Let calls pass the places that a capture found; return why this one runs eagerly."""
-        call.left.adopt(found.places, {key for observer in observation.observers for key in observer.external})
-        return CannotBind(Reason.WARMUP, str(found))
+    def _pass_left(self, call: Call, error: PlacesFoundError, observation: Observation) -> CannotBind:
+        """Pass the places that a capture found as inputs of later calls; return why this call runs eagerly."""
+        call.left.adopt(error.places, {key for observer in observation.observers for key in observer.external})
+        return CannotBind(Reason.WARMUP, str(error))
 
     def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
-        """Refuse captures of a call that a warmup showed to be another than it was read as.
+        """Refuse captures of a call if a warmup showed that it was read wrongly.
 
         Raises:
-            CannotBind: its kernels run on a GPU, and its inputs and graphs are on the CPU; or it moves small CPU
-                tensors, or uses them on the CPU, other than was thought.
+            CannotBind: its kernels run on a GPU, and its inputs and graphs are on the CPU; or it uses small CPU tensors
+                in another way, on the CPU or moved to the GPU, than was assumed.
         """
         for observer in observers:
             if observer.gpu is not None and self.manager.device.torch_device.type == "cpu":
@@ -463,31 +465,38 @@ class GraphBuilder:
             raise CannotBind(Reason.WRONG_DEVICE, f"{names} on the CPU")
 
     def _note_made(self, call: Call, jobs: Sequence[CaptureJob], observation: Observation) -> None:
-        """Take note of the outputs that lie in memory which the observed runs made: they must be cloned."""
+        """Note the outputs whose memory was made in the observed runs: they must be cloned."""
         table = self.manager.table
         programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
         outputs = (
-            (at, leaf) for each in programs for at, leaf in enumerate(each.outputs) if issubclass(type(leaf), Tensor)
+            (at, leaf)
+            for program in programs
+            for at, leaf in enumerate(program.outputs)
+            if issubclass(type(leaf), Tensor)
         )
-        call.binding.made |= {at for at, leaf in outputs if any(each.made(leaf) for each in observation.observers)}
+        call.binding.made |= {
+            at for at, leaf in outputs if any(observer.made(leaf) for observer in observation.observers)
+        }
 
     def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
-        """Take note of what runs were seen to read and write, beside these buffers of their own."""
+        """Note what runs were seen to read and write, beside the buffers of the call."""
         for observer in observation.observers:
             call.binding.note_written(observer, inputs.memory)
             call.binding.learn_numbers(self.manager.table, observer.numbers)
         host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
-        own = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
-        self.keep_external(call, observation.observers, own)
-        self.seen.read.values |= {place: tensor for place, tensor in observation.reads.items() if place[0] not in own}
+        storages = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
+        self.keep_external(call, observation.observers, storages)
+        self.seen.read.values |= {
+            place: tensor for place, tensor in observation.reads.items() if place[0] not in storages
+        }
         self.seen.read.versions += observation.versions
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
-        """Give up the graph of the call's size: it runs eagerly from now on."""
+        """Drop the graph of the call's size: the size runs eagerly from now on."""
         self.manager.table.refuse(self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
-        """Take note of new programs, and of everything they read."""
+        """Note new programs, and everything that they read."""
         for job in jobs:
             if (graph := self.manager.table.graphs.get(job.key)) is not None:
                 self.inputs_of[job.key] = inputs
@@ -501,12 +510,12 @@ class GraphBuilder:
     def _observe_second_size(
         self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
     ) -> None:
-        """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
+        """Run a second batch size eagerly, unless batch dimensions and outputs are known, and undo its effects.
 
-        Outputs can then be cut to their rows, and no batch dimension is a guess.
+        Afterwards outputs can be cut to their rows, and batch dimensions are confirmed.
         """
         binding, confirmed = call.binding, call.confirmed(self.reader)
-        sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
+        sliced = binding.outputs.is_learnt or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
         for job in jobs if call.breaks else ():
             if (seen := self.manager.table.traces.get(job.key)) is not None:
                 binding.note_trace(job.rows, seen)
@@ -522,7 +531,7 @@ class GraphBuilder:
                 result, observer, trace = self._run_on_capture_stream(
                     call, args, kwargs, rows=other, before_write=run.before_write
                 )
-            except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
+            except Exception as error:  # the forward takes no such batch: sizes that are not captured run eagerly
                 logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
                 return
         state.release([observer])
@@ -562,7 +571,7 @@ class GraphBuilder:
         ]
 
     def _forward(self, call: Call, inputs: InputSet, size: int) -> Callable[[], Any]:
-        """Make the forward on the static inputs of a size."""
+        """Return a function that runs the forward on the static inputs of a size."""
         manager, module, counted = self.manager, call.module, call.binding.counted[call.padded]
         state_key = manager.config.state_key
 
@@ -572,11 +581,11 @@ class GraphBuilder:
                 cause = f"{refusal.reason.text} ({refusal.detail})"
                 raise CaptureError(f"capturing batch size {size} failed\n  {cause}.", cause=cause)
 
-        leaves = inputs.leaves(call.layout.args, size)  # not in a capture, which would read them all
+        leaves = inputs.leaves(call.layout.args, size)  # made outside of the capture, where it would read them all
 
         def run() -> Any:
-            refuse()  # the run before may have left the static inputs in another shape
-            args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
+            refuse()  # an earlier run may have given the static inputs another shape
+            args, kwargs = call.spec.unflatten(leaves)  # in new containers: an earlier run may have changed its own
             is_captured = manager.device.is_capturing()
             if inputs.hosted and not is_captured:
                 inputs.load_hosts(size)
@@ -592,18 +601,18 @@ class GraphBuilder:
 
 @dataclasses.dataclass(eq=False)
 class _BeforeCaptures(Probe):
-    """Calls a function once all real runs are over, and Python's state is remembered."""
+    """Calls a function when all real runs are over and Python state is saved."""
 
     function: Callable[[], object]
 
     def before_captures(self, *, again: bool = False) -> None:
-        """Call it, but for a second try."""
+        """Call the function, except before a second try."""
         if not again:
             self.function()
 
 
 def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
-    """Tell what a graph may take values of that the forward reads back, if these are the keys of what it is passed."""
+    """Return the tensors whose values a graph may take; `inputs` are storage keys of inputs, whose values are data."""
     survey = functools.cache(lambda: Survey(call.module))
     return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)
 
@@ -618,10 +627,10 @@ def _warn_of_emulation() -> None:
 
 
 def _check_settings(call: Call) -> None:
-    """Refuse captures under other settings than the call was read under: no later call would find them.
+    """Refuse captures if settings of torch changed since the call was read: no later call would find the graphs.
 
     Raises:
-        CannotBind: the forward, or torch beneath it, changed some.
+        CannotBind: the forward, or torch itself, changed some.
     """
     changed = call.layout.settings.difference()
     if changed:

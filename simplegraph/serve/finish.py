@@ -1,4 +1,4 @@
-"""Decides if a call can be finished eagerly whose replay an eager break stopped by another kind of result."""
+"""Decides if a call can be finished eagerly after an eager break stopped its replay by another kind of result."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from simplegraph.program.breaks.step import HOLD_MORE, Break, ResultChanged, sho
 
 
 def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> FinishedBreaks:
-    """Let the size of a `GraphBuilder`'s call run eagerly from now on; return what serves the breaks of the replay.
+    """Make the size of a `GraphBuilder`'s call run eagerly from now on; return the breaks that ran in the replay.
 
-    The forward begins again for this call. Each break runs once all the same: those of the replay return what they
-    returned there.
+    The forward starts again for this call, yet each break runs only once: breaks that ran in the replay return their
+    results from there.
 
     Raises:
-        BreakError: an eager run would repeat something else that the replay has done, or errors are to be raised.
+        BreakError: an eager run would repeat other effects of the replay, or errors are to be raised.
     """
     table, graph = builder.manager.table, error.graph
     if table.graphs.get(call.key) is not graph:
         call = call.at_exact_size()
-    if graph is None or table.graphs.get(call.key) is not graph:  # of a module inside of this one
+    if graph is None or table.graphs.get(call.key) is not graph:  # the graph of a submodule
         raise error
     every = graph.program.breaks
     steps = every[: every.index(error.step) + 1]
     returned = error.returned[: len(steps)]
     why = _hindrance(builder, call, steps, returned)
-    error.graph, error.returned = None, ()  # whoever keeps the error keeps no memory
-    if table.ranks.size == 1:  # else the others would wait for this one
+    error.graph, error.returned = None, ()  # an error that is kept must keep no memory
+    if table.ranks.size == 1:  # else the other ranks would wait for this one
         table.device.synchronize()  # a segment still running must not lose its memory
         builder.refuse(call, error.cause, f"{HOLD_MORE}.")
     if table.config.on_capture_failure == "raise":
@@ -49,7 +49,7 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
 
 
 def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
-    """Say why an eager run would not do what the rest of the replay would have done; empty if it would."""
+    """Say why an eager run would differ from the rest of the replay; empty if it would not."""
     table = builder.manager.table
     if call.padding and any(step.dims is None for step in steps):
         return "the batch was padded, and the break was passed the padding rows"

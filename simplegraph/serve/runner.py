@@ -24,7 +24,7 @@ from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, Graphed, KnownCalls, Refusal, invoke
+from simplegraph.call.call import Call, CallTable, Graphed, Refusal, invoke
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from simplegraph.distributed.group import RankGroup
 
 logger = logging.getLogger("simplegraph")
-# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
+# The attribute in which `optimize` keeps its changes of a module; their `lines` list them.
 OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
@@ -64,7 +64,7 @@ _COMPILED = (
     "a compiler traces the forward, whose compiled code runs without graphs: wrap what torch.compile returns, "
     "simplegraph.wrap(torch.compile(module)), and do not compile what has graphs"
 )
-# Of a capture whose first runs change settings of torch, show the GPU, and show which CPU tensors are moved there.
+# Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
 _RUNS_TO_SETTLE = 4
 
 
@@ -77,12 +77,12 @@ class CudaGraphWrapper(Sleeps, Graphed):
     """
 
     cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
-    # torch.jit.script compiles all properties of a class but these.
+    # torch.jit.script compiles all properties of a class except these.
     __jit_unused_properties__: ClassVar[list[str]] = ["_graph_runner", "graph_manager", "graph_stats"]
 
     def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
-        others: dict[str, Any] = {**settings}  # of another base
-        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
+        others: dict[str, Any] = {**settings}  # for another base class
+        graph_settings = {name: others.pop(name) for name in settings if name in _SETTINGS}
         try:
             super().__init_subclass__(**others)
         except TypeError:
@@ -93,26 +93,26 @@ class CudaGraphWrapper(Sleeps, Graphed):
                 f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
                 f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
             )
-        if known:
-            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
+        if graph_settings:
+            cls.cuda_graph_config = cls.cuda_graph_config.replace(**graph_settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             self._count_compiled()
-            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
+            return invoke(self, args, kwargs)  # let the compiler trace the module itself
         runner = self._graph_runner
         if runner.front is not None:
             return runner.front.call(runner, self, args, kwargs)
         return runner.call(self, args, kwargs)
 
     def _count_compiled(self) -> bool:
-        """Count, and warn, that a compiler traces the call; called while it does, once for each trace."""
+        """Count a call that a compiler traces, and warn; called during the trace, once for each."""
         module: Any = self
         self.graph_stats.name = module._get_name()
         self.graph_stats.ran_eagerly(Reason.TRANSFORMED, _COMPILED)
         return True
 
-    # What `torch.compiler.assume_constant_result` sets, which imports the compiler.
+    # Set what `torch.compiler.assume_constant_result` sets, without importing the compiler.
     _count_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
@@ -123,7 +123,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
         return runner
 
     def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
-        """Change settings of this instance; its graphs are dropped and captured again as calls come.
+        """Change settings of this instance; its graphs are dropped, and calls capture them again.
 
         Raises:
             ConfigError: a setting is unknown or invalid; nothing is changed.
@@ -147,35 +147,35 @@ class CudaGraphWrapper(Sleeps, Graphed):
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, largest first, from example inputs of any batch size.
 
-        The forward runs once for real on the largest size, filled with the examples'
-        rows over and over; a module that keeps state sees this run. Others have no effect: on half as many
-        rows so that no batch dimension is a guess, of sizes that failed, and of each size if `num_warmups` is above 1.
-        Memory up to 1 GiB, Python state and random numbers are put back.
+        The forward runs once for real on the largest size, filled by repeating the examples' rows; a module that keeps
+        state sees this run. Other runs have no effect: one on half as many rows to confirm batch dimensions, one of
+        each size that failed, and of each size if `num_warmups` is above 1. They restore memory up to 1 GiB, Python
+        state and random numbers.
 
         Returns:
-            What was captured, how long it took, and what failed.
+            The number of captured graphs, the time taken, and the failures.
 
         Raises:
             InputError: these inputs cannot be bound to a graph; the message says which, and why.
             CaptureError: a size failed and ``on_capture_failure`` is "raise".
-            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
+            Exception: raised by the module itself, if it cannot run such inputs at any size.
         """
         return self._capture(args, kwargs)
 
     def capture_next(self, *args: Any, **kwargs: Any) -> CaptureSummary:
-        """Capture the largest size that has no graph yet, as `capture_graphs` captures all: for gaps between requests.
+        """Capture the largest size that has no graph yet; call it in gaps between requests.
 
-        With ``capture="upfront"`` a service answers from its first request on, eagerly where there is no graph, and no
-        request waits for more than one capture. Once every size was tried, nothing is captured and nothing fails. The
-        first of these calls, and the first after graphs were dropped, runs the forward once for real, as
-        `capture_graphs` does; the others run nothing that stays. With `length_dims` one size is captured at each
-        length.
+        With ``capture="upfront"`` a service answers from its first request on, eagerly if there is no graph, and no
+        request waits for more than one capture. Once every size was tried, calls do nothing. The first call, and the
+        first after graphs were dropped, runs the forward once for real, as `capture_graphs` does; the runs of others
+        have no effect. With `length_dims` one size is captured at each length.
 
         Returns:
-            What was captured, how long it took, and what failed.
+            The number of captured graphs, the time taken, and the failures.
 
         Raises:
-            InputError: as `capture_graphs`; CaptureError: as well.
+            InputError: as `capture_graphs`.
+            CaptureError: as `capture_graphs`.
         """
         return self._capture(args, kwargs, following=True)
 
@@ -186,7 +186,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
         return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
-        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
+        """Return the static input buffers by argument name; inputs that are written there and passed are not copied.
 
         Args:
             batch_size: rows of the views; the largest size if None.
@@ -205,12 +205,12 @@ class CudaGraphWrapper(Sleeps, Graphed):
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
 
         Args:
-            pointers: show what the kernels of graphs touch, by module, as the CUDA driver tells it now: of the
-                largest and the smallest graph of each capture, and of others that were replayed.
+            pointers: ask the CUDA driver now what the kernels of graphs touch, and show it by module: for the largest
+                and the smallest graph of each capture, and for others that were replayed.
         """
         modules: Any = self
-        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
-        lines = tuple(line for each in kept if each is not None for line in each.lines())
+        optimized = [vars(module).get(OPTIMIZED) for module in modules.modules()]
+        lines = tuple(line for optimization in optimized if optimization is not None for line in optimization.lines())
         touched = extras.installed.touched_lines(modules, self.graph_manager) if pointers else ()
         return dataclasses.replace(self._graph_runner.report(), optimizations=lines, touched=touched)
 
@@ -221,7 +221,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     @property
     def graph_manager(self) -> CudaGraphManager | None:
-        """The manager that holds the graphs; None before the first call tells the device."""
+        """The manager that holds the graphs; None before the first call, which determines the device."""
         return self._graph_runner.manager
 
 
@@ -234,19 +234,19 @@ class GraphRunner:
     Args:
         config: settings; ``SIMPLEGRAPH_*`` environment variables win over them.
         pool: memory to share with other wrappers; None for a pool of its own.
-        ranks: those that capture together with this one.
-        stats: counters to go on with; None for new ones.
+        ranks: the ranks that capture together with this one.
+        stats: counters to continue; None for new ones.
 
     Attributes:
-        trains: it serves calls in training mode, too; builder_kind: builds its graphs.
+        trains: True if it serves calls in training mode, too; builder_kind: the class that builds its graphs.
         replays_per_call: graphs that a call replays, one after the other.
-        prove: serves a call eagerly, and compares replays with that.
+        prove: serves a call eagerly, and compares replays with it.
     """
 
     trains = False
     builder_kind = GraphBuilder
     replays_per_call = 1
-    prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)  # of the builder and the plan that it makes
+    prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)  # called with the builder, the call and its plan
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.front: Any = extras.installed.lengths(config)
         self.left = LeftTensors(enabled=self.front is None and type(self) is GraphRunner)
-        self._known = KnownCalls(config)
+        self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
@@ -280,26 +280,28 @@ class GraphRunner:
 
     @property
     def manager(self) -> CudaGraphManager | None:
-        """The manager that keeps the programs; None until a call told the device."""
+        """The manager that keeps the programs; None until a call determines the device."""
         return self.builder.manager if self.builder is not None else None
 
     @property
     def builders(self) -> list[GraphBuilder]:
-        """All that build graphs of the module."""
+        """All builders of the module's graphs."""
         return [self.builder] if self.builder is not None else []
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve one call: by a replay where a plan's guards hold, else by a step towards one, or eagerly, with why."""
+        """Serve one call: replay it if a plan's guards hold; else take its next step to a graph, or run eagerly."""
         context = CALLS.context
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
-        known, layouts = self._known, self._known.layouts
+        calls, layouts = self._calls, self._calls.layouts
         try:
             comparison = values = None
             if layouts:
-                plain = known.plain
+                plain = calls.plain
                 plain.calls += 1
-                comparison = None if plain.must_look else next(iter(plain.held), None)  # another thread may clear it
+                comparison = (
+                    None if plain.must_look else next(iter(plain.comparisons), None)
+                )  # another thread may clear it
                 if comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
@@ -310,7 +312,7 @@ class GraphRunner:
                 try:
                     anchor = layout.anchor
                     size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
-                except Exception:  # no tensor by now, or one without a shape, such as a nested one
+                except Exception:  # not a tensor any more, or one without a shape, such as a nested tensor
                     continue
                 plan = layout.plans.get(size if context is None else (size, context.batch))
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
@@ -333,7 +335,7 @@ class GraphRunner:
                     continue
                 if layout.values is not values:
                     continue
-                if known.state_key is not None and known.state_key(module) != layout.state:
+                if calls.state_key is not None and calls.state_key(module) != layout.state:
                     continue
                 copies = plan.bind(leaves)  # a `Refusal` in place of a plan raises its reason: the call runs eagerly
                 if copies is None:
@@ -349,12 +351,12 @@ class GraphRunner:
                     if not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
                     if layout is not layouts[0]:
-                        known.put_first(layout)
+                        calls.put_first(layout)
                     try:
                         return plan.replay(leaves, copies)
                     finally:
                         if plan.program.breaks:
-                            known.plain.claim(module)
+                            calls.plain.claim(module)
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
@@ -365,42 +367,42 @@ class GraphRunner:
         return self.run_eagerly(module, args, kwargs, *why)
 
     def relearn(self) -> None:
-        """Forget all calls: by now others are known of the places in which runs leave tensors, and calls pass these."""
+        """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
         with self._lock:
             self.left.stale = False
             self.front = self.left if self.left.passed else None
             self._forget()
 
-    def own(self, tensor: Any) -> Any:
-        """Return what a call left, in memory that no replay overwrites."""
+    def clone_from_pool(self, tensor: Any) -> Any:
+        """Return a tensor that a call left, in memory that no replay overwrites."""
         manager = self.manager
         if manager is None or self.config.outputs != "static" or not issubclass(type(tensor), Tensor):
             return tensor
         return tensor.clone() if manager.device.in_pool(manager.pool, tensor) else tensor
 
     def renew(self, versions: Mapping[int, int]) -> None:
-        """Take dicts of these versions for known by their new ones: what they hold counts as before."""
+        """Accept new versions of dicts by their old ones: their contents count as unchanged."""
         if versions:
-            self._known.plain.renew(versions)
+            self._calls.plain.renew(versions)
             if self.builder is not None and self.builder.state is not None:
                 self.builder.state.renew(versions)
 
     def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
-        """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
+        """Run eagerly, and count it; `why` are the arguments of `GraphStats.ran_eagerly`."""
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
-        with self._known.plain.run(module):
+        with self._calls.plain.run(module):
             if not self.left.places:
                 return invoke(module, args, kwargs)
             return self.left.run(functools.partial(invoke, module, args), kwargs, is_call=True)
 
     def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
-        """Finish a call eagerly whose replay an eager break stopped; its size runs eagerly from now on.
+        """Finish a call eagerly after an eager break stopped its replay; its size runs eagerly from now on.
 
         Raises:
-            BreakError: that would repeat what the replay has done already.
+            BreakError: an eager run would repeat effects of the replay.
         """
-        from simplegraph.serve.finish import breaks_to_finish  # not loaded before
+        from simplegraph.serve.finish import breaks_to_finish  # loaded only if needed
 
         with self._lock:
             try:
@@ -417,20 +419,20 @@ class GraphRunner:
     def _call_slowly(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
     ) -> Any:
-        """Read a call that no plan is known for, and serve it, eagerly or by a graph. Raises CannotBind."""
-        known = self._known
+        """Read a call that has no plan, and serve it, eagerly or by a graph. Raises CannotBind."""
+        calls = self._calls
         if context is None:
-            known.check_form(module, args, kwargs)
+            calls.check_form(module, args, kwargs)
         with self._lock:
             try:
                 builder, call = self._read(module, args, kwargs)
             except CannotBind as error:
                 if context is None:
-                    known.refuse_form(module, args, kwargs, error)
+                    calls.refuse_form(module, args, kwargs, error)
                 raise
             with builder.manager.pool.lock:
                 try:
-                    with known.plain.serving(module, claims=call.breaks):
+                    with calls.plain.serving(module, claims=call.breaks):
                         return self._serve(builder, call)
                 except CannotBind as error:
                     error.size = call.batch
@@ -444,12 +446,12 @@ class GraphRunner:
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
     ) -> tuple[GraphBuilder, Call]:
-        """Read everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
+        """Read everything about a call, as an example of the largest size if `largest`. Raises CannotBind."""
         self._record.check()
         if module.training and not self.trains:
             raise CannotBind(Reason.TRAINING, "")
-        known = self._known
-        leaves, names, spec = known.reader(module).leaves(args, kwargs)
+        calls = self._calls
+        leaves, names, spec = calls.reader(module).leaves(args, kwargs)
         builder = self._builder_for(module, leaves)
         manager = builder.manager
         if manager.device.is_capturing():
@@ -458,35 +460,35 @@ class GraphRunner:
         if hindered is not None:
             raise CannotBind(*hindered)
         gradients = self._gradients(builder, module, leaves)
-        size, layout = known.read(module, leaves, names, spec, manager.device.torch_device, gradients)
+        size, layout = calls.read(module, leaves, names, spec, manager.device.torch_device, gradients)
         rows, dispatch = self._dispatch(manager, size, leaves, names)
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
-        if layout.binding not in known.bindings.values() and len(known.bindings) >= self.config.max_signatures:
+        if layout.binding not in calls.bindings.values() and len(calls.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size, layout.binding.signature)
-        known.use(layout)
-        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, known.plain, self.left)
+        calls.use(layout)
+        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, calls.plain, self.left)
 
     def _dispatch(
         self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]
     ) -> tuple[int, Dispatch]:
-        """Return how many rows a call has, and the graph for them; `size` is its batch size. Raises CannotBind."""
+        """Return how many rows a call has, and how to run them; `size` is its batch size. Raises CannotBind."""
         return size, manager.dispatcher.dispatch(size, *described_batch())
 
     def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any]) -> Hashable:
-        """Describe the gradients that a call's graphs make: none. Raises CannotBind if eager would make some."""
+        """Describe the gradients that a call's graphs make: none here. Raises CannotBind if eager would make some."""
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
             argument = "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
             raise CannotBind(Reason.GRAD, argument if any_requires_grad(leaves) else "")
         return None
 
     def _make_room(self, builder: GraphBuilder, module: Any, size: int, signature: Signature) -> None:
-        """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
-        count = len(self._known.bindings)
-        if self.config.on_too_many_signatures == "eager" and not self._known.is_outdated(module):
-            unlike = "; ".join(differences(self._known.layouts[0].binding.signature, signature))
+        """Drop all graphs if there is one signature more than `max_signatures`, or refuse the signature."""
+        count = len(self._calls.bindings)
+        if self.config.on_too_many_signatures == "eager" and not self._calls.is_outdated(module):
+            unlike = "; ".join(differences(self._calls.layouts[0].binding.signature, signature))
             raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known; {unlike}", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
@@ -497,34 +499,34 @@ class GraphRunner:
         device = self.device_for(module, leaves)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
-        known = self.builder
-        ran_on = None if known is None else known.ran_on
-        if known is not None and known.manager.device.torch_device != device:
-            if known.state is not None and not known.state.moved():
-                graphs = known.manager.device.torch_device
+        builder = self.builder
+        ran_on = None if builder is None else builder.ran_on
+        if builder is not None and builder.manager.device.torch_device != device:
+            if builder.state is not None and not builder.state.moved():
+                graphs = builder.manager.device.torch_device
                 raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}, graphs on {graphs}")
             self.reset()  # the module itself was moved
-            known = self.builder = None
-        if known is None:
+            builder = self.builder = None
+        if builder is None:
             try:
                 capturing = graph_device(device).is_capturing()
             except ConfigError as error:
                 raise CannotBind(Reason.ALLOCATOR, str(error)) from None
-            if capturing:  # a manager begins with a capture of its own
+            if capturing:  # a new manager makes a capture of its own
                 raise CannotBind(Reason.BUSY, "")
             self.stats.name = module._get_name()
             manager = CudaGraphManager(
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
-            known = self.builder = self.builder_kind(manager, self._known.reader(module), self._record)
-            known.ran_on = ran_on
-        return known
+            builder = self.builder = self.builder_kind(manager, self._calls.reader(module), self._record)
+            builder.ran_on = ran_on
+        return builder
 
     def device_for(self, module: Any, leaves: Sequence[Any]) -> torch.device:
         """Return the device of a call: its arguments', or, if all are on the CPU, its weights' or its latest kernels'.
 
-        Without weights it is that of the graphs that there are.
+        Without weights, it is the device of the graphs, if there are any.
 
         Raises:
             CannotBind: no argument is a tensor, and batch dimensions count.
@@ -533,10 +535,10 @@ class GraphRunner:
         device = device_of(leaves, default)
         if device.type != "cpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return device
-        held, builder = device_of_state(module), self.builder
-        if builder is None or (held is not None and held.type != "cpu"):
-            return held or device
-        if held is None and builder.ran_on is None:
+        module_device, builder = device_of_state(module), self.builder
+        if builder is None or (module_device is not None and module_device.type != "cpu"):
+            return module_device or device
+        if module_device is None and builder.ran_on is None:
             return builder.manager.device.torch_device
         return builder.ran_on or device
 
@@ -556,11 +558,11 @@ class GraphRunner:
         return self._replay_or_prove(builder, call)
 
     def _capture_and_serve(self, builder: GraphBuilder, call: Call) -> Any:
-        """Capture a call's size inside the call, which waits for that."""
+        """Capture a call's size while the call waits, and serve it."""
         begun = time.perf_counter()
         try:
             builder.capture(call)
-            # The replays of this very call do not pay for the capture.
+            # This call's own replays do not pay for the capture.
             self._record.capture(self.stats.replays + self.replays_per_call)
             return self._replay_or_prove(builder, call)
         finally:
@@ -575,7 +577,7 @@ class GraphRunner:
         if builder.state is None or not builder.state.moved():
             return
         moved = ", ".join(builder.state.what_moved()[:5]) or "something captured"
-        # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
+        # If it moved on this rank only, the others keep replaying: then this one waits until a timeout, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
         self._record.drop(self.stats.replays)
@@ -601,23 +603,25 @@ class GraphRunner:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
     ) -> CaptureSummary:
         """Capture every size, or the `following` one; see `CudaGraphWrapper.capture_graphs` and `capture_next`."""
-        what = "capture_next" if following else "capture_graphs"
-        _refuse_inside_forward(what)
+        method = "capture_next" if following else "capture_graphs"
+        _refuse_inside_forward(method)
         if self._record.disabled is Reason.SWITCHED_OFF:
-            return CaptureSummary(0, {}, 0.0, 0, switched_off=True)  # the program goes on
-        left = _RUNS_TO_SETTLE
+            return CaptureSummary(
+                0, {}, 0.0, 0, switched_off=True
+            )  # no error, so that programs run without graphs, too
+        remaining_runs = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
             while True:
-                left -= 1
+                remaining_runs -= 1
                 try:
                     passed = self.left.arguments(kwargs) if self.left.places else kwargs
                     builder, call = self._read(module, args, passed, largest=True)
                     if following:  # no request waits for it
                         self._record.forgive()
                     self._drop_if_stale(builder)
-                    with builder.manager.pool.lock, self._known.plain.serving(module, claims=call.breaks):
+                    with builder.manager.pool.lock, self._calls.plain.serving(module, claims=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
-                    if self.left.stale and left:
+                    if self.left.stale and remaining_runs:
                         self.relearn()
                         continue
                     if summary.captured:
@@ -625,29 +629,29 @@ class GraphRunner:
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
-                    # show which device the inputs are moved to. A run may keep a mode that the example passes.
-                    if self.left.stale and left:
+                    # show which device inputs are moved to. A run may keep a mode that the example passes.
+                    if self.left.stale and remaining_runs:
                         self.relearn()
-                    elif error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not left:
-                        raise InputError(f"{what} cannot use this call: {error.explained}") from None
+                    elif error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not remaining_runs:
+                        raise InputError(f"{method} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
-        """View a size's static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
+        """Return views of a size's static inputs, of the signature used last; see `CudaGraphWrapper.static_inputs`."""
         if self.builder is None or not self.builder.inputs_of:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
-        signature = self._known.layouts[0].binding.signature
+        signature = self._calls.layouts[0].binding.signature
         manager = self.builder.manager
         size = manager.descriptors()[0][1].num_tokens if size is None else size
-        found = manager.dispatch(size, *described_batch())
-        inputs = self.builder.inputs_of.get((signature, found.mode, found.descriptor))
+        dispatch = manager.dispatch(size, *described_batch())
+        inputs = self.builder.inputs_of.get((signature, dispatch.mode, dispatch.descriptor))
         if inputs is None:
-            why = f"{found.reason.text}.\n  See: {found.reason.command}"
+            why = f"{dispatch.reason.text}.\n  See: {dispatch.reason.command}"
             raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {why}")
         inputs.handed_out = True
-        return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
+        return {name: static.part(dispatch.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 
     def announce_write(self) -> None:
-        """Call before writing memory that graphs read, outside of a call: `sleep` lets this raise, or wake it."""
+        """Announce a write outside of a call to memory that graphs read; while it sleeps, this raises or wakes it."""
 
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
@@ -656,36 +660,36 @@ class GraphRunner:
         return dataclasses.replace(self.builder.manager.report(), ahead=self._eager_calls_ahead(self.builder))
 
     def _eager_calls_ahead(self, builder: GraphBuilder) -> dict[int, list[str]]:
-        """Name the eager calls before a replay, by batch size, where there are some; the most of any signature."""
+        """Name the eager calls before the next replay, by batch size, if there are any; the most of any signature."""
         ahead: dict[int, list[str]] = {}
-        for binding in list(self._known.bindings.values()) if not self.config.exact_shapes else ():
+        for binding in list(self._calls.bindings.values()) if not self.config.exact_shapes else ():
             for rows in {rows for _, rows in list(binding.ran)}:
                 ahead[rows] = max(builder.eager_calls_ahead(binding, rows), ahead.get(rows, []), key=len)
         return {rows: calls for rows, calls in sorted(ahead.items()) if calls}
 
-    def reset(self, what: str = "reset_graphs") -> None:
-        """Drop all graphs, static inputs and what was learnt; `what` asks for it, in messages."""
-        _refuse_inside_forward(what)
+    def reset(self, operation: str = "reset_graphs") -> None:
+        """Drop all graphs, static inputs and everything learnt; `operation` is its name in messages."""
+        _refuse_inside_forward(operation)
         with self._lock:
             self._forget()
             self._record.reset()
 
     def _forget(self) -> None:
-        """Drop the programs, static inputs and what calls look like."""
+        """Drop the programs, static inputs, layouts and signatures."""
         self._drop_graphs()
-        self._known.clear()
+        self._calls.clear()
 
     def _drop_graphs(self) -> None:
-        """Drop the programs; static inputs and what calls look like are kept."""
-        self._known.drop_plans()
+        """Drop the programs; keep static inputs, layouts and signatures."""
+        self._calls.drop_plans()
         if self.builder is not None:
             self.builder.drop()
 
 
-def _refuse_inside_forward(what: str) -> None:
+def _refuse_inside_forward(operation: str) -> None:
     """Refuse to replace the graphs of a forward that is running."""
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
-        raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
+        raise CaptureError(f"{operation} was called inside the forward of a wrapped module; call it before or after.")
 
 
 def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
@@ -696,7 +700,7 @@ def _settings_of_wrapper(settings: CudaGraphConfig) -> CudaGraphConfig:
             "least 1. 0 is for a CudaGraphManager whose owner warmed up."
         )
     config = settings.from_env()
-    return config.replace(num_warmups=max(1, config.num_warmups))  # an engine beside it may ask for 0 there
+    return config.replace(num_warmups=max(1, config.num_warmups))  # the environment may ask for 0, for an engine
 
 
 def new_runner(

@@ -1,4 +1,4 @@
-"""Ways to give a module graphs beside the mixin: class decorator, wrapper around an instance or a function."""
+"""Gives a module graphs without the mixin: a class decorator, and a wrapper around an instance or a function."""
 
 from __future__ import annotations
 
@@ -103,23 +103,23 @@ def wrap(
     ranks: RankGroup | None = None,
     **settings: Any,
 ) -> Any:
-    """Put graphs around an existing module or function, which itself stays as it is.
+    """Wrap an existing module or function with graphs; the module or function itself is not changed.
 
     The result shares everything with the module (parameters, buffers, children, attributes, mode), is
     an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
     moved, copied and pickled; calls to it go through graphs, calls to `module` do not.
 
-    A function, bound method or other callable is served the same way. The modules and tensors that it reaches through
-    globals, its closure, defaults and the object that it belongs to are watched as a module's own are, and the plain
-    values there (numbers, strings, flags) are part of the key, as arguments are. The result is a `GraphedFunction`.
-    On a method in a class body, ``@wrap`` gives each instance graphs of its own.
+    A function, bound method or other callable works in the same way. Modules and tensors that it reaches through
+    globals, its closure, defaults and the object that it belongs to are watched like a module's own, and plain values
+    there (numbers, strings, flags) are part of the key, like arguments. The result is a `GraphedFunction`. On a method
+    in a class body, ``@wrap`` gives each instance graphs of its own.
 
     Args:
         module: any `nn.Module` instance, or a function.
         config: settings.
         pool: graph memory to share with other wrappers (see `graph_pool`); None for its own. Graphs for training always
-            have their own: what a forward leaves there must last until its backward.
-        ranks: the ranks whose graphs hold collectives with this one's; see `RankGroup`. Not carried by copies.
+            have their own, since values that a forward saves there must last until its backward.
+        ranks: the ranks whose graphs share collectives with this one's; see `RankGroup`. Copies do not keep them.
         **settings: fields of `CudaGraphConfig`, which win over `config`.
 
     Raises:
@@ -154,7 +154,7 @@ def wrap(
     check_names(module.forward, config)
     runner = new_runner(config, module, pool, ranks)
     kind: Any = type(module)
-    kind = getattr(kind, "_simplegraph_overridden", kind)  # what overrides a model's methods serves that model alone
+    kind = getattr(kind, "_simplegraph_overridden", kind)  # a class that overrides methods serves one model only
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner
     object.__setattr__(wrapped, "_graph_original", module)  # past `nn.Module`, which would make it a child
@@ -184,7 +184,7 @@ def check_unwrapped(model: Any, function: str) -> None:
 
 
 def _share(module: Any, kind: type[Any]) -> Any:
-    """Make an instance of another class with the very same attributes: whatever is set on one, both have."""
+    """Make an instance of another class that shares all attributes: setting one on either sets it on both."""
     other = object.__new__(kind)
     object.__setattr__(other, "__dict__", vars(module))
     return other
@@ -217,19 +217,19 @@ def _graphed(original: Any) -> type[nn.Module]:
 
 
 def _insert_base(target: Any) -> None:
-    # A subclass decorated earlier lists CudaGraphWrapper before this class, which it could not inherit from then.
+    # A subclass decorated earlier lists CudaGraphWrapper before this class, which did not inherit from it then.
     children = target.__subclasses__()
     for child in children:
-        children += child.__subclasses__()  # seen by this very loop, later
+        children += child.__subclasses__()  # this loop will reach them
         if CudaGraphWrapper in child.__bases__:
             child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
     target.__bases__ = (CudaGraphWrapper, *target.__bases__)
 
 
 def graph_pool(device: torch.device | str = "cuda") -> GraphPool:
-    """Make graph memory for several wrappers or managers to share: their graphs then reuse each other's.
+    """Make graph memory for several wrappers or managers to share; their graphs reuse each other's memory.
 
-    Right where they never run at the same time and none needs another's static output after it ran.
+    Correct only if they never run at the same time and none needs another's static output after it ran.
 
     Args:
         device: "cuda", a device with an index, or "cpu" for the emulator.

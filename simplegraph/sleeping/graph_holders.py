@@ -16,7 +16,7 @@ from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import readable
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.stats import wrappers
@@ -163,9 +163,9 @@ def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
         if table.graphs and not any(region.holds_graphs(manager.pool) for region in places.regions):
             kept.append(f"{holder.name}: memory of graphs from before the first sg.sleepable()")
         named = [
-            *(KnownMemory(span.address, sum(span), name) for span, name in holder.memory("cuda").items()),
+            *(MemorySpan(span.address, sum(span), name) for span, name in holder.memory("cuda").items()),
             *(
-                KnownMemory(block.address, sum(block), region.part)
+                MemorySpan(block.address, sum(block), region.part)
                 for region in places.regions
                 for block in region.blocks
             ),

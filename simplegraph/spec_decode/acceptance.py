@@ -36,9 +36,9 @@ class Accepted(NamedTuple):
         """
         counts = taken.long().cumprod(dim=1).sum(dim=1)
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-        own = token.gather(1, counts[:, None])
-        tokens = torch.cat((drafts, own), dim=1)  # the last column is used if all drafts were taken
-        tokens = torch.where(place == counts[:, None], own, tokens)
+        target_token = token.gather(1, counts[:, None])
+        tokens = torch.cat((drafts, target_token), dim=1)  # the last column is used if all drafts were taken
+        tokens = torch.where(place == counts[:, None], target_token, tokens)
         return cls(torch.where(place <= counts[:, None], tokens, -1), counts)
 
 
@@ -88,14 +88,14 @@ def rejection_sample(
     p = wanted.gather(2, index)[..., 0]
     if draft_probabilities is None:
         q = torch.ones_like(p)
-        left = wanted.scatter(2, index, torch.where(none, p, 0)[..., None])
+        residual = wanted.scatter(2, index, torch.where(none, p, 0)[..., None])
     else:
         _check("draft_probabilities", draft_probabilities, tuple(wanted.shape))
         q = draft_probabilities.gather(2, index)[..., 0]
-        left = torch.where(none[..., None], wanted, (wanted - draft_probabilities).clamp(min=0))
+        residual = torch.where(none[..., None], wanted, (wanted - draft_probabilities).clamp(min=0))
     taken = (noise[:, :-1] * q < p) & ~none
     counts = taken.long().cumprod(dim=1).sum(dim=1)
-    weights = torch.cat((left, targets[:, -1:]), dim=1)
+    weights = torch.cat((residual, targets[:, -1:]), dim=1)
     weights = weights.gather(1, counts[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
     # If p and q are equal but for rounding, p - q has no positive part; p itself is its limit.
     whole = targets.gather(1, counts[:, None, None].expand(-1, 1, targets.shape[-1]))[:, 0]

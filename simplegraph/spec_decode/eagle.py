@@ -247,13 +247,13 @@ def _manager(
 
 def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: Proposals, drafts: int) -> None:
     """Refuse backends and numbers of drafts that do not match."""
-    target, own = prefill.metadata, decode.metadata
+    of_prefill, of_decode = prefill.metadata, decode.metadata
     check_counts(num_draft_tokens=drafts)
-    most = min(target.max_model_len, target.max_num_tokens) - 1
+    most = min(of_prefill.max_model_len, of_prefill.max_num_tokens) - 1
     if drafts > most:
         raise ConfigError(
             f"num_draft_tokens is {drafts}; expected at most {most}: a request's step of {drafts + 1} tokens must "
-            f"fit into max_model_len={target.max_model_len} and max_num_tokens={target.max_num_tokens}."
+            f"fit into max_model_len={of_prefill.max_model_len} and max_num_tokens={of_prefill.max_num_tokens}."
         )
     if drafts > proposals.num_draft_tokens:
         raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {proposals.num_draft_tokens}.")
@@ -264,14 +264,14 @@ def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: P
             f"decode is {decode.name}, which plans on the host; the draft's decode steps are one graph, whose lengths "
             "only the device knows. Take TritonDecodeBackend, FlashAttentionBackend or SDPABackend for it."
         )
-    if own is target:
+    if of_decode is of_prefill:
         raise ConfigError("prefill and decode share one BatchMetadata; give decode a separate one.")
-    if own.max_model_len != target.max_model_len:
+    if of_decode.max_model_len != of_prefill.max_model_len:
         raise ConfigError(
-            f"max_model_len of decode's metadata is {own.max_model_len}, prefill's is {target.max_model_len}; expected "
-            "the same."
+            f"max_model_len of decode's metadata is {of_decode.max_model_len}, "
+            f"prefill's is {of_prefill.max_model_len}; expected the same."
         )
-    if own.max_num_reqs < target.max_num_reqs:
+    if of_decode.max_num_reqs < of_prefill.max_num_reqs:
         raise ConfigError(
-            f"max_num_reqs of decode's metadata is {own.max_num_reqs}, below prefill's {target.max_num_reqs}."
+            f"max_num_reqs of decode's metadata is {of_decode.max_num_reqs}, below prefill's {of_prefill.max_num_reqs}."
         )

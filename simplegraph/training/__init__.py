@@ -1,14 +1,14 @@
 """Graphs for training; those of inference are captured in `serve`.
 
 step         `train_step`: a whole step in one graph
-effects      what a step does beside returning a result
-step_runner  serves calls of it
+effects      a step's effects beside its result: gradients and Python state
+step_runner  serves calls of a step
 runner       serves calls under grad mode by pairs of graphs
 builder      captures a pair
 pair         a forward graph and its backward graph, and a call that they serve
-recording    the runs of both as they are captured
-notes        what eager calls and their backwards showed
-gradients    what leads to gradients, and where those of a step lie
+recording    the runs of both that are captured
+notes        what captures need to know of eager calls and their backwards
+gradients    the gradients of a step's parameters, and the memory that they lie in
 optimizers   optimizers in a captured step
 held_values  the plain values that optimizers and scalers hold
 """

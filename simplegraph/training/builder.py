@@ -1,4 +1,4 @@
-"""The way from a training call to its pair of graphs: eager calls that teach, and the capture of both."""
+"""The steps from a training call to its pair of graphs: eager calls to learn from, and the capture of both."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class PairBuilder(GraphBuilder):
 
     Attributes:
         last: the forward that last ran in the pairs' memory.
-        pairs: by call and what its backward needs.
-        leaves: tensors of the module that may want gradients; None before the first call.
+        pairs: pairs by call and the needs of its backward.
+        leaves: tensors of the module that may require gradients; None before the first call.
     """
 
     last: LastForward = dataclasses.field(default_factory=LastForward)
@@ -51,41 +51,41 @@ class PairBuilder(GraphBuilder):
     _notes: weakref.WeakKeyDictionary[Binding, BackwardNotes] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _read: set[int] = dataclasses.field(default_factory=set)  # storage keys of what the latest backwards read
+    _read: set[int] = dataclasses.field(default_factory=set)  # storage keys of tensors that the latest backwards read
     _recording: Recording | None = None
 
     def drop(self) -> None:
-        """Drop the graphs; those whose backward may still come go with it, and others get memory of their own."""
+        """Drop the graphs; a pair whose backward is pending keeps its memory, and new graphs use other memory."""
         self.pairs.clear()
         if self.last.pending:
-            table, known = self.manager.table, self.manager
+            table, manager = self.manager.table, self.manager
             table.stats.dropped(table.graphs)
             table.graphs.clear()
-            self.manager = CudaGraphManager(known.config, device=known.device, requests=False, stats=known.stats)
+            self.manager = CudaGraphManager(manager.config, device=manager.device, requests=False, stats=manager.stats)
             self.last = LastForward()
         super().drop()
 
     def notes(self, call: Call) -> BackwardNotes:
-        """Return what backwards of such calls showed."""
+        """Return the notes of backwards of such calls."""
         return self._notes.setdefault(call.binding, BackwardNotes(self.manager.device.torch_device.type))
 
     def key(self, call: Call) -> tuple[Hashable, ...]:
-        """Return what tells a call's pair from others: the signature first."""
+        """Return the key of a call's pair; the signature comes first."""
         return (*call.key, call.spec, self.notes(call).needs)
 
     def leaves_of(self, module: nn.Module) -> Leaves:
-        """Return the tensors of the module that may want gradients, as the latest capture found them."""
+        """Return the tensors of the module that may require gradients, as of the latest capture."""
         self.leaves = self.leaves or Leaves(module)
         return self.leaves
 
     # The lifecycle of a call.
 
     def record(self, call: Call) -> SizeRecord:
-        """Return the lifecycle of a pair: that of its forward."""
+        """Return the lifecycle of a pair, which is its forward's."""
         return call.binding.size((*self.key(call), "forward"))
 
     def admit(self, call: Call) -> tuple[Call, SizeRecord]:
-        """Refuse a call that no pair can serve, too; see `GraphBuilder.admit`."""
+        """Also refuse a call that no pair can serve; see `GraphBuilder.admit`."""
         admitted = super().admit(call)
         if self.notes(call).twice:
             raise CannotBind(Reason.UNTRAINABLE, "its backward is to be differentiated itself (create_graph=True)")
@@ -96,7 +96,7 @@ class PairBuilder(GraphBuilder):
         return "training graphs are captured by the calls that they serve"
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
-        """Count the eager calls before the capture; the backward of one must have been seen."""
+        """Count the eager calls before the capture; the backward of at least one must have run."""
         notes = self._notes.get(binding)
         unseen = notes is None or notes.seen is None
         return max(super().warmups_left(binding, rows, mode, descriptor), int(unseen))
@@ -104,7 +104,7 @@ class PairBuilder(GraphBuilder):
     # Eager calls.
 
     def warm_up(self, call: Call) -> Any:
-        """Run a call that is a warmup, or whose backward is to be seen."""
+        """Run a call that is a warmup, or whose backward is observed."""
         if super().warmups_left(call.binding, call.batch, *call.dispatch[:2]) > 0:
             return super().warm_up(call)
         said = "graphs are captured once a backward of such a call was seen"
@@ -114,7 +114,7 @@ class PairBuilder(GraphBuilder):
         return result
 
     def eager_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Surround eager runs by nothing: their backwards run on the stream that they ran on."""
+        """Run on the current stream, since a backward runs on the stream of its forward."""
         return contextlib.nullcontext()
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
@@ -122,8 +122,8 @@ class PairBuilder(GraphBuilder):
         binding, hooks, why = call.binding, HookWatch(), ""
         with replicas_refused(binding), hooks:
             result = super().run_as_called(call, reason, detail)
-        if hooks.found is not None:
-            why = f"the forward calls {hooks.found}, and a replay runs no hook that it registers"
+        if hooks.method is not None:
+            why = f"the forward calls {hooks.method}, and a replay runs no hook that it registers"
         elif binding.written:
             why = _WRITTEN.format(", ".join(sorted(binding.written)))
         if why and binding.refusal is None:
@@ -132,9 +132,9 @@ class PairBuilder(GraphBuilder):
         return result
 
     def watch(self, call: Call, result: Any) -> None:
-        """Learn from what an eager call returned, and from its backward."""
-        known = [*call.leaves, *self.leaves_of(call.module).tensors]
-        self.notes(call).watch(written_outputs(flatten(result)[0], known))
+        """Learn from the outputs of an eager call, and from its backward."""
+        given = [*call.leaves, *self.leaves_of(call.module).tensors]
+        self.notes(call).watch(written_outputs(flatten(result)[0], given))
 
     # Captures.
 
@@ -143,9 +143,9 @@ class PairBuilder(GraphBuilder):
 
         Raises:
             CannotBind: it cannot be captured.
-            CaptureError: likewise, and ``on_capture_failure`` is "raise".
+            CaptureError: it cannot be captured, and ``on_capture_failure`` is "raise".
         """
-        if self.last.pending:  # a capture would write over what it needs
+        if self.last.pending:  # a capture would overwrite what the pending backward reads
             raise CannotBind(Reason.BACKWARD_PENDING, "")
         key = self.key(call)
         try:
@@ -155,7 +155,7 @@ class PairBuilder(GraphBuilder):
             raise
 
     def plan(self, call: Call) -> PairPlan:
-        """Find the pair that serves such calls, from now on if nothing of it is left to be proven."""
+        """Return the pair that serves such calls; it is kept as their plan if no proof is due."""
         plan = self.pairs[self.key(call)]
         if not plan.unproven:
             call.layout.plans[call.plan_key] = plan
@@ -164,7 +164,7 @@ class PairBuilder(GraphBuilder):
     def _new_pair(self, call: Call, key: tuple[Hashable, ...]) -> PairPlan:
         """Capture a call's forward and its backward."""
         device, table = self.manager.device, self.manager.table
-        device.release_cached_memory()  # what eager calls used, the graphs have again in their own pool
+        device.release_cached_memory()  # the graphs' pool needs as much memory as the eager calls used
         inputs = InputSet(call.layout.args, call.batch, call.leaves)
         state_key = self.manager.config.state_key
         leaves = Leaves(call.module)  # some may have been replaced since the first call
@@ -190,32 +190,34 @@ class PairBuilder(GraphBuilder):
         return PairPlan(call, *around, jobs, recording, self._read, self.last)
 
     def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
-        """Take note of what runs were seen to read and write, and of what backwards read."""
+        """Note what runs were seen to read and write, and what backwards read."""
         if self._recording is not None:
             buffers = [buffer for buffer in self._recording.gradients if buffer is not None]
         super().note_seen(call, inputs, observation, buffers)
         self._read = {key for observer in observation.observers[1:] for key in observer.external}
 
     def _foreign_output(self, jobs: Sequence[CaptureJob], inputs: InputSet) -> str:
-        """Describe an output in memory that the graph does not write: a copy would not be what eager returns."""
-        manager, own = self.manager, inputs.storages
+        """Describe an output in memory that the graph does not write: a copy would not alias what eager returns."""
+        manager, input_storages = self.manager, inputs.storages
         outputs = manager.table.graphs[jobs[0].key].program.outputs
         foreign = (
-            out for out in outputs if not manager.device.in_pool(manager.pool, out) and storage_key(out) not in own
+            out
+            for out in outputs
+            if not manager.device.in_pool(manager.pool, out) and storage_key(out) not in input_storages
         )
-        found = next(foreign, None)
-        if found is None:
+        output = next(foreign, None)
+        if output is None:
             return ""
-        return f"an output of shape {tuple(found.shape)} is memory of the module, or a view of it"
+        return f"an output of shape {tuple(output.shape)} is memory of the module, or a view of it"
 
 
 @dataclasses.dataclass(eq=False)
 class _TapeEnd(Probe):
-    """Lets go of a forward's outputs once the last backward is recorded: no recording may use their memory before."""
+    """Releases a forward's outputs after the last backward is recorded; until then their memory may not be reused."""
 
     recording: Recording
 
     def after_recording(self, recorded: RecordedRun) -> None:
-        """Let go of them after the last backward."""
+        """Release the outputs after the last backward."""
         if recorded.run.key == self.recording.last:
             self.recording.tape.outputs.clear()

@@ -1,4 +1,4 @@
-"""What a training step does beside returning a result, gradients above all; its module, and its replays."""
+"""The effects of a training step beside its result, mainly gradients; its module, and its replays."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class StepState(NamedTuple):
     """The Python state in a step's key.
 
     Attributes:
-        values: plain values that it and its optimizers read; objects: what else optimizers hold.
-        gradients: which there are; hooks: likewise.
+        values: plain values that it and its optimizers read; objects: other objects that optimizers hold.
+        gradients: which parameters have and require gradients; hooks: the hooks' numbers.
     """
 
     values: Hashable
@@ -63,25 +63,25 @@ class StepEffects:
     """The effects of a training step beside its result.
 
     Args:
-        optimizers: those that it calls.
+        optimizers: the optimizers that it calls.
         scaler: the gradient scaler that it calls, if any.
 
     Attributes:
-        gradients: of all parameters that it may reach.
-        used: the indices of those that the calls served now read at their begin.
-        left: what a captured run left of them.
-        found: parameters that got gradients and that nothing else led to.
-        held: the states, groups and functions of the optimizers, by name.
-        proven: a graph was proven since the last replay.
-        refused_hooks: hooks that no capture can stand for, by their kind; else empty.
+        gradients: the gradients of all parameters that it may reach.
+        used: the indices of gradients that steps of the present signature read at their start.
+        left_gradients: the gradients that a captured run left; None outside of a capture.
+        discovered_parameters: parameters that got gradients, and that neither the code nor the optimizers lead to.
+        optimizer_objects: the states, groups and functions of the optimizers, by name.
+        proven: True if a graph was proven since the last replay.
+        refused_hooks: the kind of hooks that no capture can repeat; empty if there are none.
     """
 
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
         self.optimizers, self.scaler, self.modules = optimizers, scaler, modules
         self.gradients = Gradients()
-        self.left: list[Any] | None = None
-        self.found: list[Tensor] = []
-        self.held: dict[str, Any] = {}
+        self.left_gradients: list[Any] | None = None
+        self.discovered_parameters: list[Tensor] = []
+        self.optimizer_objects: dict[str, Any] = {}
         self.used: set[int] = set()
         self.proven = False
         self.refused_hooks = ""
@@ -89,36 +89,46 @@ class StepEffects:
         self._trained = False
         self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
-        self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
+        self._serving: Callable[[], Any] = bool  # a weak reference to the binding, which owns static inputs
 
     def hooks(self) -> list[Any]:
         """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
-        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}.values()
-        on_gradients = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
-        on_steps = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers.all]
-        on_nodes = [held for each in parameters if each.requires_grad and each.is_leaf for held in _node_hooks(each)]
-        self._hooks = [held for pair in (*on_steps, *on_gradients) for held in pair if held is not None]
-        of_several = any(_is_of_several(hook) for held in self._hooks for hook in held.values())
+        parameters = {
+            id(parameter): parameter for parameter in (*self.optimizers.parameters, *self.gradients.parameters)
+        }.values()
+        on_gradients = [(parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
+        on_steps = [
+            (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+            for optimizer in self.optimizers.all
+        ]
+        on_nodes = [
+            hooks
+            for parameter in parameters
+            if parameter.requires_grad and parameter.is_leaf
+            for hooks in _node_hooks(parameter)
+        ]
+        self._hooks = [hooks for pair in (*on_steps, *on_gradients) for hooks in pair if hooks is not None]
+        of_several = any(_is_of_several(hook) for hooks in self._hooks for hook in hooks.values())
         self.refused_hooks = "hooks on AccumulateGrad nodes" if any(on_nodes) else ""
         if of_several:
             self.refused_hooks = "hooks on several gradients (register_multi_grad_hook)"
         self._hooks += on_nodes
-        self._hook_ids = tuple(number for held in self._hooks for number in held)
+        self._hook_ids = tuple(number for hooks in self._hooks for number in hooks)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
-        return [] if self.refused_hooks else [hook for held in self._hooks for hook in held.values()]
+        return [] if self.refused_hooks else [hook for hooks in self._hooks for hook in hooks.values()]
 
     def hook_ids(self) -> Hashable:
-        """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
+        """Return the numbers of the hooks; hooks are listed again if one was added anywhere, or removed."""
         if self._known_hooks != (RemovableHandle.next_id, list(map(len, self._hooks))):
             self.hooks()
         return self._hook_ids
 
     def serve(self, binding: Any) -> None:
-        """Note which calls are served next."""
+        """Note the binding whose calls are served next."""
         self._serving, self.used = weakref.ref(binding), self._used.setdefault(binding, set())
 
     def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
-        """Note which gradients an eager run read of those that it found; return the keys of their memory."""
+        """Note which of the gradients from before an eager run read; return the storage keys of the others."""
         for observer in observers:
             if not observer.captures:
                 read = (indices for key, indices in self._passed.items() if key in observer.external)
@@ -126,22 +136,22 @@ class StepEffects:
         return self._passed.keys() - self.gradients.fix(self.used)
 
     def note_leaves(self, result: Any, *, captured: bool) -> None:
-        """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
-        known = set(map(id, self.gradients.parameters))
+        """Note parameters that got gradients, though neither the code nor the optimizers lead to them."""
+        known_ids = set(map(id, self.gradients.parameters))
         outputs = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-        leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known]
-        # A tensor that the step itself made a leaf is gone with the run.
+        leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known_ids]
+        # A leaf that the step itself made is gone after the run.
         unknown = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or self._met.get(id(leaf)) is leaf]
         self._met = weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         if unknown and captured:
             cause = f"a parameter of shape {tuple(unknown[0].shape)} got a gradient, but nothing led to it"
             raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)
-        self.found += unknown
+        self.discovered_parameters += unknown
 
     def check_trained(self, result: Any) -> None:
-        """Refuse a step that leaves its backward to the caller, who gets no graph of autograd for it."""
+        """Refuse a step that leaves its backward to the caller: its results have no autograd graph."""
         gradients = (parameter.grad for parameter in self.gradients.parameters)
-        self._trained = self._trained or self.optimizers.stepped or any(each is not None for each in gradients)
+        self._trained = self._trained or self.optimizers.stepped or any(gradient is not None for gradient in gradients)
         if not self._trained and any(map(_wants_grad, flatten(result)[0])):
             raise InputError(
                 "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
@@ -150,18 +160,18 @@ class StepEffects:
 
     @contextlib.contextmanager
     def around_eager(self, *, observed: bool) -> Iterator[None]:
-        """Surround a run that computes; `observed` if `note_read` will tell what it read."""
+        """Surround an eager run; `observed` if `note_read` will be called with what it read."""
         self._passed = self.gradients.passed() if observed else {}
         serving = self._serving() if observed else None
         replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
-        # What is learnt from is computed as a replay computes it, what only runs as the user wrote it.
+        # An observed run computes as a replay will; other runs compute as the user wrote the step.
         rates = self.optimizers.mirrored() if observed else contextlib.nullcontext()
         with rates, self.optimizers.watched(), replicas:
             yield
 
     @contextlib.contextmanager
     def around_capture(self) -> Iterator[None]:
-        """Surround a captured run: nothing that it changes in Python stays."""
+        """Surround a captured run, and undo its changes of Python state."""
         self._passed = {}
         used = sorted(self.used)
         with kept_python(self.optimizers.all, self.scaler) as changed:
@@ -177,25 +187,25 @@ class StepEffects:
                     cause += f"; {OPTIMIZER_OUTSIDE}" * named[0].startswith("optimizers.")
                 if cause:
                     raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
-                self.left = self.gradients.end_capture(before, used)
+                self.left_gradients = self.gradients.end_capture(before, used)
             finally:
                 self.gradients.put(before)
 
 
 def _node_hooks(parameter: Tensor) -> list[Any]:
-    """List the dicts of hooks on the node that adds to a parameter's gradient; they live as long as somebody holds it.
+    """List the dicts of hooks on a parameter's AccumulateGrad node; they live as long as anything holds the node.
 
-    Only the garbage collector sees them.
+    Only the garbage collector can list them.
     """
-    with torch.inference_mode(False), torch.enable_grad():  # others look, too, such as who puts a process to sleep
+    with torch.inference_mode(False), torch.enable_grad():  # callers may be in other modes, such as `sleep`
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    found = (held for held in gc.get_referents(node) if isinstance(held, dict) and held)
-    return [held for held in found if not any(held is each for each in own)]
+    registered = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    dicts = (referent for referent in gc.get_referents(node) if isinstance(referent, dict) and referent)
+    return [hooks for hooks in dicts if not any(hooks is other for other in registered)]
 
 
 def _is_of_several(hook: Any) -> bool:
-    """True for what torch calls in place of the user's hook of several tensors: it counts them in Python."""
+    """True for the function that torch registers for a user's hook on several tensors: it counts them in Python."""
     return isinstance(hook, types.FunctionType) and hook.__globals__ is vars(torch.autograd.graph)
 
 
@@ -204,8 +214,8 @@ class StepModule(FunctionModule):
 
     Args:
         function: the step.
-        optimizers, scaler: what it calls.
-        modules: what it trains, beside what it reaches by its code.
+        optimizers, scaler: the optimizers and the gradient scaler that it calls.
+        modules: modules that it trains, beside those that its code reaches.
     """
 
     computes_gradients = True
@@ -224,22 +234,22 @@ class StepModule(FunctionModule):
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
         graphs = graph_device(device) if device.type in ("cpu", "cuda") else None
-        # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.
+        # In a capture by other code the caller's grad mode is on; our capture switches it off around the function.
         captures = graphs is not None and not torch.is_grad_enabled() and graphs.is_capturing()
-        observed = CALLS.context is not None and CALLS.context.bypass is Reason.NESTED  # by who learns of the step
+        observed = CALLS.context is not None and CALLS.context.bypass is Reason.NESTED  # by the builder of its graphs
         with contextlib.ExitStack() as stack:
             if captures:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.step.around_capture())
             else:
                 stack.enter_context(self.step.around_eager(observed=observed))
-            stack.enter_context(autocast_cache(enabled=True))  # casts from outside are of weights before the step
+            stack.enter_context(autocast_cache(enabled=True))  # casts made outside are of the weights before the step
             result = self.function(*args, **kwargs)
             if observed:
                 self.step.note_leaves(result, captured=captures)
             if observed and graphs is not None and not captures:
                 set_up_backwards(graphs)
-        leaves, spec = flatten(result)  # autograd's graph has no memory left
+        leaves, spec = flatten(result)  # the backward has released the memory of autograd's graph
         if not captures:
             self.step.check_trained(result)
             self.step.optimizers.note_returned(leaves)
@@ -252,27 +262,30 @@ class StepModule(FunctionModule):
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look(step.scaler)
         places += self._optimizer_reach.find(users_functions(states))
-        held = (place for place in states if type(place.holder) not in (Entries, Lengths))
-        restore(step.held, {place.name: place.value for place in held if not issubclass(type(place.value), ATOMS)})
+        objects = (place for place in states if type(place.holder) not in (Entries, Lengths))
+        restore(
+            step.optimizer_objects,
+            {place.name: place.value for place in objects if not issubclass(type(place.value), ATOMS)},
+        )
         return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
 
     def _may_hold(self, place: CodePlace) -> bool:
-        return place.name not in self.step.held and super()._may_hold(place)
+        return place.name not in self.step.optimizer_objects and super()._may_hold(place)
 
     def resolve(self) -> None:
         super().resolve()
         step, values = self.step, [place.value for place in self.values.places]
-        found = (each for each in values if issubclass(type(each), torch.amp.GradScaler))
-        if step.scaler is None and (scaler := next(found, None)) is not None:
+        scalers = (value for value in values if issubclass(type(value), torch.amp.GradScaler))
+        if step.scaler is None and (scaler := next(scalers, None)) is not None:
             step.scaler = scaler
             super().resolve()
         step.optimizers.check(values, step.scaler)
-        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
-        step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        tensors = [*step.optimizers.parameters, *self.parameters(), *step.discovered_parameters]
+        step.gradients.use(parameter for parameter in tensors if isinstance(parameter, Tensor))
         step.hooks()
 
     def held(self) -> list[dict[str, Any]]:
-        return [*super().held(), self.step.held]
+        return [*super().held(), self.step.optimizer_objects]
 
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
@@ -300,12 +313,12 @@ class StepModule(FunctionModule):
         return self.step.note_read(observers)
 
     def is_over(self, context: Any) -> bool:
-        """True if it, or its optimizers, read other values by now, such as the next epoch's weight decay."""
+        """True if the step or its optimizers now read other values, such as the next epoch's weight decay."""
         return isinstance(context[1], StepState) and context[1][:2] != (self.values.key, self.step.optimizers.objects)
 
     def with_effects(self, whole: Any) -> Any:
-        left, self.step.left = self.step.left, None
-        return whole if left is None else WithGradients(whole, tuple(left))
+        gradients, self.step.left_gradients = self.step.left_gradients, None
+        return whole if gradients is None else WithGradients(whole, tuple(gradients))
 
 
 def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
@@ -318,7 +331,7 @@ def _wants_grad(leaf: Any) -> bool:
 
 
 class WithGradients(NamedTuple):
-    """Holds what a captured step returns, and the gradients that it leaves, in the order of its parameters."""
+    """Holds the result of a captured step, and the gradients that it leaves, in the order of its parameters."""
 
     result: Any
     gradients: tuple[Any, ...]
@@ -329,7 +342,7 @@ class StepPlan(Plan):
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
-        """Return the leaves that the step itself returned, and how they nest."""
+        """Return the leaves of the step's own result, and their structure."""
         spec = program.spec.children[0]
         return program.outputs[: spec.num_leaves], spec
 
@@ -337,25 +350,25 @@ class StepPlan(Plan):
         self.step: StepEffects = call.module.step
         self._used = sorted(self.step.used)
         count = spec.children[0].num_leaves
-        self._left = whole[count:]
-        self.step.gradients.note_made(left for left in self._left if self._is_made(left))
-        self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
-        self._known: Sequence[Any] = ()
+        self._left_gradients = whole[count:]
+        self.step.gradients.note_made(gradient for gradient in self._left_gradients if self._is_made(gradient))
+        self._kept = [index for index, gradient in enumerate(self._left_gradients) if gradient is KEPT]
+        self._entry_after_replay: Sequence[Any] = ()
         super()._prepare_outputs(call, whole[:count], spec.children[0])
-        self.compared = [*self.outputs, *self._left]
+        self.compared = [*self.outputs, *self._left_gradients]
 
     def _is_made(self, gradient: Any) -> bool:
         return isinstance(gradient, Tensor) and self.device.in_pool(self.pool, gradient)
 
     def whole(self, result: Any) -> Any:
         """Return eager's result, and the gradients that it left."""
-        found = (parameter.grad for parameter in self.step.gradients.parameters)
-        left = zip(found, self._left, strict=True)
-        return WithGradients(super().whole(result), tuple(KEPT if then is KEPT else now for now, then in left))
+        gradients = (parameter.grad for parameter in self.step.gradients.parameters)
+        pairs = zip(gradients, self._left_gradients, strict=True)
+        return WithGradients(super().whole(result), tuple(KEPT if left is KEPT else now for now, left in pairs))
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
-        """Let an eager run find the gradients where replays do."""
+        """Put the gradients where replays read them, for an eager run."""
         self._enter()
         yield
         self.step.proven = not self.unproven
@@ -363,22 +376,22 @@ class StepPlan(Plan):
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
         step = self.step
         entry = step.gradients.entry
-        known = self._known
-        same = len(known) == len(entry) and all(map(operator.is_, entry, known))
+        expected = self._entry_after_replay
+        same = len(expected) == len(entry) and all(map(operator.is_, entry, expected))
         if not same:
             self._enter()
         step.optimizers.refresh(self.table.order_streams)
         result = super().replay(leaves, copies)
         if not same:
             self._leave()
-        if step.proven:  # give back what the proof took, and eager's last gradients, among which it lies
+        if step.proven:  # release the proof's memory, and eager's last gradients, which lie among it
             step.proven = False
             step.gradients.state()
             self.device.release_cached_memory()
         return result
 
     def _enter(self) -> None:
-        """Bring the gradients that the graph reads, and those that its replay would overwrite, to their places."""
+        """Move gradients that the graph reads, and those that its replay would overwrite, to their fixed addresses."""
         self.table.order_streams()
         gradients = self.step.gradients
         gradients.enter(self._used)
@@ -390,15 +403,15 @@ class StepPlan(Plan):
         gradients.enter(lost)
 
     def _leave(self) -> None:
-        """Let every `.grad` be the graph's."""
+        """Set every `.grad` to the graph's gradient."""
         gradients = self.step.gradients
-        found = []
-        for parameter, left in zip(gradients.parameters, self._left, strict=True):
+        entry = []
+        for parameter, left in zip(gradients.parameters, self._left_gradients, strict=True):
             gradient = parameter.grad
             if left is KEPT:
-                found.append(gradient)
+                entry.append(gradient)
                 continue
             if gradient is not left and (gradient is None or left is None or not shows_the_same(gradient, left)):
                 parameter.grad = left
-            found.append(parameter.grad)
-        self._known = found
+            entry.append(parameter.grad)
+        self._entry_after_replay = entry

@@ -1,4 +1,4 @@
-"""Gradients: what leads to them, what captures of backwards prepare, and where those of a step lie."""
+"""Gradients: the leaves that get them, what a capture of a backward prepares, and where those of a step lie."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from simplegraph.device.protocol import GraphDevice
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
-# Private to torch; where it is absent, no gradient looks shared but one whose buffer the user holds.
+# Private to torch; where it is absent, only a gradient whose buffer the user holds looks shared.
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 KEPT = True  # stands for a gradient that a step does not touch
 _SHARED = (
     "the gradient of a parameter of shape {} is held elsewhere, too, and is another one at every call, so a graph can "
     "add to it only in a copy: make the gradients, or the buffer that they are views of, once, before the first step"
 )
-_MOST_BUFFERS = 3  # from which on gradients are taken for being elsewhere at every call
+_MOST_BUFFERS = 3  # replacements of a user's gradient after which it is assumed to be a new one at every call
 _REPLICA = (
     "DistributedDataParallel reduces gradients between ranks by hooks that no replay runs; "
     "wrap the module in it: DistributedDataParallel(wrap(module, training=True))"
@@ -39,29 +39,29 @@ _REPLICA = (
 
 @contextlib.contextmanager
 def noted_calls(register: Callable[[Callable[..., None]], Any]) -> Iterator[list[Any]]:
-    """Yield a list that each module or optimizer which this thread calls in here is added to.
+    """Yield a list to which each module or optimizer that this thread calls in the block is added.
 
     Args:
-        register: registers a hook, which is called with what is called first, and returns its handle.
+        register: registers a hook and returns its handle; the hook's first argument is the module or optimizer.
     """
-    thread, found = threading.get_ident(), list[Any]()
+    thread, calls = threading.get_ident(), list[Any]()
 
     def hook(called: Any, *_: Any) -> None:
         if threading.get_ident() == thread:
-            found.append(called)
+            calls.append(called)
 
     handle = register(hook)
     try:
-        yield found
+        yield calls
     finally:
         handle.remove()
 
 
 @contextlib.contextmanager
 def replicas_refused(binding: Any) -> Iterator[None]:
-    """Let no graph serve a binding's calls if the run in here calls a `DistributedDataParallel`, whatever holds it.
+    """Refuse graphs for a binding's calls if the run in the block calls a `DistributedDataParallel` anywhere.
 
-    Autograd itself reduces its gradients between ranks. A capture that failed would leave that half done, and the next
+    Autograd itself reduces its gradients between ranks. A failed capture would leave that half done, and the next
     forward of the module would raise.
     """
     with noted_calls(register_module_forward_pre_hook) as called:
@@ -73,25 +73,25 @@ def replicas_refused(binding: Any) -> Iterator[None]:
 
 
 def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """List the leaves that the histories of outputs end in, each once; an output may be one itself."""
+    """List the leaves of the autograd graphs of outputs, each once; an output may be a leaf itself."""
     wanting = [output for output in outputs if output.requires_grad]
-    found = {id(output): output for output in wanting if output.grad_fn is None}
-    left: list[Any] = [output.grad_fn for output in wanting if output.grad_fn is not None]
-    seen = set(left)
-    while left:
-        node = left.pop()
+    leaves = {id(output): output for output in wanting if output.grad_fn is None}
+    nodes: list[Any] = [output.grad_fn for output in wanting if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                left.append(following)
-    return list(found.values())
+                nodes.append(following)
+    return list(leaves.values())
 
 
 def set_up_backwards(device: GraphDevice) -> None:
-    """Let cuBLAS have its workspaces for the thread that will run the backward on the capture stream."""
+    """Make cuBLAS's workspaces for the thread that will run the backward on the capture stream."""
     with device.on_capture_stream(), torch.enable_grad():
         scratch = torch.zeros(1, device=device.torch_device, requires_grad=True)
         result = scratch.clone()
@@ -103,15 +103,15 @@ class Gradients:
     """The gradients of some parameters.
 
     A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
-    another graph overwrites it. One that a graph reads at its begin, to add to it, lies at a fixed address outside of
-    the pool, the same for all graphs. That is where the user's own `.grad` lies, if anything else holds it or shows
-    its memory, and the step leaves it there; else memory of ours, where what `.grad` holds is copied.
+    another graph overwrites it. A gradient that a graph reads at its start, to add to it, lies at a fixed address
+    outside of the pool, the same for all graphs. If anything else holds the user's own `.grad`, or a view of its
+    memory, and the step leaves it in place, that address is used; else memory of ours, to which `.grad` is copied.
 
     Attributes:
-        parameters: those whose gradients these are.
-        devices: where they are, as text.
-        entry: what `.grad` of each held when `state` last looked.
-        refusal: why no graph can serve the next call, if one of them is seen elsewhere as well; else empty.
+        parameters: the parameters.
+        devices: their devices, as text.
+        entry: the `.grad` of each parameter when `state` was last called.
+        refusal: why no graph can serve the next call, if a gradient is shared in an unsupported way; else empty.
     """
 
     def __init__(self) -> None:
@@ -120,25 +120,25 @@ class Gradients:
         self.devices: list[str] = []
         self.refusal = ""
         self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
-        self._users: set[int] = set()  # of the parameters whose fixed address is their user's own gradient's
-        self._replaced: collections.Counter[int] = collections.Counter()  # how often that was replaced by others
-        self._counts: list[int] = []  # of references to what `entry` has
+        self._users: set[int] = set()  # ids of parameters whose fixed address is that of the user's own gradient
+        self._replaced: collections.Counter[int] = collections.Counter()  # how often the user replaced that gradient
+        self._counts: list[int] = []  # reference counts of the gradients in `entry`
         self._made: set[int] = set()  # storage keys of gradients that graphs make
         self._wanting: list[bool] = []
         self._key: Hashable = ()
 
     def use(self, parameters: Iterable[Tensor]) -> None:
-        """Follow these parameters from now on."""
-        found = list({id(parameter): parameter for parameter in parameters}.values())
-        if list(map(id, found)) != list(map(id, self.parameters)):
-            self.parameters = found
+        """Manage the gradients of these parameters from now on."""
+        distinct = list({id(parameter): parameter for parameter in parameters}.values())
+        if list(map(id, distinct)) != list(map(id, self.parameters)):
+            self.parameters = distinct
             self.entry = []
             self._wanting = []
-            self.devices = sorted({str(each.device) for each in found})
-            self._fixed = {id(p): self._fixed[id(p)] for p in found if id(p) in self._fixed}
+            self.devices = sorted({str(parameter.device) for parameter in distinct})
+            self._fixed = {id(p): self._fixed[id(p)] for p in distinct if id(p) in self._fixed}
 
     def state(self) -> Hashable:
-        """Return which parameters have a gradient, and which want one: the very same object while that stays."""
+        """Return which parameters have a gradient, and which require one; the same object as long as this is equal."""
         entry, wanting = list(map(_grad, self.parameters)), list(map(_requires_grad, self.parameters))
         is_same = len(entry) == len(self.entry) and all(map(operator.is_, entry, self.entry))
         if wanting != self._wanting or not is_same:
@@ -148,12 +148,12 @@ class Gradients:
         return self._key
 
     def _find_replaced(self) -> tuple[int, ...]:
-        """Let go of the user's gradients that were replaced, refuse those that others hold; count the replaced."""
+        """Release the user's gradients that were replaced, and refuse those that others hold; return the counts."""
         self.refusal = ""
         self._counts = list(map(sys.getrefcount, self.entry))
         for index, parameter in enumerate(self.parameters):
-            known, gradient = self._fixed.get(id(parameter)), self.entry[index]
-            if known is None or gradient is None or shows_the_same(gradient, known[1]):
+            fixed, gradient = self._fixed.get(id(parameter)), self.entry[index]
+            if fixed is None or gradient is None or shows_the_same(gradient, fixed[1]):
                 continue
             if id(parameter) in self._users:
                 self._users.remove(id(parameter))
@@ -165,19 +165,19 @@ class Gradients:
         return tuple(self._replaced.values())
 
     def note_made(self, gradients: Iterable[Any]) -> None:
-        """Note gradients that graphs make: another graph overwrites them."""
+        """Note gradients that graphs make, since another graph overwrites them."""
         self._made.update(storage_key(gradient) for gradient in gradients if isinstance(gradient, Tensor))
 
     def passed(self) -> dict[int, list[int]]:
-        """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
-        found: dict[int, list[int]] = {}
+        """Return the indices of the present gradients by storage key; cuDNN makes several gradients in one buffer."""
+        indices: dict[int, list[int]] = {}
         for index, gradient in enumerate(map(_grad, self.parameters)):
             if gradient is not None and gradient.layout is torch.strided:
-                found.setdefault(storage_key(gradient), []).append(index)
-        return found
+                indices.setdefault(storage_key(gradient), []).append(index)
+        return indices
 
     def fix(self, used: Iterable[int]) -> set[int]:
-        """Make the tensors at fixed addresses for the gradients that graphs read; return the storage keys of all."""
+        """Make the tensors at fixed addresses for gradients that graphs read; return all their storage keys."""
         for index in used:  # a capture would make its own
             self._fixed_of(index)
         return {storage_key(tensor) for _, tensor in self._fixed.values()}
@@ -185,24 +185,24 @@ class Gradients:
     def _fixed_of(self, index: int, *, makes: bool = True) -> Tensor:
         """Return the tensor at a fixed address for the gradient of one parameter."""
         parameter = self.parameters[index]
-        known = self._fixed.get(id(parameter))
-        if known is None or _kind(known[1]) != _kind(parameter):  # the parameter was converted or moved
+        fixed = self._fixed.get(id(parameter))
+        if fixed is None or _kind(fixed[1]) != _kind(parameter):  # the parameter was converted or moved
             if not makes:
                 cause = f"a parameter of shape {tuple(parameter.shape)} was converted or moved just before"
                 raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
             gradient = parameter.grad
-            if gradient is not None and known is None and self._is_users(index):
+            if gradient is not None and fixed is None and self._is_users(index):
                 self._users.add(id(parameter))
                 self._fixed[id(parameter)] = parameter, gradient
                 return gradient
             self._users.discard(id(parameter))
             with outside_modes():
                 made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
-            known = self._fixed[id(parameter)] = parameter, made
-        return known[1]
+            fixed = self._fixed[id(parameter)] = parameter, made
+        return fixed[1]
 
     def _is_users(self, index: int) -> bool:
-        """True if graphs may add to the gradient that a call found where it lies, since the step left it there."""
+        """True if graphs may add to the user's own gradient in place: others hold it, and the step leaves it there."""
         parameter, gradient = self.parameters[index], self.entry[index] if index < len(self.entry) else None
         if gradient is None or gradient is not parameter.grad or gradient.requires_grad:
             return False
@@ -210,21 +210,21 @@ class Gradients:
         return plain and self._replaced[id(parameter)] < _MOST_BUFFERS and self._is_held(index)
 
     def _is_held(self, index: int) -> bool:
-        """True if anything else held the gradient that a call found, or shows its memory, as a buffer of several."""
+        """True if anything else holds the gradient of `entry`, or shares its memory, such as a flat buffer."""
         gradient: Any = self.entry[index]
-        if not has_address(gradient):  # a sparse one
+        if not has_address(gradient):  # a sparse gradient
             return False
         key = storage_key(gradient)
         if key in self._made:
             return False
-        own = sum(each is not None and has_address(each) and storage_key(each) == key for each in self.entry)
+        sharing = sum(other is not None and has_address(other) and storage_key(other) == key for other in self.entry)
         base = gradient._base
-        known = own + 1 + (base is not None)  # with the storage as we read it, and what the views are of
-        in_storage = _use_count(gradient.untyped_storage()._cdata) > known
+        expected = sharing + 1 + (base is not None)  # with the storage as we read it, and what the views are of
+        in_storage = _use_count(gradient.untyped_storage()._cdata) > expected
         return in_storage or self._counts[index] > _HELD_ONCE or (base is not None and sys.getrefcount(base) > 2)
 
     def enter(self, used: Iterable[int]) -> None:
-        """Let the gradients that a graph reads lie where it reads them."""
+        """Move the gradients that a graph reads to the addresses that it reads."""
         with outside_modes():
             for index in used:
                 parameter, fixed = self.parameters[index], self._fixed_of(index)
@@ -234,7 +234,7 @@ class Gradients:
                     parameter.grad = fixed
 
     def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
-        """Put those that the capture reads at their fixed address; return what to put back. Raises CaptureError."""
+        """Put gradients that the capture reads at their fixed address; return those to restore. Raises CaptureError."""
         before = list(map(_grad, self.parameters))
         for index in used:
             if before[index] is not None:
@@ -242,22 +242,22 @@ class Gradients:
         return before
 
     def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:
-        """Take what a captured step left, where `put` is to put back what was there.
+        """Return the gradients that a captured step left; call `put` afterwards to restore those from before.
 
         Returns:
-            By parameter: a tensor of the graph, the fixed one, None, or `KEPT`.
+            For each parameter: a tensor of the graph, the tensor at the fixed address, None, or `KEPT`.
         """
-        left: list[Any] = []
-        own = set(used)
+        gradients: list[Any] = []
+        read = set(used)
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            kept = gradient is before[index] and gradient is not None and index not in own
-            left.append(KEPT if kept else gradient)
-        for gradient in left:
+            kept = gradient is before[index] and gradient is not None and index not in read
+            gradients.append(KEPT if kept else gradient)
+        for gradient in gradients:
             if isinstance(gradient, Tensor) and (gradient.layout is not torch.strided or gradient.requires_grad):
                 cause = "a gradient is sparse" if gradient.layout is not torch.strided else "a gradient requires grad"
                 raise CaptureError(f"capturing the step failed\n  {cause}, which no graph can hand out.", cause=cause)
-        return left
+        return gradients
 
     def put(self, gradients: Sequence[Tensor | None]) -> None:
         """Set every `.grad`."""
@@ -267,12 +267,12 @@ class Gradients:
 
 
 def shows_the_same(gradient: Tensor, other: Tensor) -> bool:
-    """True if two gradients are one, or show the same memory in the same way; a sparse one shows none."""
+    """True if two gradients are one tensor, or equal views of the same memory; a sparse gradient has no memory."""
     return gradient is other or (has_address(gradient) and lies_at(gradient) == lies_at(other))
 
 
 def _references() -> int:
-    """Count the references to a gradient that only its parameter and a list hold, which depends on torch."""
+    """Count the references to a gradient that only its parameter and a list hold; the count depends on torch."""
     parameter = torch.zeros(1)
     parameter.grad = torch.zeros(1)
     return next(map(sys.getrefcount, [parameter.grad]))

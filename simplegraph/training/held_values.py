@@ -25,38 +25,38 @@ _SIZED = (*DICTS, list, set, tuple, collections.deque)
 
 
 class Entries:
-    """Gives the names of attributes, or the items of a container, as one tuple: the same one while these stay.
+    """Gives the names of attributes, or the items of a container, as one tuple: the same tuple while they stay.
 
     Args:
-        read: returns them.
+        read: returns the names or items.
     """
 
     def __init__(self, read: Callable[[], tuple[Any, ...]]) -> None:
-        self._read, self._known = read, read()
+        self._read, self._entries = read, read()
 
     def __getitem__(self, key: str) -> tuple[Any, ...]:
         now = self._read()
-        if len(now) != len(self._known) or not all(map(operator.is_, now, self._known)):
-            self._known = now
-        return self._known
+        if len(now) != len(self._entries) or not all(map(operator.is_, now, self._entries)):
+            self._entries = now
+        return self._entries
 
 
 class Lengths:
-    """Gives the lengths of containers as one tuple, the same one while these stay: what they hold is read by itself.
+    """Gives the lengths of containers as one tuple, the same tuple while they stay; their contents are read separately.
 
     Attributes:
-        containers: dicts and lists of no other class.
+        containers: plain dicts and lists, of no subclass.
     """
 
     def __init__(self) -> None:
         self.containers: list[Any] = []
-        self._known: tuple[int, ...] = ()
+        self._lengths: tuple[int, ...] = ()
 
     def __getitem__(self, key: str) -> tuple[int, ...]:
         now = tuple(map(len, self.containers))
-        if now != self._known:
-            self._known = now
-        return self._known
+        if now != self._lengths:
+            self._lengths = now
+        return self._lengths
 
 
 class _Size:
@@ -66,11 +66,15 @@ class _Size:
         self._container = container
 
     def __getitem__(self, key: str) -> int:
-        held = self._container
-        return dict_version(held) if dict_version and type(held) is dict else kind_of(type(held)).__len__(held)
+        container = self._container
+        return (
+            dict_version(container)
+            if dict_version and type(container) is dict
+            else kind_of(type(container)).__len__(container)
+        )
 
     def __setitem__(self, key: str, value: int) -> None:
-        """Leave the container as it is: what it holds is put back by itself."""
+        """Leave the container as it is: its contents are restored separately."""
 
 
 class _Array:
@@ -89,18 +93,18 @@ class _Array:
 
 
 class HeldValues:
-    """Finds what an optimizer or a scaler holds in attributes, containers, objects of users, and users' classes.
+    """Finds the values that an optimizer or a scaler holds in attributes, containers, users' objects and classes.
 
     Args:
-        name: of the owner; owner: the optimizer or scaler.
-        counts: returns True for the attributes of the owner that count, by name.
+        name: the owner's name; owner: the optimizer or scaler.
+        counts: returns True for an attribute of the owner, by name, that steps may read.
         apart: ids of containers that are not opened.
 
     Attributes:
-        name: as given.
-        places: of all that it holds.
-        objects: what has no plain value among it, for a key.
-        is_complete: False if it leads to more than is looked at.
+        name: the owner's name.
+        places: the places of all values.
+        objects: objects without plain values, to be parts of a key.
+        is_complete: False if the owner leads to more objects than are opened.
     """
 
     def __init__(self, name: str, owner: Any, counts: Callable[[Any], bool], apart: Collection[int] = ()) -> None:
@@ -111,29 +115,31 @@ class HeldValues:
         apart = {*apart, *(id(value) for key, value in vars(owner).items() if not counts(key))}
         classes: dict[type, None] = {}
         opened = self._add_all(name, Walk([owner], Policy(_opens, objects=MAX_HELD), apart), classes)
-        for kind in (base for found in classes for base in found.__mro__ if not is_library(base.__module__)):
+        for kind in (
+            base for owner_class in classes for base in owner_class.__mro__ if not is_library(base.__module__)
+        ):
             opened += self._add_all(kind.__qualname__, Walk([kind], Policy(_opens, objects=MAX_HELD), apart), {})
         self._add(name, "lengths", self._lengths)
         self.is_complete = opened < MAX_HELD
 
     def _add_all(self, prefix: str, walk: Walk, classes: dict[type, None]) -> int:
         opened = 0
-        for thing, held, _ in walk:
+        for thing, contents, _ in walk:
             opened += 1
             path = walk.path(thing)
             name = f"{prefix}.{path}" if path else prefix
             if kind_of(type(thing)) is object or thing is self._owner:
                 classes[type(thing)] = None
             self._add_entries(name, thing)
-            for key, value in items_of(held):
+            for key, value in items_of(contents):
                 if thing is self._owner and not self._counts(key):
                     continue
-                self.places.append(CodePlace(f"{name}.{shown(key)}", _holder(thing, held, key), key, value))
+                self.places.append(CodePlace(f"{name}.{shown(key)}", _holder(thing, contents, key), key, value))
                 self._add_value(f"{name}.{shown(key)}", value)
         return opened
 
     def _add_entries(self, name: str, thing: Any) -> None:
-        """Let it be noticed that a thing comes to hold more, or less."""
+        """Add a place that changes if entries are added to an object, or removed."""
         sized = thing if type(thing) in _EXACT else vars(thing) if issubclass(type(thing), type) else None
         if sized is not None:
             self._lengths.containers.append(sized)
@@ -142,7 +148,7 @@ class HeldValues:
             self._add(name, "entries", Entries(read))
 
     def _add_value(self, name: str, value: Any) -> None:
-        """Add what an entry's value holds that is no entry of anything that was opened."""
+        """Add the contents of an entry's value that the walk does not open."""
         kind = type(value)
         if issubclass(kind, (*ATOMS, Tensor, nn.Module)):
             return
@@ -165,18 +171,20 @@ def _entries(thing: Any) -> tuple[Any, ...]:
 
 
 def users_functions(places: Iterable[CodePlace]) -> list[Any]:
-    """List the functions of users that places hold."""
-    found = (function for place in places for function in functions_in(place.value))
-    return [function for function in found if not is_library(getattr(function, "__module__", None))]
+    """List users' functions among the values of places."""
+    functions = (function for place in places for function in functions_in(place.value))
+    return [function for function in functions if not is_library(getattr(function, "__module__", None))]
 
 
 def numbers_of_state(name: str, state: Mapping[Any, Any]) -> list[CodePlace]:
     """List the places of plain values in an optimizer's state; guards compare its tensors and containers."""
-    holders = {name: state} | {f"{name}.{at}": held for at, held in enumerate(state.values()) if type(held) is dict}
+    holders = {name: state} | {
+        f"{name}.{at}": entries for at, entries in enumerate(state.values()) if type(entries) is dict
+    }
     return [
-        CodePlace(f"{at}.{shown(key)}", held, key, value)
-        for at, held in holders.items()
-        for key, value in held.items()
+        CodePlace(f"{at}.{shown(key)}", entries, key, value)
+        for at, entries in holders.items()
+        for key, value in entries.items()
         if issubclass(type(value), ATOMS)
     ]
 
@@ -205,13 +213,13 @@ def _contents(container: Any) -> Any:
     return held_by(container) if kind_of(type(container)).__len__(container) <= MAX_WIDTH else None
 
 
-def _holder(thing: Any, held: Any, key: Any) -> Any:
-    """Return what gives a value of a thing by its key, and takes it."""
+def _holder(thing: Any, contents: Any, key: Any) -> Any:
+    """Return the mapping by which an entry of an object can be read and set by its key."""
     kind = kind_of(type(thing))
     if issubclass(type(thing), type):
-        return Attributes(thing) if issubclass(type(held[key]), ATOMS) else vars(thing)
+        return Attributes(thing) if issubclass(type(contents[key]), ATOMS) else vars(thing)
     if kind is set:
-        return held
+        return contents
     if issubclass(type(thing), DICTS):
         return thing if type(thing) is dict else Items(thing)
     if kind is object or not issubclass(type(thing), _SIZED):

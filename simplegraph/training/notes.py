@@ -1,4 +1,4 @@
-"""Facts that eager calls under grad mode, and their backwards, showed: captures follow them."""
+"""Notes of eager calls under grad mode and their backwards, which captures follow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD
 
 
 class OutputLook(NamedTuple):
-    """The look of an output.
+    """The layout of an output.
 
     Attributes:
-        wanting: it wants gradients.
+        wanting: True if it requires gradients.
     """
 
     shape: torch.Size
@@ -27,33 +27,34 @@ class OutputLook(NamedTuple):
     wanting: bool
 
     def buffer(self) -> Tensor:
-        """Make memory for its gradient."""
+        """Make a buffer for its gradient."""
         with torch.inference_mode(False), torch.no_grad():
             dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             return torch.zeros_like(dense)
 
 
 def look_at(outputs: Sequence[Tensor]) -> list[OutputLook]:
-    """Look at outputs."""
+    """Return the layouts of outputs."""
     return [OutputLook(out.shape, out.stride(), out.dtype, out.device, out.requires_grad) for out in outputs]
 
 
 class Needs(NamedTuple):
-    """The needs of a backward: to keep what it reads for another, and the dtype of autocast around it."""
+    """The needs of a backward: whether it keeps what it reads (retain_graph), and the dtype of autocast around it."""
 
     retained: bool = False
     autocast: torch.dtype | None = None
 
 
 class BackwardNotes:
-    """Keeps the facts that eager calls of one signature, and their backwards, showed.
+    """Keeps notes of the eager calls of one signature, and of their backwards.
 
     Attributes:
-        device_type: of the device that they ran on.
-        outputs: how the outputs of the last call looked.
-        seen: the outputs that they gave gradients to, by their number; None before the first.
-        twice: True if one shall be differentiated itself.
-        needs: of the last one, and of any to keep what it reads: graphs of backwards differ by these.
+        device_type: the type of the device that they ran on.
+        outputs: the layouts of the outputs of the last call.
+        seen: the numbers of outputs that backwards were given gradients of; None before the first backward.
+        twice: True if a backward is to be differentiated itself.
+        needs: the needs of the last backward, and `retained` if any kept what it reads; graphs of backwards differ by
+            these.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -64,7 +65,7 @@ class BackwardNotes:
         self.needs = Needs()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Look at the outputs of an eager call, and later at its backward."""
+        """Note the outputs of an eager call, and later its backward."""
         self.outputs = look_at(outputs)
         nodes: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
         for number, output in enumerate(outputs):
@@ -80,20 +81,20 @@ class BackwardNotes:
         self.add({number for at, number in places if grads[at] is not None}, again=len(backwards) > 1)
 
     def add(self, outputs: Iterable[int], *, again: bool) -> None:
-        """Note, from inside of a backward, that it was given gradients of these outputs; `again` if one ran before."""
+        """Note, inside a backward, the outputs that it is given gradients of; `again` if another ran before."""
         self.seen = {*(self.seen or ()), *outputs}
         retained = again or self.needs.retained or keeps_graph()
         self.needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
 
 
-# True if the backward that runs now keeps what it reads. Private to torch; where it is absent, each may.
+# True if the running backward keeps what it reads. Private to torch; where it is absent, every backward is assumed to.
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-# Tells the backward that runs now from others. Private to torch, too; where it is absent, they look like one.
+# The number of the running backward. Private to torch, too; where it is absent, all backwards look like one.
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
+    """Refuse a module whose backward runs Python code that a replay would not. Raises CannotBind."""
     if (hindered := autograd_hindrance()) is not None:
         raise CannotBind(*hindered)
     if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS:
@@ -107,13 +108,13 @@ class HookWatch(torch.overrides.TorchFunctionMode):
     """Notices hooks that a forward registers on its own tensors: a replay would not call them.
 
     Attributes:
-        found: the method that it called; None if none.
+        method: the method that it called; None if it called none.
     """
 
     _METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-    found: str | None = None
+    method: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func.__name__ in self._METHODS:
-            self.found = f"Tensor.{func.__name__}"
+            self.method = f"Tensor.{func.__name__}"
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
-"""Optimizers in a captured step: what is prepared for it, and which of their numbers are read on the device.
+"""Optimizers in a captured step: their preparation, and learning rates that are read on the device.
 
-A graph freezes Python numbers. The learning rate changes most often, so a 0-dim tensor on the device stands in its
-place where the optimizer takes one, and only while the optimizer computes: all other code finds the user's own number
-in `param_groups`. Other values are part of the key, and so is a learning rate that the step's own code may read: a step
-with other ones is captured anew.
+A graph freezes Python numbers. The learning rate changes most often, so if the optimizer accepts it, a 0-dim tensor on
+the device replaces it, the mirror, only while the optimizer computes: all other code finds the user's own number in
+`param_groups`. Other values are part of the key, and so is a learning rate that the step's own code may read: if one of
+them changes, the step is captured again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("simplegraph")
 
 Group = dict[str, Any]
 
-# Those that read a tensor for a learning rate on the device, fused, or capturable with one kernel for all tensors.
+# Optimizers that read a tensor as learning rate on the device: fused, capturable, or capturable with foreach only.
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
@@ -53,27 +53,28 @@ class StepOptimizers:
     """The optimizers of a step.
 
     Args:
-        optimizers: them.
+        optimizers: one optimizer, or a list of them.
 
     Attributes:
-        refusal: why no graph can hold a step with them; empty if one can.
-        stepped: True once one stepped in a step.
-        rates_read: the step's own code may read learning rates, so that these are part of the key.
-        objects: which tensors optimizers and scaler hold, by name, and what has no plain value: a part of the key.
+        refusal: why no graph can contain a step with them; empty if one can.
+        stepped: True once an optimizer stepped in a step.
+        rates_read: True if the step's own code may read learning rates, which are then part of the key.
+        objects: the names of tensors that optimizers and scaler hold, and objects without plain values; a part of the
+            key.
 
     Raises:
-        ConfigError: something is no optimizer, or only wraps one.
+        ConfigError: something is not an optimizer, or only wraps one.
     """
 
     def __init__(self, optimizers: Any) -> None:
         several = isinstance(optimizers, Sequence) and not isinstance(optimizers, str)
         self.all: list[optim.Optimizer] = [*optimizers] if several else [optimizers]
-        for each in self.all:
-            if not isinstance(each, optim.Optimizer):
-                raise ConfigError(f"optimizers has {each!r}; expected a torch.optim.Optimizer, or a list of them.")
-            if "_optimizer_step_pre_hooks" not in vars(each):
+        for optimizer in self.all:
+            if not isinstance(optimizer, optim.Optimizer):
+                raise ConfigError(f"optimizers has {optimizer!r}; expected a torch.optim.Optimizer, or a list of them.")
+            if "_optimizer_step_pre_hooks" not in vars(optimizer):
                 raise ConfigError(
-                    f"optimizers has a {type(each).__name__}, whose class does not call Optimizer.__init__, as "
+                    f"optimizers has a {type(optimizer).__name__}, whose class does not call Optimizer.__init__, as "
                     "wrappers do not. Expected the optimizer that it wraps; call that one in the step."
                 )
         self._mirrors: dict[tuple[int, int], Tensor] = {}  # by optimizer and group
@@ -83,39 +84,41 @@ class StepOptimizers:
         self.objects: tuple[Hashable, ...] = ()
         self._step_names = frozenset[str]()  # by the step's own code
         self.stepped = self.rates_read = self._rate_returned = False
-        for each in self.all:
-            _prepare(each)
+        for optimizer in self.all:
+            _prepare(optimizer)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
+        return [
+            parameter for optimizer in self.all for group in optimizer.param_groups for parameter in group["params"]
+        ]
 
     def check(self, values: Iterable[Any], scaler: Any) -> None:
-        """Refuse graphs of steps that reach a scheduler, or whose scaler reads on the host if an optimizer is to skip.
+        """Refuse graphs of steps that reach a scheduler, or whose scaler decides on the host to skip a step.
 
         Args:
-            values: what the step reaches; a scheduler belongs outside of it.
+            values: the objects that the step reaches; a scheduler belongs outside of it.
             scaler: the gradient scaler that it calls, if any.
         """
-        found = next((value for value in values if issubclass(type(value), _SCHEDULERS)), None)
-        if found is not None:
-            self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
-        for each in self.all if scaler is not None and scaler.is_enabled() else ():
-            if not getattr(each, "_step_supports_amp_scaling", False):
-                remedy = "pass fused=True" if _named(each) in _FUSED else OPTIMIZER_OUTSIDE
-                cause = f"GradScaler reads on the host if {type(each).__name__} skips a step; {remedy}"
+        scheduler = next((value for value in values if issubclass(type(value), _SCHEDULERS)), None)
+        if scheduler is not None:
+            self.refusal = self.scheduled = f"{type(scheduler).__name__}: {_SCHEDULED}"
+        for optimizer in self.all if scaler is not None and scaler.is_enabled() else ():
+            if not getattr(optimizer, "_step_supports_amp_scaling", False):
+                remedy = "pass fused=True" if _named(optimizer) in _FUSED else OPTIMIZER_OUTSIDE
+                cause = f"GradScaler reads on the host if {type(optimizer).__name__} skips a step; {remedy}"
                 self.refusal = self.scheduled = cause
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Refuse graphs if an optimizer that is none of these steps in here: its numbers would stay as captured."""
+        """Refuse graphs if an optimizer that `optimizers=` does not name steps in the block: its numbers freeze."""
         with noted_calls(register_optimizer_step_pre_hook) as called:
             try:
                 yield
             finally:
                 self.stepped = self.stepped or bool(called)
-                for other in (one for one in called if not any(one is each for each in self.all)):
+                for other in (one for one in called if not any(one is optimizer for optimizer in self.all)):
                     self.refusal = self.scheduled = (
                         f"the step calls {type(other).__name__}, which optimizers= does not name"
                     )
@@ -123,104 +126,104 @@ class StepOptimizers:
     # The learning rates that Python reads.
 
     def note_code(self, codes: Iterable[CodeNames], values: Iterable[Any]) -> None:
-        """Find if code that a step runs may read a learning rate.
+        """Determine if code that a step runs may read a learning rate.
 
         Args:
-            codes: the names in that code, of each function.
-            values: what else the step reaches, such as a group.
+            codes: the names in the code of each function.
+            values: other objects that the step reaches, such as a group.
         """
-        groups = [group for each in self.all for group in each.param_groups]
-        held = {*map(id, groups), *(id(each.param_groups) for each in self.all)}
+        groups = [group for optimizer in self.all for group in optimizer.param_groups]
+        group_ids = {*map(id, groups), *(id(optimizer.param_groups) for optimizer in self.all)}
         self._step_names = frozenset[str]().union(*(names.all for names in codes))
         parts = (part for value in values for part in (value, *(value if type(value) in (list, tuple) else ())))
         leading = [names.all for names in codes if "param_groups" in names.all]
-        leading += [self._step_names] if any(id(part) in held for part in parts) else []
+        leading += [self._step_names] if any(id(part) in group_ids for part in parts) else []
         others = frozenset(key for group in groups for key in group if key != "lr")
-        # Code that names other keys alone, such as that of the parameters to clip, reads no rate.
+        # Code that names only other keys, such as "params" to clip gradients, reads no rate.
         named = bool(leading) and "lr" in self._step_names
         self.rates_read = named or any(not names & others or names & _WHOLE_GROUP for names in leading)
         self.rates_read = self.rates_read or self._rate_returned
 
     def note_returned(self, leaves: Iterable[Any]) -> None:
-        """Note if an eager step returned a learning rate: code of a library may have read it."""
+        """Note if an eager step returned a learning rate, which a library's code may have read."""
         rates = [group["lr"] for group, _ in self._mirrored]
         self._rate_returned = self._rate_returned or any(type(leaf) is float and leaf in rates for leaf in leaves)
 
     # The learning rates on the device.
 
     def look(self, scaler: Any = None) -> list[CodePlace]:
-        """Find the groups again, and which learning rates are on the device; list what else steps read by its place.
+        """List groups and mirrored learning rates again; return the places of all other values that steps read.
 
         Args:
             scaler: the gradient scaler that the step calls, if any.
         """
         self._mirrored = []
-        self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
-        found = [] if scaler is None else [HeldValues("scaler", scaler, lambda key: key not in _OWN)]
+        self.refusal = next(filter(None, (unsuitable(optimizer) for optimizer in self.all)), self.scheduled)
+        held_values = [] if scaler is None else [HeldValues("scaler", scaler, lambda key: key not in _OWN)]
         places, unread = [], dict[int, set[str]]()
-        for number, each in enumerate(self.all):
+        for number, optimizer in enumerate(self.all):
             name = f"optimizers.{number}"
-            for index, group in enumerate(each.param_groups):
-                mirror = self._mirror(each, group, (number, index))
+            for index, group in enumerate(optimizer.param_groups):
+                mirror = self._mirror(optimizer, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
-                followed = mirror is not None or _named(each) in _FIRST_RATE
+                followed = mirror is not None or _named(optimizer) in _FIRST_RATE
                 unread[id(group)] = {*_UNREAD, *(("lr",) if followed and not self.rates_read else ())}
-            apart = {id(group["params"]) for group in each.param_groups}
-            found.append(HeldValues(name, each, functools.partial(self._counts, each), apart))
-            own: dict[str, Any] = {"state": vars(each), "step": Attributes(each)}
-            places += [CodePlace(f"{name}.{key}", holder, key, holder[key]) for key, holder in own.items()]
-            places += numbers_of_state(f"{name}.state", each.state)
-        for held in found:
-            if not held.is_complete:
-                self.refusal = self.refusal or f"{held.name} leads to more than {MAX_HELD} containers and objects"
-            places += [place for place in held.places if place.key not in unread.get(id(place.holder), ())]
+            apart = {id(group["params"]) for group in optimizer.param_groups}
+            held_values.append(HeldValues(name, optimizer, functools.partial(self._counts, optimizer), apart))
+            attributes: dict[str, Any] = {"state": vars(optimizer), "step": Attributes(optimizer)}
+            places += [CodePlace(f"{name}.{key}", holder, key, holder[key]) for key, holder in attributes.items()]
+            places += numbers_of_state(f"{name}.state", optimizer.state)
+        for values in held_values:
+            if not values.is_complete:
+                self.refusal = self.refusal or f"{values.name} leads to more than {MAX_HELD} containers and objects"
+            places += [place for place in values.places if place.key not in unread.get(id(place.holder), ())]
         tensors = (place.name for place in places if isinstance(place.value, Tensor))
-        self.objects = (*tensors, *(each for held in found for each in held.objects))
+        self.objects = (*tensors, *(same_object for values in held_values for same_object in values.objects))
         self._rates = [float("nan")] * len(self._mirrored)
         return places
 
     def _counts(self, owner: optim.Optimizer, key: str) -> bool:
-        """True if steps may read an attribute of an optimizer: of a class of torch's own only those that code names."""
-        if key in _OWN or key == "state" or key.endswith("_hooks"):  # looked at by themselves
+        """True if steps may read an attribute of an optimizer: for torch's own optimizers, if code names it."""
+        if key in _OWN or key == "state" or key.endswith("_hooks"):  # guarded separately
             return False
         named = key in _READ or key in self._step_names or class_member(type(owner), key) is not None
         return named or not _named(owner)
 
     def _mirror(self, owner: optim.Optimizer, group: Group, place: tuple[int, int]) -> Tensor | None:
-        """Return the tensor that stands for a group's learning rate; None if the number itself is used.
+        """Return the tensor that mirrors a group's learning rate; None if the number itself is used.
 
-        It is the same one for a group that is loaded in the place of another: graphs read it.
+        A group that is loaded in the place of another gets the same tensor, since graphs read it.
         """
         rate: Any = group.get("lr")
         on_host = rate.is_cpu and rate.numel() == 1 if isinstance(rate, Tensor) else isinstance(rate, (int, float))
         if self.refusal or not on_host or not takes_tensor(owner, group):
             return None
         device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
-        known = self._mirrors.get(place)
-        if known is None or known.device != device:
-            # Kernels on a GPU read 32 bits; the emulator's read all that a float has.
+        mirror = self._mirrors.get(place)
+        if mirror is None or mirror.device != device:
+            # Kernels on a GPU read 32 bits; the emulator's read all 64 bits of a float.
             kind = torch.float64 if device.type == "cpu" else torch.float32
             with outside_modes():
-                known = self._mirrors[place] = torch.full((), float(rate), dtype=kind, device=device)
-        return known
+                mirror = self._mirrors[place] = torch.full((), float(rate), dtype=kind, device=device)
+        return mirror
 
     def refresh(self, before: Callable[[], object] = bool) -> None:
-        """Let the mirrors hold the learning rates that the user has set; call `before` first if that writes."""
+        """Copy the user's learning rates to the mirrors; call `before` first if one changed."""
         rates = [float(group["lr"]) for group, _ in self._mirrored]
         if rates == self._rates:
             return
         before()
         with outside_modes():
-            for (_, mirror), rate, known in zip(self._mirrored, rates, self._rates, strict=True):
-                if rate != known:
+            for (_, mirror), rate, mirrored_rate in zip(self._mirrored, rates, self._rates, strict=True):
+                if rate != mirrored_rate:
                     mirror.fill_(rate)
         self._rates = rates
 
     @contextlib.contextmanager
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
-        """Let the mirrors stand in `param_groups` while optimizers compute in here, and at no other time.
+        """Put the mirrors into `param_groups` while optimizers compute in the block, and at no other time.
 
-        They enter after the last hook before an optimizer's step, and leave before the first hook after it.
+        They are set after the last hook before an optimizer's step, and removed before the first hook after it.
         """
         if refresh:
             self.refresh()
@@ -229,8 +232,8 @@ class StepOptimizers:
 
         def enter(owner: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for group, mirror, rate, _ in before:
-                # A number that the step itself has set is not the mirror's.
-                if group["lr"] is rate and any(group is own for own in owner.param_groups):
+                # A number that the step itself has set has no mirror.
+                if group["lr"] is rate and any(group is other for other in owner.param_groups):
                     swapped.append((group, mirror, rate))
                     group["lr"] = mirror
             return _with_closure(args, kwargs, enter, leave)
@@ -243,9 +246,9 @@ class StepOptimizers:
 
         with contextlib.ExitStack() as stack:
             stack.callback(leave)  # a step may raise
-            for each in self.all if before else ():
-                stack.callback(each.register_step_pre_hook(enter).remove)
-                after, hooks = each.register_step_post_hook(leave), cast(Any, each._optimizer_step_post_hooks)
+            for optimizer in self.all if before else ():
+                stack.callback(optimizer.register_step_pre_hook(enter).remove)
+                after, hooks = optimizer.register_step_post_hook(leave), cast(Any, optimizer._optimizer_step_post_hooks)
                 stack.callback(after.remove)
                 hooks.move_to_end(after.id, last=False)
             yield
@@ -277,7 +280,7 @@ def _with_closure(
 
 
 def unsuitable(owner: optim.Optimizer) -> str:
-    """Say why no graph can hold an optimizer's step, and what would; empty if one can, or if that is not known."""
+    """Say why no graph can contain an optimizer's step, and what to do; empty if one can, or if that is not known."""
     kind = _named(owner)
     if not kind:
         return ""
@@ -312,12 +315,12 @@ def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
 
 
 def _named(owner: optim.Optimizer) -> str:
-    """Return the name of an optimizer of torch's own; nothing for another's."""
+    """Return the class name of one of torch's own optimizers; empty for another class."""
     return type(owner).__name__ if type(owner).__module__.startswith("torch.optim") else ""
 
 
 def _prepare(owner: optim.Optimizer) -> None:
-    """Set `capturable` where it exists and the parameters are on a GPU, and move what would be read on the host."""
+    """Set `capturable` if it exists and the parameters are on a GPU, and move state that would be read on the host."""
     named = []
     for group in owner.param_groups:
         on_device = [parameter for parameter in group["params"] if parameter.device.type != "cpu"]
@@ -338,26 +341,30 @@ def _prepare(owner: optim.Optimizer) -> None:
 # What a step changes in Python.
 
 _SCALER_STATES = "_per_optimizer_states"
-# Changed by steps, and of no consequence.
+# Attributes that steps change and nothing depends on.
 _OWN = frozenset({_SCALER_STATES, "_opt_called", "_warned_capturable_if_run_uncaptured"})
 
 
 @contextlib.contextmanager
 def kept_python(optimizers: Sequence[optim.Optimizer], scaler: Any) -> Iterator[Callable[[], list[str]]]:
-    """Let the dicts of optimizers and of a gradient scaler hold afterwards what they held before.
+    """Restore the dicts of optimizers and of a gradient scaler after the block.
 
     Yields:
-        A function that names what has changed; a replay would not change it.
+        A function that names the changed entries, which a replay would not change.
     """
-    roots = {f"optimizers.{index}": vars(each) for index, each in enumerate(optimizers)}
+    roots = {f"optimizers.{index}": vars(optimizer) for index, optimizer in enumerate(optimizers)}
     roots |= {} if scaler is None else {"scaler": vars(scaler)}
-    found = [entry for name, held in roots.items() for entry in _dicts_in(name, held)]
-    dicts, stages = [(name, held, dict(held)) for name, held in found], _stages(scaler)
+    entries = [entry for name, root in roots.items() for entry in _dicts_in(name, root)]
+    dicts, stages = [(name, container, dict(container)) for name, container in entries], _stages(scaler)
 
     def changed() -> list[str]:
         names = []
-        for name, held, before in dicts:
-            keys = [key for key in {**before, **held} if not is_same(before.get(key, ABSENT), held.get(key, ABSENT))]
+        for name, container, before in dicts:
+            keys = [
+                key
+                for key in {**before, **container}
+                if not is_same(before.get(key, ABSENT), container.get(key, ABSENT))
+            ]
             counting = [key for key in keys if key not in _OWN and _SCALER_STATES not in name]
             names += [f"{name}.{'a parameter' if isinstance(key, Tensor) else key}" for key in counting]
         if _stages(scaler) != stages:
@@ -367,20 +374,20 @@ def kept_python(optimizers: Sequence[optim.Optimizer], scaler: Any) -> Iterator[
     try:
         yield changed
     finally:
-        for _, held, before in dicts:
-            restore(held, before)
+        for _, container, before in dicts:
+            restore(container, before)
 
 
-def _dicts_in(name: str, held: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield a dict and those that it, or a list in it, holds, with their names."""
-    if isinstance(held, dict):
-        yield name, held
-    if isinstance(held, (dict, list)):
-        for at, (key, value) in enumerate(held.items() if isinstance(held, dict) else enumerate(held)):
+def _dicts_in(name: str, container: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield a dict, and all dicts in it or in lists of it, with their names."""
+    if isinstance(container, dict):
+        yield name, container
+    if isinstance(container, (dict, list)):
+        for at, (key, value) in enumerate(container.items() if isinstance(container, dict) else enumerate(container)):
             yield from _dicts_in(f"{name}.{at if isinstance(key, Tensor) else key}", value)
 
 
 def _stages(scaler: Any) -> dict[int, Any]:
-    """Return how far each optimizer's step has come, but for those that are ready for one."""
+    """Return the stages of optimizers' steps in a scaler, except those that are ready for a step."""
     stages = {key: state["stage"] for key, state in getattr(scaler, _SCALER_STATES, {}).items()}
     return {key: stage for key, stage in stages.items() if getattr(stage, "name", "") != "READY"}

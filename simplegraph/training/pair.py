@@ -1,4 +1,4 @@
-"""A pair of graphs: a module's forward and its backward, and a call that they serve."""
+"""A pair of graphs, of a module's forward and its backward, and the calls that they serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DOUBLE = (
 
 
 class LastForward:
-    """The forward that last left in the graphs' memory what its backward reads.
+    """The forward that last wrote the graphs' memory, which its backward reads.
 
     Attributes:
         serial: the number of forwards so far.
@@ -52,19 +52,19 @@ class LastForward:
         return replay is not None and not replay.done
 
     def take(self, replay: PairReplay) -> None:
-        """Let another forward be the last. Call with the pool's lock held, and with none pending."""
+        """Make another forward the last. Call with the pool's lock held, and with none pending."""
         replay.serial = self.serial = self.serial + 1
         self._replay = weakref.ref(replay)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GradientPath:
-    """The path of gradients through a backward: its graph, what that is given, and what eager makes, too.
+    """The path of gradients through a backward: its graph, its inputs, and the outputs that eager makes, too.
 
     Attributes:
         given: the numbers of the outputs that it is given gradients of.
         loaded: (number of an output, buffer of its gradient); zeroed: buffers of gradients that are missing.
-        places: among the leaves, those of the gradients that it makes; made: these, as the graph has them.
+        places: the places, among all leaves, of leaves that get gradients; made: these gradients in the graph's memory.
     """
 
     graph: CapturedGraph
@@ -75,7 +75,7 @@ class GradientPath:
     made: list[Tensor]
 
     def load(self, grads: Sequence[Any]) -> None:
-        """Copy gradients of outputs to where the graph reads them; those that are missing count as zeros."""
+        """Copy gradients of outputs to the buffers that the graph reads; missing ones count as zeros."""
         if len(self.loaded) == 1:
             number, buffer = self.loaded[0]
             buffer.copy_(grads[number])
@@ -90,19 +90,19 @@ class PairPlan(Plan):
     """Serves calls under grad mode by a forward graph and its backward graphs; see `Plan`.
 
     Args:
-        jobs: what these were captured from: forward, the backward for the usual outputs, and perhaps one for all.
-        recording: their runs.
-        read: the storage keys of what the backwards read.
+        jobs: the jobs of the graphs: forward, the backward for the usual outputs, and perhaps one for all outputs.
+        recording: the runs that were captured.
+        read: the storage keys of tensors that the backwards read.
         last: the forward that last ran in their memory.
 
     Attributes:
         backwards: the captured backwards, in the order of `jobs`.
-        gradients: buffers for the gradients of outputs, by their number; None where there is none.
-        leaves: by number, what gradients flow to: arguments, given by their index, and then tensors of the module.
-        read: those of the module that a backward reads.
-        retains: a second backward finds what the first one read.
+        gradients: buffers for the gradients of outputs, by their number; None for an output without one.
+        leaves: leaves that get gradients, by number: first arguments, given by their index, then tensors of the module.
+        read: tensors of the module that a backward reads.
+        retains: True if a second backward can read what the first one read.
         constant: numbers of the outputs that have no gradient.
-        proven: no replay came since the proof.
+        proven: True if no replay came since the proof.
     """
 
     differentiable = True
@@ -132,12 +132,12 @@ class PairPlan(Plan):
         self._nested = tape
         self._is_tensor = tape.spec == LEAF and tape.written == {0: 0}
         self.read = [tensor for tensor in arguments.originals if storage_key(tensor) in read]
-        reached = frozenset().union(*tape.reaches)  # what no output depends on is no part of eager's graph either
+        reached = frozenset().union(*tape.reaches)  # eager's graph does not contain leaves that no output depends on
         self.leaves = {number: leaf for number, leaf in enumerate(arguments.leaves) if number in reached}
         self._attached = list(self.leaves.values())
         self._passed = [(place, leaf) for place, leaf in enumerate(self._attached) if isinstance(leaf, int)]
-        self._held = recording.held
-        self._wanting = list(map(_requires_grad, self._held))
+        self._module_tensors = recording.module_tensors
+        self._wanting = list(map(_requires_grad, self._module_tensors))
         self._arguments = [(at, leaf.requires_grad) for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
         self._needs = self.notes.needs
         self._caches = torch.is_autocast_cache_enabled()
@@ -150,14 +150,14 @@ class PairPlan(Plan):
         return any(graph.verdict(graph.descriptor.num_tokens) not in SERVED for graph in graphs)
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Find what has to be copied for this call; None if its gradients are others, or need more, or have hooks."""
+        """Return the copies that this call needs; None if it requires other gradients, needs more, or has hooks."""
         if (
             self.notes.needs != self._needs
             or self.notes.twice
             or GLOBAL_BACKWARD_HOOKS
             or GLOBAL_BACKWARD_PRE_HOOKS
             or torch.is_autocast_cache_enabled() is not self._caches
-            or list(map(_requires_grad, self._held)) != self._wanting
+            or list(map(_requires_grad, self._module_tensors)) != self._wanting
         ):
             return None
         copies = super().bind(leaves)
@@ -166,11 +166,11 @@ class PairPlan(Plan):
         return copies
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        """Replay the forward, and leave a node for the backward; call with the pool's lock held. Raises CannotBind."""
+        """Replay the forward, and make a node for the backward; call with the pool's lock held. Raises CannotBind."""
         return self.serve(PairReplay(self, copies), leaves)
 
     def serve(self, replay: PairReplay, leaves: Sequence[Any]) -> Any:
-        """Run a replay's forward, and return what the caller gets. Raises CannotBind."""
+        """Run a replay's forward, and return the caller's result. Raises CannotBind."""
         if self.last.pending:
             raise CannotBind(Reason.BACKWARD_PENDING, "")
         attached: list[Any] = self._attached
@@ -182,7 +182,7 @@ class PairPlan(Plan):
         return outputs[0] if self._is_tensor else self._nested.nest(outputs, leaves)
 
     def path(self, grads: Sequence[Tensor | None]) -> GradientPath:
-        """Find the path of a backward that is given these gradients of outputs."""
+        """Return the path of a backward that is given these gradients of outputs."""
         present = tuple([grad is not None for grad in grads])
         path = self._paths.get(present)
         if path is None:
@@ -192,7 +192,7 @@ class PairPlan(Plan):
     def _new_path(self, present: tuple[bool, ...]) -> GradientPath:
         given = frozenset(number for number, there in enumerate(present) if there)
         captured = list(zip(self.backwards, self._made, strict=True))
-        graph, (outputs, leaves) = next((each for each in captured if each[1][0] >= given), captured[-1])
+        graph, (outputs, leaves) = next((backward for backward in captured if backward[1][0] >= given), captured[-1])
         buffers = [(number, buffer) for number in outputs if (buffer := self.gradients[number]) is not None]
         reached = frozenset().union(*(self._reaches[number] for number in given))
         order = list(self.leaves)
@@ -212,12 +212,12 @@ class PairReplay:
     """One call that a pair serves, from its forward to its backward.
 
     Args:
-        plan: has the graphs.
+        plan: the plan with the graphs.
         copies: the arguments that have to be copied.
 
     Attributes:
         serial: the number of the forward in its memory.
-        done: a backward ran; released: the outputs of which one ran that kept nothing for another.
+        done: True if a backward ran; released: numbers of outputs whose backward ran without retain_graph.
     """
 
     __slots__ = ("__weakref__", "_copies", "_keeps", "_versions", "done", "plan", "released", "serial")
@@ -232,7 +232,7 @@ class PairReplay:
         plan = self.plan
         if plan.debug:
             plan.check_places()
-        if plan.proven:  # give back what the proof took
+        if plan.proven:  # release the proof's memory
             plan.proven = False
             plan.device.release_cached_memory()
         plan.last.take(self)
@@ -251,7 +251,7 @@ class PairReplay:
         """Replay the backward; return the gradients of the leaves, in memory of their own.
 
         Raises:
-            ReplayError: what it reads is gone, or it shall be differentiated itself.
+            ReplayError: what it reads was overwritten, or it is to be differentiated itself.
         """
         plan, path = self.plan, self.plan.path(grads)
         self.check()
@@ -264,13 +264,13 @@ class PairReplay:
             plan.table.order_streams()
             path.load(grads)
             plan.table.replay(path.graph)
-            found: list[Tensor | None] = [None] * len(plan.leaves)
-            # In new memory, by one call: what the caller keeps, no replay may write to.
+            leaf_grads: list[Tensor | None] = [None] * len(plan.leaves)
+            # In new memory, by one call: no replay may write to gradients that the caller keeps.
             if path.places:
                 for place, grad in zip(path.places, torch._foreach_mul(path.made, 1), strict=True):
-                    found[place] = grad
+                    leaf_grads[place] = grad
         self.finish(path.given)
-        return found
+        return leaf_grads
 
     def check(self) -> None:
         """Refuse a backward that eager would refuse, or that no graph can do. Raises ReplayError."""
@@ -293,14 +293,14 @@ class PairReplay:
             )
 
     def finish(self, given: frozenset[int]) -> None:
-        """Note that a backward ran, and of which outputs it was given gradients."""
+        """Note that a backward ran, and the outputs that it was given gradients of."""
         self.plan.notes.add(given, again=self.done)
         self.done = True
         if not keeps_graph():
             self.released |= given
 
 
-# As torch says it of a node that saves tensors, which would cost more than to remember it.
+# torch's own message for a node that saves tensors; saving one would cost more than noting the release.
 _RELEASED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
     "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
@@ -314,10 +314,10 @@ class GraphedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replay: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Run a replay's forward; `leaves` are what its gradients flow to."""
+        """Run a replay's forward; `leaves` are the tensors that get gradients."""
         outputs = replay.forward()
         ctx.replay = replay
-        ctx.materialize_grads = False  # what `set_materialize_grads` sets
+        ctx.materialize_grads = False  # as `set_materialize_grads` does
         constant = replay.plan.constant
         if constant:
             ctx.mark_non_differentiable(*(outputs[number] for number in constant))
@@ -329,12 +329,12 @@ class GraphedCall(torch.autograd.Function):
         replay = ctx.replay
         if replay.released and any(grads[number] is not None for number in replay.released):
             raise RuntimeError(_RELEASED)
-        if all(grad is None for grad in grads):  # what follows needs none of them, nor does eager make any then
+        if all(grad is None for grad in grads):  # eager makes no gradients then, either
             return None, *(None for _ in replay.plan.leaves)
         return None, *replay.backward(grads)
 
 
-# Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.
+# Skip the Python code of `Function.apply`, which checks each argument for functorch: no such call comes here.
 _apply: Callable[..., Any] = super(torch.autograd.Function, GraphedCall).apply
-# Likewise past the Python that looks for the way in which a function of any kind is written.
+# Likewise skip the Python code that supports all styles of autograd functions.
 cast(Any, GraphedCall)._backward_cls.apply = GraphedCall.backward

@@ -1,4 +1,4 @@
-"""The runs of a forward and of its backward as they are captured: on leaves that stand in for the caller's."""
+"""The captured runs of a forward and its backward, on leaves that stand in for the caller's."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from simplegraph.training.notes import BackwardNotes, look_at
 
 
 class Leaves:
-    """Lists the tensors that a module holds and that may want gradients, each once.
+    """Lists the tensors of a module that may require gradients, each once.
 
     Attributes:
-        tensors: these; names: their names, dotted from the module.
+        tensors: the tensors; names: their dotted names in the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         survey = Survey(module)
         self._places = list(_places(survey))
         self._recurrent = [module for module in survey.modules.values() if isinstance(module, nn.RNNBase)]
-        held = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
-        self.names = [name for name, _ in held.values()]
-        self.tensors = [tensor for _, tensor in held.values()]
+        by_id = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
+        self.names = [name for name, _ in by_id.values()]
+        self.tensors = [tensor for _, tensor in by_id.values()]
 
     @property
     def wanting_names(self) -> tuple[str, ...]:
-        """Name those that want gradients now."""
+        """Name the tensors that require gradients now."""
         return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
 
     def wanting(self) -> list[Tensor]:
-        """List those that want gradients now."""
+        """List the tensors that require gradients now."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     def name_of(self, tensor: Tensor) -> str:
-        """Name one of them."""
-        return next((name for name, each in zip(self.names, self.tensors, strict=True) if each is tensor), "a tensor")
+        """Return the name of one of the tensors."""
+        return next((name for name, other in zip(self.names, self.tensors, strict=True) if other is tensor), "a tensor")
 
     @contextlib.contextmanager
     def replaced(self, others: Mapping[int, Tensor]) -> Iterator[None]:
-        """Let the module hold other tensors in here, wherever it holds the ones with these ids."""
+        """Replace the tensors with these ids by others, wherever the module holds them, in the block."""
         places: list[tuple[Any, Any, Any, Any]] = [
-            (holder, key, held, others.get(id(held))) for _, holder, key, held in self._places
+            (holder, key, tensor, others.get(id(tensor))) for _, holder, key, tensor in self._places
         ]
         places += [entry for module in self._recurrent for entry in _flat_lists(module, others)]
-        # A tuple keeps what it has, and the autograd graph shows it.
+        # Tuples cannot be changed; the autograd graph shows a tensor that is used from one.
         places = [entry for entry in places if isinstance(entry[0], (dict, list)) and entry[3] is not None]
         swapped = [entry for entry in places if entry[0][entry[1]] is entry[2]]
         try:
@@ -71,36 +71,36 @@ class Leaves:
                 put(holder, key, other)
             yield
         finally:
-            for holder, key, held, other in swapped:
+            for holder, key, tensor, other in swapped:
                 if holder[key] is other:
-                    put(holder, key, held)
+                    put(holder, key, tensor)
 
 
 def _places(survey: Survey) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Yield (name, holder, key, tensor) of every place that holds a tensor which may want gradients."""
+    """Yield (name, holder, key, tensor) of every place that holds a tensor that may require gradients."""
     for name, module in survey.modules.items():
         for holder in (module._parameters, module._buffers):
             for key, tensor in holder.items():
                 if tensor is not None and _may_want(tensor):
                     yield f"{name}.{key}".lstrip("."), holder, key, tensor
-    for each in survey.tensors.values():
-        if each.links and _may_want(each.tensor):
-            holder, key, _ = each.links[-1]
-            yield each.name, holder, key, each.tensor
+    for located in survey.tensors.values():
+        if located.links and _may_want(located.tensor):
+            holder, key, _ = located.links[-1]
+            yield located.name, holder, key, located.tensor
 
 
 def _flat_lists(module: nn.RNNBase, stand_ins: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yield (holder, key, value, value with stand-ins) of the lists in which torch keeps recurrent weights for cuDNN.
 
-    A forward that finds other weights than these would copy all of them to a new buffer.
+    A forward whose weights are not in these lists would copy all of them to a new buffer.
     """
-    own = vars(module)
-    held = own.get("_flat_weights")
-    if held is not None and "_flat_weight_refs" in own:
-        others = [stand_ins.get(id(weight), weight) for weight in held]
-        yield own, "_flat_weights", held, others
+    attributes = vars(module)
+    weights = attributes.get("_flat_weights")
+    if weights is not None and "_flat_weight_refs" in attributes:
+        others = [stand_ins.get(id(weight), weight) for weight in weights]
+        yield attributes, "_flat_weights", weights, others
         refs = [None if weight is None else weakref.ref(weight) for weight in others]
-        yield own, "_flat_weight_refs", own["_flat_weight_refs"], refs
+        yield attributes, "_flat_weight_refs", attributes["_flat_weight_refs"], refs
 
 
 def _may_want(tensor: Tensor) -> bool:
@@ -108,22 +108,22 @@ def _may_want(tensor: Tensor) -> bool:
 
 
 class StandIns:
-    """Leaves of an autograd graph of their own, in the memory of a call's arguments and of its module's tensors.
+    """Leaves of a separate autograd graph, in the memory of a call's arguments and of its module's tensors.
 
-    A capture's backward must not run the hooks of the user's leaves, nor meet the nodes that add to their gradients:
+    A capture's backward must not run the hooks of the user's leaves, nor reach the nodes that add to their gradients:
     those may belong to another stream.
 
     Args:
         call: the call.
-        passed: what the forward gets for the call's leaves.
+        passed: the forward's inputs in place of the call's leaves.
         module_leaves: tensors of the module.
 
     Attributes:
-        wanting: the indices of the arguments that want gradients; passed: what stands for all arguments.
-        originals: the module's leaves that want gradients; tensors: what stands for them, in their order.
+        wanting: the indices of the arguments that require gradients; passed: all arguments, with stand-ins.
+        originals: the module's leaves that require gradients; tensors: their stand-ins, in the same order.
 
     Raises:
-        CannotBind: one of the module cannot be stood in for.
+        CannotBind: a tensor of the module cannot have a stand-in.
     """
 
     def __init__(self, call: Call, passed: Sequence[Any], module_leaves: Leaves) -> None:
@@ -131,14 +131,14 @@ class StandIns:
         first = {id(leaf): at for at, leaf in reversed([*enumerate(call.leaves)])}  # one tensor has one gradient
         self.wanting = sorted(at for at in first.values() if wants[at])
         stand_ins = {id(call.leaves[at]): _stand_in(passed[at]) for at in self.wanting}
-        self.passed = [stand_ins.get(id(own), leaf) for own, leaf in zip(call.leaves, passed, strict=True)]
+        self.passed = [stand_ins.get(id(original), leaf) for original, leaf in zip(call.leaves, passed, strict=True)]
         self._spec, self._module_leaves = call.spec, module_leaves
         wanting = module_leaves.wanting()
         for tensor in wanting:
             if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
                 kind = type(tensor).__name__ if type(tensor) not in PLAIN_TENSORS else str(tensor.layout)
                 raise CannotBind(Reason.UNTRAINABLE, f"{module_leaves.name_of(tensor)} is a {kind}")
-        self.originals = [tensor for tensor in wanting if tensor.is_leaf]  # if another is read, its history shows
+        self.originals = [tensor for tensor in wanting if tensor.is_leaf]  # `Tape.take` refuses the use of others
         self.tensors = list(map(_stand_in, self.originals))
 
     def run(self, invoke: Callable[..., Any]) -> Any:
@@ -149,17 +149,17 @@ class StandIns:
             return wait_collectives(invoke(args, kwargs))
 
     def written(self, values: Sequence[Any]) -> list[Tensor]:
-        """List the tensors among what the forward returned, but for those that it was given."""
+        """List the tensors that the forward returned, except those that it was passed."""
         return written_outputs(values, [*self.passed, *self.tensors])
 
     @property
     def targets(self) -> list[Tensor]:
-        """List what the backward makes gradients of, in the order of `leaves`."""
+        """List the tensors that the backward makes gradients for, in the order of `leaves`."""
         return [*(self.passed[at] for at in self.wanting), *self.tensors]
 
     @property
     def leaves(self) -> list[int | Tensor]:
-        """List what they stand for: arguments, by their index, and tensors of the module."""
+        """List the originals of `targets`: arguments, by their index, then tensors of the module."""
         return [*self.wanting, *self.originals]
 
 
@@ -172,15 +172,15 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class Tape:
-    """Holds what a captured forward leaves for the capture of its backward.
+    """Holds the results of a captured forward for the capture of its backward.
 
     Attributes:
-        spec: how its outputs nest.
-        leaves: values that are the same at each call, None where another place has something.
+        spec: the structure of its result.
+        leaves: by place in the result, values that are the same at each call; None for places in `written` or `given`.
         written: place -> the number of the graph's output; given: place -> the index of the argument that is returned.
-        outputs: what the graph writes, with its history until the last backward is captured.
-        wanting: the numbers of those that have a gradient.
-        reaches: for each of them, the numbers of the leaves in its history.
+        outputs: the tensors that the graph writes, with their history until the last backward is captured.
+        wanting: the numbers of outputs that have a gradient.
+        reaches: for each output, the numbers of the leaves in its history.
     """
 
     spec: TreeSpec | None = None
@@ -192,13 +192,13 @@ class Tape:
     reaches: list[frozenset[int]] = dataclasses.field(default_factory=list)
 
     def take(self, result: Any, arguments: StandIns, leaves: Leaves) -> list[Tensor]:
-        """Take what a forward returned; return what its graph writes."""
+        """Note the result of a forward; return the tensors that its graph writes."""
         values, self.spec = flatten(result)
         places = {id(leaf): at for at, leaf in enumerate(arguments.passed) if isinstance(leaf, Tensor)}
         self.outputs += arguments.written(values)
         numbers = {id(output): number for number, output in enumerate(self.outputs)}
-        held = {id(other): tensor for tensor, other in zip(arguments.originals, arguments.tensors, strict=True)}
-        self.leaves = [held.get(id(value)) for value in values]
+        originals = {id(other): tensor for tensor, other in zip(arguments.originals, arguments.tensors, strict=True)}
+        self.leaves = [originals.get(id(value)) for value in values]
         for place, value in enumerate(values):
             if id(value) in numbers:
                 self.written[place], self.leaves[place] = numbers[id(value)], None
@@ -207,14 +207,14 @@ class Tape:
             elif self.leaves[place] is None:
                 self.leaves[place] = value
         self.wanting = frozenset(at for at, output in enumerate(self.outputs) if output.requires_grad)
-        own = {id(target): at for at, target in enumerate(arguments.targets)}
+        numbers_of_targets = {id(target): at for at, target in enumerate(arguments.targets)}
         for output in self.outputs:
             reached = leaves_reached([output])
-            strange = [tensor for tensor in reached if id(tensor) not in own]
+            strange = [tensor for tensor in reached if id(tensor) not in numbers_of_targets]
             if strange:
                 cause = f"gradients flow to {leaves.name_of(strange[0])}, which the forward does not find in its module"
                 raise HostError(cause, "Register it as a parameter, and use it from there.")
-            self.reaches.append(frozenset(own[id(tensor)] for tensor in reached))
+            self.reaches.append(frozenset(numbers_of_targets[id(tensor)] for tensor in reached))
         for tensor, other in zip(arguments.originals, arguments.tensors, strict=True):
             if tensor.data_ptr() != other.data_ptr():
                 cause = f"the forward gives {leaves.name_of(tensor)} other memory"
@@ -222,7 +222,7 @@ class Tape:
         return list(self.outputs)
 
     def nest(self, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
-        """Return what the caller of a replay gets."""
+        """Return the result of a replay, in the forward's structure."""
         leaves = list(self.leaves)
         for place, number in self.written.items():
             leaves[place] = outputs[number]
@@ -232,25 +232,27 @@ class Tape:
 
 
 def written_outputs(values: Sequence[Any], given: Sequence[Any]) -> list[Tensor]:
-    """List the tensors among what a forward returned, each once, but for those that it was given."""
-    own = {id(value) for value in given}
-    return list({id(value): value for value in values if isinstance(value, Tensor) and id(value) not in own}.values())
+    """List the tensors that a forward returned, each once, except those that it was given."""
+    given_ids = {id(value) for value in given}
+    return list(
+        {id(value): value for value in values if isinstance(value, Tensor) and id(value) not in given_ids}.values()
+    )
 
 
 class Recording:
-    """Runs the forward and the backwards of one call as they are captured.
+    """Runs the forward and the backwards of one call for their captures.
 
     Args:
         call: the call; invoke: runs its module with other arguments.
         leaves: tensors of the module; inputs: the static inputs of the graphs.
-        state_key: of the configuration.
+        state_key: the configuration's `state_key`.
 
     Attributes:
-        notes: what eager backwards showed; held: all tensors of the module that may want gradients.
-        backwards: for each, the numbers of the outputs that it takes gradients of, and of the leaves that get some.
+        notes: notes of eager backwards; module_tensors: all tensors of the module that may require gradients.
+        backwards: for each backward, the numbers of outputs that it is given gradients of, and of leaves that get some.
         gradients: buffers for the gradients of outputs.
         last: the key of the backward that is captured last.
-        retains: the first backward leaves what it reads.
+        retains: True if the first backward keeps what it reads.
     """
 
     def __init__(
@@ -268,9 +270,9 @@ class Recording:
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
         self.arguments = StandIns(call, inputs.leaves(call.layout.args, call.padded), leaves)
-        self.tape, self.held = Tape(), leaves.tensors
+        self.tape, self.module_tensors = Tape(), leaves.tensors
         self.retains = notes.needs.retained
-        # Not in the pool: they are filled between the two graphs.
+        # Outside of the pool, since they are filled between the two graphs.
         self.gradients = [look.buffer() if look.wanting else None for look in notes.outputs]
         self.backwards: list[tuple[frozenset[int], list[int]]] = []
         self.last: Hashable = None
@@ -278,7 +280,7 @@ class Recording:
         self._caches = torch.is_autocast_cache_enabled()
 
     def jobs(self, key: tuple[Hashable, ...], generators: tuple[torch.Generator, ...]) -> list[CaptureJob]:
-        """Make the jobs: forward, the backward for what usually gets gradients, and one for all outputs."""
+        """Make the jobs: the forward, the backward of outputs that usually get gradients, and one of all outputs."""
         call = self._call
         kind = call.dispatch[:2]
         inputs = call.layout.described_inputs()
@@ -320,17 +322,19 @@ class Recording:
         if refusal is not None:
             raise HostError(f"{refusal.reason.text} ({refusal.detail})", "Return results instead.")
         outputs = self.tape.take(result, self.arguments, self._leaves)
-        # One buffer of its gradient does for other strides, which may follow those of inputs.
-        looks, known = ([look._replace(stride=()) for look in each] for each in (look_at(outputs), self.notes.outputs))
-        if looks != known:
+        # Strides may follow those of inputs, and the buffer of an output's gradient serves any strides.
+        looks, expected = (
+            [look._replace(stride=()) for look in group] for group in (look_at(outputs), self.notes.outputs)
+        )
+        if looks != expected:
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
         return outputs
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Refuse a backward that changes Python state, such as a custom function's that counts; put it back.
+        """Refuse a backward that changes Python state, such as a counter in a custom function, and restore the state.
 
-        What the first backward alone changes, an eager one has changed before.
+        State that only a first backward changes was changed by an eager one before.
         """
         run = PythonEffects(self._call.module)
         yield
@@ -340,7 +344,7 @@ class Recording:
             raise HostError(cause, "Change it outside of the backward, or leave training=True away.")
 
     def _backward(self, pattern: frozenset[int], *, last: bool) -> list[Tensor]:
-        """Run the backward for some outputs; `last` if no other is captured after it."""
+        """Run the backward for some outputs; `last` if it is captured last."""
         tape, targets = self.tape, self.arguments.targets
         numbers = sorted(pattern)
         dtype = self.notes.needs.autocast
@@ -364,7 +368,7 @@ class Recording:
 
 
 def _laid_as(leaf: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient as torch keeps it in `.grad`, so that it copies it no second time.
+    """Return a gradient in the layout that torch keeps in `.grad`, so that torch does not copy it again.
 
     Raises:
         HostError: it is sparse.

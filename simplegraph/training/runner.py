@@ -1,6 +1,6 @@
-"""Serves the calls of a module wrapped for training: those under grad mode by pairs of graphs, all others as ever.
+"""Serves the calls of a module wrapped for training: calls under grad mode by pairs of graphs, others as in inference.
 
-A pair is proven on a call of the caller's, whose forward and backward run eagerly, beside replays.
+A pair is proven on one of the caller's calls, whose forward and backward run eagerly, beside replays.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class NothingToDifferentiate(Exception):
 class PairRunner(GraphRunner):
     """The pairs of one module in one mode, training or not, each for the exact shapes of its calls.
 
-    They are in no pool of others: a forward's memory must last until its backward, whatever runs between.
+    They share no pool: a forward's memory must last until its backward, whatever runs in between.
 
     Args:
-        config: of the wrapper; stats: its counters.
+        config: the wrapper's settings; stats: its counters.
     """
 
     trains = True
@@ -61,7 +61,7 @@ class PairRunner(GraphRunner):
         super().__init__(config.replace(**exact, progress=False), stats=stats)
 
     def _gradients(self, builder: Any, module: Any, leaves: Sequence[Any]) -> Hashable:
-        """Describe what wants gradients; autocast's cache of casts is part of a backward, too."""
+        """Describe the tensors that require gradients, and whether autocast caches casts, which affects a backward."""
         if not builder.seen.read.wants_grad(module, leaves):
             raise NothingToDifferentiate
         refuse_hooks(module)
@@ -116,23 +116,23 @@ class TrainingRunner(GraphRunner):
         used = next((builder.manager for builder in self.builders), None)
         return super().report() if used in (None, self.manager) else used.report()
 
-    def reset(self, what: str = "reset_graphs") -> None:
+    def reset(self, operation: str = "reset_graphs") -> None:
         """Drop all graphs; see `GraphRunner.reset`."""
-        super().reset(what)
+        super().reset(operation)
         for pairs in self._pairs.values():
-            pairs.reset(what)
+            pairs.reset(operation)
 
 
 _REMEDY = "Python state is frozen in a graph (state_key); simplegraph.eager() keeps calls out of it."
 
 
 class PairProof(PairReplay):
-    """One call that runs eagerly, and proves graphs by replays that start where eager did.
+    """One call that runs eagerly, and proves graphs by replays from the same start.
 
-    The eager run has an autograd graph of its own behind the caller's node, so that each gradient is made once.
+    The eager run has a separate autograd graph behind the caller's node, so that each gradient is made once.
 
     Args:
-        builder: of the plan.
+        builder: the builder of the plan.
         call: the call.
     """
 
@@ -163,10 +163,10 @@ class PairProof(PairReplay):
                 unknown = learn_writes(self._builder, call, proof, observer, saved)
                 if not unknown:
                     replay = functools.partial(self._replay_forward, proof, saved)
-                    found = proof.compare(replay, alike=plan.same_layout(call.leaves))
+                    mismatch = proof.compare(replay, alike=plan.same_layout(call.leaves))
             if not unknown:
                 self._forward = proof
-                self._verdict(proof, plan.graph, found)
+                self._verdict(proof, plan.graph, mismatch)
             elif plan.graph.keeps_writing_elsewhere():
                 self._leave_unverified("it keeps writing to other memory")
         self._versions = [tensor._version for tensor in plan.read]
@@ -184,15 +184,15 @@ class PairProof(PairReplay):
         if first is None or saved is None or not proves:
             made = run()
         else:
-            kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
+            kept = SavedMemory(saved.tensors)  # a backward reads none of the caller's inputs
             graph = plan.path(grads).graph
             with plan.pool.lock, CAPTURE_LOCK:
                 with ReplayProof(self._table, graph, kept, self._generators) as proof:
                     made, _ = proof.run_eager(run, self._call.batch)
-                    found = self._compare_backward(proof, first, grads, made)
-                self._verdict(proof, graph, found)
+                    mismatch = self._compare_backward(proof, first, grads, made)
+                self._verdict(proof, graph, mismatch)
         if not keeps_graph():
-            self._forward = None  # but the eager run stays: outputs that share nothing have backwards one by one
+            self._forward = None  # the eager run stays, since unrelated outputs may have their own backwards
         self.finish(frozenset(number for number, grad in enumerate(grads) if grad is not None))
         return made
 
@@ -245,7 +245,7 @@ class PairProof(PairReplay):
 
         def replay() -> Effects:
             nonlocal again
-            if again:  # the first one may have written over what the forward left
+            if again:  # the first replay may have overwritten what the forward left
                 states = random_states(self._generators)
                 saved = self._seen.save(self._table, self._call)
                 if saved is not None:
@@ -262,8 +262,8 @@ class PairProof(PairReplay):
 
     # The verdict.
 
-    def _verdict(self, proof: ReplayProof, graph: CapturedGraph, found: str | None) -> None:
-        plan, table, verdict = self.plan, self._table, proof.agree(found)
+    def _verdict(self, proof: ReplayProof, graph: CapturedGraph, mismatch: str | None) -> None:
+        plan, table, verdict = self.plan, self._table, proof.agree(mismatch)
         if verdict is None:
             graph.prove(graph.descriptor.num_tokens)
             plan.proven = not plan.unproven

@@ -27,7 +27,7 @@ class TrainStep(GraphedFunction[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         optimizers = self._wrapped.step.optimizers
         if optimizers.refusal:
-            optimizers.look()  # it may have lifted
+            optimizers.look()  # the refusal may not apply any more
         if optimizers.refusal:
             runner, why = self._wrapped._graph_runner, (Reason.UNTRAINABLE, optimizers.refusal)
             refused: R = runner.run_eagerly(self._wrapped, args, kwargs, *why)
@@ -49,7 +49,7 @@ class TrainStep(GraphedFunction[P, R]):
     capture_next = capture_graphs
 
     def use_graph_pool(self, pool: Any) -> NoReturn:
-        """Refuse to share the pool: gradients lie there from one step to the next.
+        """Refuse to share the pool, since gradients lie there from one step to the next.
 
         Raises:
             ConfigError: always.
@@ -88,19 +88,19 @@ def train_step(
         step = train_step(step_fn, optimizers=optimizer)
 
     `step_fn` computes a loss from its arguments, calls ``backward``, and the optimizer. The first calls are ordinary
-    steps, then one is captured, and the next ones replay it. Each call trains once. What it returns is detached.
+    steps, then one is captured, and the next ones replay it. Each call trains once. Its results are detached.
 
     Args:
         step_fn: the step; modules and tensors that it reaches through globals, its closure or its object are found.
         optimizers: every optimizer whose step it calls.
         scaler: the `torch.amp.GradScaler` that it calls.
-        modules: what it trains, where its code does not name that.
-        **settings: fields of `CudaGraphConfig`; shapes are always exact. The first replay is compared with eager if
-            what it writes is at most 1 GiB, and at any size if `verify` is set here.
+        modules: the modules that it trains, if its code does not name them.
+        **settings: fields of `CudaGraphConfig`; shapes are always exact. The first replay is compared with eager if it
+            writes at most 1 GiB, or any amount if `verify` is set here.
 
     Raises:
-        ConfigError: it is no function, something is no optimizer or scaler, or a setting is invalid.
-        InputError: by a call, if the step calls neither backward nor an optimizer.
+        ConfigError: it is not a function, something is not an optimizer or scaler, or a setting is invalid.
+        InputError: raised by a call if the step calls neither backward nor an optimizer.
     """
     if step_fn is None:
         options = {"optimizers": optimizers, "scaler": scaler, "modules": modules, **settings}

@@ -1,4 +1,4 @@
-"""Serves training steps: calls like others, whose replays leave gradients, too."""
+"""Serves training steps like other calls; their replays leave gradients, too."""
 
 from __future__ import annotations
 

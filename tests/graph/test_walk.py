@@ -126,7 +126,7 @@ def test_children_are_named_before_what_attributes_lead_to() -> None:
 
 def test_caps_are_of_what_is_opened() -> None:
     nested = [[[[[torch.ones(1)]]]]]
-    depths = [len(Walk([nested], Policy(depth=depth)).found()) for depth in range(6)]
+    depths = [len(Walk([nested], Policy(depth=depth)).collect_tensors()) for depth in range(6)]
     assert depths == [0, 0, 0, 0, 1, 1]
     held = [[torch.ones(1)] for _ in range(10)]
     assert len(list(Walk([held], Policy(objects=5)))) == 5

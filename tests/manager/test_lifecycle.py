@@ -36,7 +36,7 @@ HOME = Path("simplegraph", "manager", "lifecycle.py")
 
 def records(model: Any) -> list[SizeRecord]:
     """The lifecycles of a wrapped module's sizes."""
-    bindings = model._graph_runner._known.bindings.values()
+    bindings = model._graph_runner._calls.bindings.values()
     return [record for binding in bindings for record in binding.sizes.values()]
 
 
@@ -115,7 +115,7 @@ def test_what_one_size_shows_of_all_calls_ends_the_replays_of_another(device: to
 def test_a_row_count_that_teaches_nothing_more_is_refused_until_another_one_comes(device: torch.device) -> None:
     model = linear(device, capture_sizes=[4, 8], verify=1)
     model.capture_graphs(torch.randn(8, 4, device=device))
-    binding = next(iter(model._graph_runner._known.bindings.values()))
+    binding = next(iter(model._graph_runner._calls.bindings.values()))
     record = SizeRecord()
     record.refuse_rows(3)
     binding.sizes["another"] = record
@@ -152,7 +152,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     verdicts.append(captured.verdict(3))
     record.happened(Event.CALLED)
     verdicts.append(captured.verdict(3))
-    captured.prove(3, 2, each=True)
+    captured.prove(3, 2, per_row_count=True)
     verdicts.append(captured.verdict(3))
     assert (captured.verdict(3), captured.verdict(4)) == (RowVerdict.PROVEN, RowVerdict.DUE)
     captured.replays_until_proof -= 2
@@ -175,7 +175,7 @@ def test_distances_between_comparisons_double() -> None:
     captured = graph()
     distances = []
     for _ in range(3):
-        captured.prove(4, 5, each=True)
+        captured.prove(4, 5, per_row_count=True)
         distances.append(captured.replays_until_proof)
         captured.replays_until_proof = 0
     assert distances == [5, 10, 20]

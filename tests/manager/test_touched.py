@@ -17,7 +17,7 @@ import simplegraph as sg
 from simplegraph.base.errors import StaleGraphError
 from simplegraph.base.reasons import Reason
 from simplegraph.device.emulator.arena import EmulatorSegment
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.manager import touched
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -60,8 +60,8 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
     hidden = torch.zeros(64)
     address = hidden.data_ptr()
 
-    def memory(tensor: Tensor) -> list[KnownMemory]:
-        return [KnownMemory(address, address + 256, "hidden")] if tensor.data_ptr() == address else []
+    def memory(tensor: Tensor) -> list[MemorySpan]:
+        return [MemorySpan(address, address + 256, "hidden")] if tensor.data_ptr() == address else []
 
     monkeypatch.setattr(touched, "_memory", memory)
     return hidden, address

@@ -512,14 +512,14 @@ def test_a_number_that_another_thread_sets_during_a_replay_is_seen(
     model: Any = sg.wrap(module, capture_sizes=[2], progress=False)
     follow(model, module, twin, [2] * 8, device)
     runner = model._graph_runner
-    replays, own = model.graph_stats.replays, runner.own
+    replays, clone = model.graph_stats.replays, runner.clone_from_pool
     assert replays
 
-    def own_and_set(value: Any) -> Any:
+    def clone_and_set(value: Any) -> Any:
         module.scale = 3.0
-        return own(value)
+        return clone(value)
 
-    monkeypatch.setattr(runner, "own", own_and_set)
+    monkeypatch.setattr(runner, "clone_from_pool", clone_and_set)
     follow(model, module, twin, [2], device)
     assert model.graph_stats.replays == replays + 1
     monkeypatch.undo()

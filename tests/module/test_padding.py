@@ -98,7 +98,7 @@ def test_one_large_batch_does_not_make_every_smaller_call_pad_anew(device):
         for _ in range(2):
             x = torch.randn(3, 6, device=device)
             close(model(x), module(x))
-        plan = next(plan for plan in model._graph_runner._known.layouts[0].plans.values() if plan.rows == 3)
+        plan = next(plan for plan in model._graph_runner._calls.layouts[0].plans.values() if plan.rows == 3)
         assert plan.inputs.dirty == 3
         static = plan.inputs.inputs["input"]
         assert torch.equal(static.part(16, 3, 16), torch.zeros(13, 6, device=device))

@@ -283,7 +283,7 @@ def test_an_owned_tensor_that_nothing_else_held_is_not_released(device: torch.de
 
 def test_counts_that_tell_nothing_release_nothing(device: torch.device) -> None:
     tensor = torch.randn(WIDTH, device=device)
-    owned = tensors.OwnedTensor(tensor, tells=False)
+    owned = tensors.OwnedTensor(tensor, counts=False)
     owned.note_holders()
     assert not owned.is_released()
     del tensor

@@ -71,15 +71,15 @@ MUTANTS = [
     Mutant(
         "padding rows are taken for clean after a replay that raised",
         "call/plan.py",
-        "self.inputs.forget_padding()  # what wrote to padding rows was not followed by a write-back",
+        "self.inputs.forget_padding()  # padding rows may have been written, and no write-back followed",
         "pass",
         (*ANSWERS, *INPUTS, *FAULTS),
     ),
     Mutant(
         "sources in static inputs are not copied before they are overwritten",
         "call/plan.py",
-        "own = self.inputs.detached(sources)",
-        "own = sources",
+        "detached = self.inputs.detached(sources)",
+        "detached = sources",
         INPUTS,
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "settings of a module whose version moved are not looked at",
         "guard/reading.py",
-        "if (held is not None and held is not found) or not entries.hold(found):",
+        "if (expected is not None and expected is not actual) or not entries.hold(actual):",
         "if False:",
         ("tests/module/test_versions.py", "tests/module/test_layer_settings.py"),
     ),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "another dict in place of a submodule's own is not noticed",
         "guard/reading.py",
-        "(held is not None and held is not found) or ",
+        "(expected is not None and expected is not actual) or ",
         "",
         STALE,
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "a comparison takes other attributes of a submodule for what they were",
         "guard/reading.py",
-        "dicts = [*found[::2], *dicts]  # no two dicts ever have one version",
-        "dicts = [*(holder.held for holder in self._by_version[: len(self._classes)]), *dicts]",
+        "dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version",
+        "dicts = [*(holder.container for holder in self._by_version[: len(self._classes)]), *dicts]",
         ("tests/module/test_versions.py",),
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "a submodule's end is not noticed",
         "guard/reading.py",
-        "lambda _: held.clear()",
+        "lambda _: sources.clear()",
         "lambda _: None",
         ("tests/module/test_old_memory.py",),
     ),
@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "tensors in plain attributes are not compared before a replay",
         "guard/guards.py",
-        "(*held, *survey.links)",
+        "(*links, *survey.links)",
         "survey.links",
         STALE,
     ),
@@ -309,14 +309,14 @@ MUTANTS = [
     Mutant(
         "a program that the table does not take is not dropped",
         "manager/capture.py",
-        "                program.drop()  # nothing else knows of it\n",
+        "                program.drop()  # nothing else refers to it\n",
         "                pass\n",
         FAULTS,
     ),
     Mutant(
         "the verdict of a proof is that nothing differs",
         "manager/proof.py",
-        "None if found is None else VerificationError(found)",
+        "None if mismatch is None else VerificationError(mismatch)",
         "None",
         PROOFS,
     ),
@@ -344,8 +344,8 @@ MUTANTS = [
     Mutant(
         "probes undo in the order of their list",
         "program/probes.py",
-        "        for probe in probes:\n            stack.callback(probe.undo, what, runs)\n",
-        "        for probe in reversed(probes):\n            stack.callback(probe.undo, what, runs)\n",
+        "        for probe in probes:\n            stack.callback(probe.undo, stage, runs)\n",
+        "        for probe in reversed(probes):\n            stack.callback(probe.undo, stage, runs)\n",
         ("tests/manager/test_probes.py",),
     ),
     Mutant(
@@ -428,7 +428,7 @@ MUTANTS = [
     Mutant(
         "half of the rows is not compared",
         "serve/proof.py",
-        "found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)",
+        "mismatch = mismatch or first_difference(eager.outputs, expected, tolerance=proof.rounding)",
         "pass",
         PROOFS,
     ),
@@ -554,14 +554,14 @@ MUTANTS = [
     Mutant(
         "what a proof's eager run computes from the batch size is not compared with the capture",
         "serve/proof.py",
-        "found = (number if plan.padding else None) or found",
+        "mismatch = (number if plan.padding else None) or mismatch",
         "pass",
         NUMBERS,
     ),
     Mutant(
         "a capture that shows a number of the batch size serves its padded call",
         "serve/builder.py",
-        "        call.check()  # as was learnt meanwhile\n",
+        "        call.check()  # the capture may have refused the signature\n",
         "",
         NUMBERS,
     ),
@@ -589,7 +589,7 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton that may be passed an address is taken to read its tensors alone",
         "program/observe.py",
-        "        shown_arguments = own or all(map(_holds_no_address, given))",
+        "        shown_arguments = is_ours or all(map(_holds_no_address, given))",
         "        shown_arguments = True",
         UNSEEN,
     ),
@@ -828,15 +828,15 @@ MUTANTS = [
     Mutant(
         "a dict that was empty is no place once it is filled",
         "program/snapshot.py",
-        "            self._places[id(holder)] = holder, {}, own\n",
+        "            self._places[id(holder)] = holder, {}, is_near\n",
         "            pass\n",
         ("tests/module/test_effects.py", "tests/module/test_escapes.py"),
     ),
     Mutant(
         "a walk ends one container earlier",
         "base/walk.py",
-        "own and steps > policy.depth and",
-        "own and steps >= policy.depth and",
+        "is_near and steps > policy.depth and",
+        "is_near and steps >= policy.depth and",
         WALK,
     ),
     Mutant(
@@ -870,8 +870,8 @@ MUTANTS = [
     Mutant(
         "what a run beside captures noted counts as a recording's",
         "manager/capture.py",
-        "        undo(self.probes, Undone.RUN)  # what runs",
-        "        pass  # what runs",
+        "        undo(self.probes, Undone.RUN)  # notes of earlier",
+        "        pass  # notes of earlier",
         FILLED,
     ),
     Mutant(
@@ -1192,29 +1192,29 @@ MUTANTS = [
     Mutant(
         "learning rates of the first group alone stay in a graph",
         "training/optimizers.py",
-        "if rate != known:",
-        "if mirror is self._mirrored[0][1] and rate != known:",
+        "if rate != mirrored_rate:",
+        "if mirror is self._mirrored[0][1] and rate != mirrored_rate:",
         RATES,
     ),
     Mutant(
         "gradients that the user holds elsewhere are moved",
         "training/gradients.py",
-        "if gradient is not None and known is None and self._is_users(index):",
+        "if gradient is not None and fixed is None and self._is_users(index):",
         "if False:",
         ("tests/training/test_flat_gradients.py",),
     ),
     Mutant(
         "numbers of the first group alone are compared",
         "training/optimizers.py",
-        "places += [place for place in held.places if",
-        'places += [place for place in held.places if ".param_groups.1." not in place.name and',
+        "places += [place for place in values.places if",
+        'places += [place for place in values.places if ".param_groups.1." not in place.name and',
         OPTIMIZERS,
     ),
     Mutant(
         "numbers of a gradient scaler are frozen",
         "training/optimizers.py",
-        "found = [] if scaler is None else",
-        "found = [] if True else",
+        "held_values = [] if scaler is None else",
+        "held_values = [] if True else",
         OPTIMIZERS,
     ),
     Mutant(
@@ -1227,15 +1227,15 @@ MUTANTS = [
     Mutant(
         "what is added to a container of an optimizer is not noticed",
         "training/held_values.py",
-        "        if now != self._known:\n            self._known = now\n        return self._known\n",
-        "        self._known = self._known or now\n        return self._known\n",
+        "        if now != self._lengths:\n            self._lengths = now\n        return self._lengths\n",
+        "        self._lengths = self._lengths or now\n        return self._lengths\n",
         OPTIMIZERS,
     ),
     Mutant(
         "learning rates that rose are not written",
         "training/optimizers.py",
-        "if rate != known:",
-        "if not rate > known:",
+        "if rate != mirrored_rate:",
+        "if not rate > mirrored_rate:",
         RATES,
     ),
     Mutant(
@@ -1262,8 +1262,8 @@ MUTANTS = [
     Mutant(
         "learning rates of the first optimizer alone are followed",
         "training/optimizers.py",
-        "for each in self.all if before else ():",
-        "for each in self.all[:1] if before else ():",
+        "for optimizer in self.all if before else ():",
+        "for optimizer in self.all[:1] if before else ():",
         RATES,
     ),
     Mutant(
@@ -1290,7 +1290,7 @@ MUTANTS = [
     Mutant(
         "an optimizer that a step does not name is not noticed",
         "training/optimizers.py",
-        "if not any(one is each for each in self.all)",
+        "if not any(one is optimizer for optimizer in self.all)",
         "if False",
         ("tests/training/test_bad_steps.py",),
     ),
@@ -1494,7 +1494,7 @@ MUTANTS = [
     Mutant(
         "an audit surveys memory that was freed since for its owner",
         "doctor/audit.py",
-        "            owner = then\n",
+        "            owner = fresh_owner\n",
         "            pass\n",
         AUDIT,
     ),

@@ -19,7 +19,7 @@ from torch.optim import optimizer as _optimizer
 
 import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.device.select import graph_device
 from simplegraph.sleeping import graph_holders, regions, sleeper
 from simplegraph.sleeping.cuda import CudaRegion
@@ -304,7 +304,7 @@ def test_what_the_driver_says_of_unknown_memory_is_named_with_its_kernel(
     if device.type == "cuda":
         pytest.skip("here a test speaks for the driver")
     model, x, wanted = captured(device)
-    known: list[KnownMemory] = []
+    known: list[MemorySpan] = []
 
     def inventory(device: object, pool: object, segments: object, accounted: Any, **options: object) -> Inventory:
         known.extend(accounted)

@@ -118,7 +118,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def builder_for(runner: Any, module: Any, leaves: Any) -> GraphBuilder:
         if runner.builder is None:
             manager = CudaGraphManager(runner.config, device=MetaDevice(), requests=False, stats=runner.stats)  # type: ignore[arg-type]
-            runner.builder = GraphBuilder(manager, runner._known.reader(module))
+            runner.builder = GraphBuilder(manager, runner._calls.reader(module))
         return runner.builder  # type: ignore[no-any-return]
 
     monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)

@@ -1042,4 +1042,4 @@ def test_a_step_that_makes_a_leaf_of_its_own_is_captured_and_keeps_none_of_them(
         assert torch.equal(results[0].detach(), results[1].detach())
         assert_same(twins.graphs.everything(), twins.eager.everything())
     assert twins.stats.replays >= 5
-    assert twins.graphs.step._wrapped.step.found == []
+    assert twins.graphs.step._wrapped.step.discovered_parameters == []

@@ -90,9 +90,9 @@ class ContextParallelBackend(AttentionBackend):
     def _run_all_heads(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         lse = self._backend.run_with_lse(layer, q, out, metadata)
         # Kernels leave anything, even NaN, in rows of padding and of requests without tokens in this rank's cache.
-        held = _has_tokens(metadata)[:, None]
-        weight = self._gather(torch.where(held, lse, -torch.inf)).softmax(dim=0)[self._rank]
-        parts = torch.where(held[..., None], out * weight[..., None], 0)  # in float32
+        has_tokens = _has_tokens(metadata)[:, None]
+        weight = self._gather(torch.where(has_tokens, lse, -torch.inf)).softmax(dim=0)[self._rank]
+        parts = torch.where(has_tokens[..., None], out * weight[..., None], 0)  # in float32
         dist.all_reduce(parts, group=self._group)
         out.copy_(parts)
 
@@ -109,6 +109,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 def _has_tokens(metadata: CommonMetadata) -> Tensor:
     """Return (T,) bool, True for the rows of requests that have tokens in this rank's cache."""
-    held = metadata.seq_lens > 0
-    rest = metadata.num_tokens - metadata.num_reqs  # padding behind the last request, if there are fewer of these
-    return torch.nn.functional.pad(held, (0, rest)) if rest else held
+    has_tokens = metadata.seq_lens > 0
+    padding = metadata.num_tokens - metadata.num_reqs  # padding behind the last request, if there are fewer of these
+    return torch.nn.functional.pad(has_tokens, (0, padding)) if padding else has_tokens

@@ -231,8 +231,8 @@ def find_kernels(device: torch.device, version: int | None = None) -> tuple[Modu
     runs = [number for number, gpus in wanted.items() if capability[0] in gpus.majors]
     if not runs:
         needed = " or ".join(f"FlashAttention-{number} needs {gpus.words}" for number, gpus in wanted.items())
-        own = ".".join(map(str, capability))
-        raise ConfigError(f"{needed}; {device} has {own}. Use another version, or another backend.")
+        capability_text = ".".join(map(str, capability))
+        raise ConfigError(f"{needed}; {device} has {capability_text}. Use another version, or another backend.")
     problems = []
     for number in runs:
         tried = []

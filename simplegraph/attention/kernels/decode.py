@@ -49,10 +49,10 @@ def _put_part(  # type: ignore[no-untyped-def]
 ):
     """Write a part of a sequence, for the last one to add up: (ROWS, COLUMNS), then (ROWS,) twice."""
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    own = first_part + index * (ROWS * COLUMNS + 2 * ROWS)
-    tl.store(own + row[:, None] * COLUMNS + column[None, :], result)
-    tl.store(own + ROWS * COLUMNS + row, top)
-    tl.store(own + ROWS * COLUMNS + ROWS + row, total)
+    part = first_part + index * (ROWS * COLUMNS + 2 * ROWS)
+    tl.store(part + row[:, None] * COLUMNS + column[None, :], result)
+    tl.store(part + ROWS * COLUMNS + row, top)
+    tl.store(part + ROWS * COLUMNS + ROWS + row, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -173,8 +173,8 @@ class ContextShare(NamedTuple):
 
     def lengths(self, seq_lens: _Int32s) -> _Int32s:
         """Count the tokens of each sequence that are in this rank's cache."""
-        held: _Int32s = (seq_lens + np.int32(self.size - 1 - self.rank)) // np.int32(self.size)
-        return held
+        lengths: _Int32s = (seq_lens + np.int32(self.size - 1 - self.rank)) // np.int32(self.size)
+        return lengths
 
     def slots(self, slots: _Int64s) -> _Int64s:
         """Find where this rank writes each token; -1 for those of other ranks."""

@@ -252,9 +252,9 @@ def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bo
             f"a dummy batch of {num_reqs} requests, query_len={query_len}, in {num_tokens} rows; expected "
             f"num_reqs * query_len up to num_tokens, and query_len from 1 to max_model_len={most}."
         )
-    even, rest = divmod(num_tokens, num_reqs) if query_len is None else (query_len, 0)
+    even, remainder = divmod(num_tokens, num_reqs) if query_len is None else (query_len, 0)
     queries = np.full(num_reqs, even, np.int64)
-    queries[:rest] += 1
+    queries[:remainder] += 1
     # A length above the model's limit would be scheduled out of bounds (vLLM #53658).
     np.minimum(queries, most, out=queries)
     starts = np.zeros(num_reqs + 1, np.int32)

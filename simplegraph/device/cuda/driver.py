@@ -70,11 +70,11 @@ def nodes_reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence
     before: dict[Any, list[Any]] = {}
     for start, target in zip(starts, targets, strict=True):
         before.setdefault(target, []).append(start)
-    reached, left = set(ends), list(ends)
-    while left:
-        new = [node for node in before.get(left.pop(), ()) if node not in reached]
+    reached, pending = set(ends), list(ends)
+    while pending:
+        new = [node for node in before.get(pending.pop(), ()) if node not in reached]
         reached.update(new)
-        left += new
+        pending += new
     return reached
 
 

@@ -233,7 +233,7 @@ class Arena:
 
     def of_group(self, *, reusable: bool) -> list[Memory]:
         """List memory of the group's segments that the next one may be given, or that something still owns."""
-        return [own for place in self._group if (own := place()) is not None and own.reusable() is reusable]
+        return [memory for place in self._group if (memory := place()) is not None and memory.reusable() is reusable]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
         """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.

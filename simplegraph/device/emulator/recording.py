@@ -140,7 +140,7 @@ class EmulatedCapture(OperatorMode):
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
         # Every storage seen is held, so that its key means nothing else until the capture ends.
-        self._held: list[torch.UntypedStorage] = []
+        self._storages: list[torch.UntypedStorage] = []
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
         self._active = True
@@ -274,7 +274,7 @@ class EmulatedCapture(OperatorMode):
             if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
                 raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")
         self.undo()
-        self._held.clear()
+        self._storages.clear()
         if self._continues and not self.calls and not self._created:
             return None
         constants = set()
@@ -316,7 +316,7 @@ class EmulatedCapture(OperatorMode):
             seen_as = f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             memory = self.arena.memories.get(storage.data_ptr()) or Memory(storage, seen_as)
             self._memories[storage._cdata] = memory
-            self._held.append(storage)
+            self._storages.append(storage)
         return memory
 
     def view(self, func: Any, tensor: Tensor) -> MemoryView:

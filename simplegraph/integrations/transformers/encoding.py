@@ -122,8 +122,8 @@ class GraphedEncoder(GraphedModel):
         call = self._read(example)
         if call.key is not None and call.key not in self._rules:
             run, leaves = functools.partial(self._step.run_model, **example), flatten(example)[0]
-            own = functools.partial(rehearse, self.model, run, leaves, self.model.device)
-            self._keep(call, self._compare(call, own)[1])
+            rehearsal = functools.partial(rehearse, self.model, run, leaves, self.model.device)
+            self._keep(call, self._compare(call, rehearsal)[1])
 
     def _example(self, length: int, inputs: Collection[str]) -> dict[str, Tensor]:
         """Make up a batch of the largest size; nothing of it is padding."""

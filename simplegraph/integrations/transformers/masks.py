@@ -57,7 +57,7 @@ class _ThreadAnswers(threading.local):
     values: KnownValues | None = None  # answers are those of a capture
     asked = 0  # questions about a tensor
     decisions = 0  # functions that asked some
-    left = 0  # such functions to come, in a run whose values are followed
+    decisions_left = 0  # functions that decide on a mask and are still to come, in a run whose values are followed
 
 
 _THREAD = _ThreadAnswers()
@@ -92,14 +92,14 @@ def answering(notes: Notes) -> Iterator[None]:
     """
     _watch()
     expected = notes.get(__name__, 0)
-    values, before = KnownValues(), (_THREAD.values, _THREAD.left)
-    _THREAD.values, _THREAD.left = values, expected
+    values, before = KnownValues(), (_THREAD.values, _THREAD.decisions_left)
+    _THREAD.values, _THREAD.decisions_left = values, expected
     if expected:
         values.follow()
     try:
         yield
     finally:
-        _THREAD.values, _THREAD.left = before
+        _THREAD.values, _THREAD.decisions_left = before
         values.end()
 
 
@@ -149,8 +149,8 @@ def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
         decision = original(*args, **kwargs)
         if _THREAD.asked != asked:
             _THREAD.decisions += 1
-            _THREAD.left -= 1
-            if values is not None and not _THREAD.left:
+            _THREAD.decisions_left -= 1
+            if values is not None and not _THREAD.decisions_left:
                 values.end()
         return decision
 
@@ -231,8 +231,8 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Forget what an operator writes to, or may, if it is not torch's own."""
-        own = func.namespace in ("aten", "prims", "prim")
-        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))) if own else tensors:
+        is_torchs = func.namespace in ("aten", "prims", "prim")
+        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))) if is_torchs else tensors:
             self._by_storage.pop(storage_key(tensor), None)
 
     def _learn(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:

@@ -42,8 +42,8 @@ def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> N
     original: Any = type(model)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
-        _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
-        return object.__new__, (original,), *rest  # `rest` fills the new object
+        _, _, *further = original.__reduce_ex__(self, max(protocol, 2))
+        return object.__new__, (original,), *further  # `further` fills the new object
 
     members: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
     members |= {"_simplegraph_overridden": original, "_simplegraph_owner": owner}
@@ -97,14 +97,14 @@ class _Override:
     """An object's temporary method; copies and pickles of the object get its own one."""
 
     def __init__(self, thing: Any, forward: Forward, name: str) -> None:
-        self._own, self._forward = functools.partial(getattr(type(thing), name), thing), forward
+        self._original, self._forward = functools.partial(getattr(type(thing), name), thing), forward
         self._thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._forward if threading.get_ident() == self._thread else self._own)(*args, **kwargs)
+        return (self._forward if threading.get_ident() == self._thread else self._original)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (self._own.func, *self._own.args)
+        return functools.partial, (self._original.func, *self._original.args)
 
 
 # A function that transformers has registered, of attention or masks, for all threads.

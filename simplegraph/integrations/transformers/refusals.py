@@ -93,10 +93,10 @@ def _check_modules(model: Any) -> None:
         raise CannotBind(Reason.HOOKS, "hooks for all modules")
     devices = set()
     for name, child in model.named_modules():
-        own = vars(child)
-        if "_hf_hook" in own:  # accelerate replaces the forward of modules that it offloads
+        attributes = vars(child)
+        if "_hf_hook" in attributes:  # accelerate replaces the forward of modules that it offloads
             raise CannotBind(Reason.WRONG_DEVICE, f"an accelerate hook at {name or 'the model'}")
-        hooks = [hook for kind in _HOOK_DICTS for hook in own[kind].values()]
+        hooks = [hook for kind in _HOOK_DICTS for hook in attributes[kind].values()]
         if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
             raise CannotBind(Reason.HOOKS, name)
         devices |= {parameter.device for parameter in child._parameters.values() if parameter is not None}
@@ -109,8 +109,10 @@ def _check_modules(model: Any) -> None:
 
 def _check_cache(cache: Any, *, wanted: bool) -> None:
     if cache is None:
-        own = "generate gives this model none: it keeps its states in itself, or in a cache or argument of its own"
-        raise CannotBind(Reason.GENERATION, own if wanted else "use_cache=False: a step without a cache has all tokens")
+        no_cache = "generate gives this model none: it keeps its states in itself, or in a cache or argument of its own"
+        raise CannotBind(
+            Reason.GENERATION, no_cache if wanted else "use_cache=False: a step without a cache has all tokens"
+        )
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )

@@ -96,7 +96,7 @@ class BreakTracer:
         unwritten = keys & observer.blank
         observer.blank -= unwritten - blank
         filled = (keys - unwritten) | blank | (observer.written & set(self._inputs))
-        described = tuple(self._describe(leaf, own, filled) for leaf, own in zip(arguments, made_here, strict=True))
+        described = tuple(self._describe(leaf, made, filled) for leaf, made in zip(arguments, made_here, strict=True))
         leaves, spec = flatten(result)
         tensors = (part for leaf in leaves if issubclass(type(leaf), Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
@@ -360,22 +360,24 @@ class FinishedBreaks:
 
     def __init__(self, operators: frozenset[Any], calls: Iterable[tuple[Any, Any]]) -> None:
         self.operators = operators
-        self._left = list(calls)
+        self._remaining = list(calls)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the break returned before, or run it. Raises BreakError if the forward calls another one."""
-        if not self._left:
+        if not self._remaining:
             with recording_breaks(None):
                 return function(*args, **kwargs)
-        earlier, result = self._left.pop(0)
+        earlier, result = self._remaining.pop(0)
         if earlier != function:
             raise BreakError(f"the forward called eager break {name_of(earlier)} before, and now {name_of(function)}.")
         return result
 
     def check_done(self) -> None:
         """Refuse a forward that did not reach all of the first ones. Raises BreakError."""
-        if self._left:
-            raise BreakError(f"the forward called eager break {name_of(self._left[0][0])} before, and now does not.")
+        if self._remaining:
+            raise BreakError(
+                f"the forward called eager break {name_of(self._remaining[0][0])} before, and now does not."
+            )
 
 
 def played(
@@ -398,8 +400,9 @@ def played(
     program.pass_rows(0)
     for step, call in zip(program.breaks, calls, strict=True):
         step.effects = step.effects or call.effects
-    left = iter(calls)
+    remaining = iter(calls)
     steps = tuple(
-        PlayedBreak(step, next(left), differs, repeats) if isinstance(step, Break) else step for step in program.steps
+        PlayedBreak(step, next(remaining), differs, repeats) if isinstance(step, Break) else step
+        for step in program.steps
     )
     return Program(program.device, steps, program.outputs, program.spec, generators=program.generators)

@@ -115,8 +115,8 @@ _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 
 def _overload(name: str) -> list[Any]:
     """Find the operator of a registered name, such as ``aten::sort.stable``; empty if Python cannot call it."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
     try:
         return [getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")]
     except (AttributeError, RuntimeError):

@@ -85,12 +85,12 @@ def _result_dim(arguments: Sequence[int | None], a: int, b: int, one: Result, ot
 
 
 def _row_dim(
-    what: str, sizes: tuple[int, int], one: tuple[Any, ...], other: tuple[Any, ...], *, strided: bool = True
+    verb: str, sizes: tuple[int, int], one: tuple[Any, ...], other: tuple[Any, ...], *, strided: bool = True
 ) -> int | None:
     """Return the one dimension that is as long as the batch at both sizes, None if all are the same."""
     (shape, stride), (shape_after, stride_after) = one, other
     if len(shape) != len(shape_after):
-        raise _FollowsOtherwise(f"{what} a tensor of {len(shape)} dimensions or of {len(shape_after)}")
+        raise _FollowsOtherwise(f"{verb} a tensor of {len(shape)} dimensions or of {len(shape_after)}")
     pairs = list(zip(shape, shape_after, strict=True))
     differing = [dim for dim, (length, length_after) in enumerate(pairs) if length != length_after]
     if not differing:
@@ -99,10 +99,10 @@ def _row_dim(
         dim = differing[0]
     else:
         a, b = sizes
-        raise _FollowsOtherwise(f"{what} a tensor of shape {shape} at {a} rows and {shape_after} at {b}")
+        raise _FollowsOtherwise(f"{verb} a tensor of shape {shape} at {a} rows and {shape_after} at {b}")
     longer = [all(length > 1 for length in pair) for pair in pairs]
     if strided and any(x != y for x, y, counts in zip(stride, stride_after, longer, strict=True) if counts):
-        raise _FollowsOtherwise(f"{what} a tensor in whose memory the rows of a batch are not outermost")
+        raise _FollowsOtherwise(f"{verb} a tensor in whose memory the rows of a batch are not outermost")
     return dim
 
 

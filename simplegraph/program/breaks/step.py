@@ -60,14 +60,14 @@ class Place(NamedTuple):
     """Describes a capture to the stand-ins for a break's results that enter it.
 
     Attributes:
-        leaves: the arguments of the break, taken apart, as the forward passed them.
-        held: the same as every replay will pass them.
-        keep: returns a captured tensor as steps may hold it.
-        cells: what later breaks read in place of an object, by the id of what it is now.
+        leaves: the leaves of the break's arguments, as the forward passed them.
+        passed: the same leaves, as every replay will pass them.
+        keep: returns a captured tensor in a form that steps may hold.
+        cells: the cells that later breaks read in place of an object, by the object's present id.
     """
 
     leaves: Sequence[Any]
-    held: Sequence[Any]
+    passed: Sequence[Any]
     keep: Callable[[Tensor], Tensor]
     cells: dict[int, Cell]
 
@@ -469,20 +469,20 @@ def _bridge(
 
 def pass_back(index: int, place: Place) -> Entry:
     """Go on with an argument, given by its index among the leaves, which is where it should be already."""
-    given, held = place.leaves[index], place.held[index]
+    given, passed = place.leaves[index], place.passed[index]
 
     def accept_argument(leaf: Any) -> str | None:
-        expected = held.value if isinstance(held, Cell) else held
+        expected = passed.value if isinstance(passed, Cell) else passed
         return None if leaf is expected else f"{shown(leaf)} in place of its own argument"
 
-    return given, _InPlace(held).accept if isinstance(given, Tensor) else accept_argument
+    return given, _InPlace(passed).accept if isinstance(given, Tensor) else accept_argument
 
 
 def pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, place: Place) -> Entry:
     """Go on with a view of an argument; the offset is from where that begins."""
-    both = place.leaves[index], place.held[index]
-    given, held = (tensor.as_strided(shape, stride, tensor.storage_offset() + offset) for tensor in both)
-    return given, _InPlace(held).accept
+    both = place.leaves[index], place.passed[index]
+    given, passed = (tensor.as_strided(shape, stride, tensor.storage_offset() + offset) for tensor in both)
+    return given, _InPlace(passed).accept
 
 
 def _outside(tensor: Tensor, place: Place) -> Entry:

@@ -12,7 +12,7 @@ from stand_in_driver import Driver, Kernel, Other, pointer
 
 from simplegraph.device.cuda.inventory.nodes import ProcessMemory, readable_ranges
 from simplegraph.device.cuda.inventory.places import Places, device_memory, read_inventory
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan
 from simplegraph.doctor.touches import report_lines
 
 BASE = 0x7F00_4000_0000
@@ -34,7 +34,7 @@ SEGMENTS = [
 ]
 WEIGHT, FREED, UNKNOWN, TEMPORARY = BASE, BASE + 0x480, BASE + 0x900, BASE + 0x2880
 FOREIGN_POOL, WORKSPACE, UNMAPPED, LIBRARY = BASE + 0x4010, BASE + 0x6020, BASE + 0x8030, BASE + 0x7000
-KNOWN = [KnownMemory(WEIGHT, WEIGHT + 0x400, "weight")]
+KNOWN = [MemorySpan(WEIGHT, WEIGHT + 0x400, "weight")]
 FORMER = [(BASE + 0x8000, BASE + 0x9000)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from simplegraph.device.cuda.inventory.nodes import NodeReader, ProcessMemory, Word
-from simplegraph.device.protocol import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
@@ -52,9 +52,9 @@ class Places:
     def __init__(
         self,
         segments: Iterable[dict[str, Any]],
-        own: Collection[PoolId],
+        own_pools: Collection[PoolId],
         workspaces: Collection[PoolId] = (),
-        named: Sequence[KnownMemory] = (),
+        named: Sequence[MemorySpan] = (),
         former: Collection[tuple[int, int]] = (),
         is_device_memory: Callable[[int], bool] = lambda _: False,
     ) -> None:
@@ -62,7 +62,7 @@ class Places:
         self.present: set[tuple[int, int]] = set()
         for segment in segments:
             self.present.add((segment["address"], segment["address"] + segment["total_size"]))
-            blocks += _blocks(segment, own, workspaces)
+            blocks += _blocks(segment, own_pools, workspaces)
         self._blocks = _ordered(blocks)
         self._named = _ordered(Block(memory.start, memory.end, MemoryKind.KNOWN, memory.name) for memory in named)
         self._former = _ordered(Block(*span, MemoryKind.FREED) for span in set(former) - self.present)
@@ -129,10 +129,10 @@ def _ordered(blocks: Iterable[Block]) -> list[Block]:
     return sorted(blocks, key=operator.itemgetter(0, 1))
 
 
-def _blocks(segment: dict[str, Any], own: Collection[PoolId], workspaces: Collection[PoolId]) -> list[Block]:
+def _blocks(segment: dict[str, Any], own_pools: Collection[PoolId], workspaces: Collection[PoolId]) -> list[Block]:
     pool, start = tuple(segment["segment_pool_id"]), segment["address"]
-    if pool in own or pool in workspaces:  # what is free in there is the graph's, too, or the library's
-        kind, end = MemoryKind.POOL if pool in own else MemoryKind.WORKSPACE, start + segment["total_size"]
+    if pool in own_pools or pool in workspaces:  # what is free in there is the graph's, too, or the library's
+        kind, end = MemoryKind.POOL if pool in own_pools else MemoryKind.WORKSPACE, start + segment["total_size"]
         last = segment["blocks"][-1]  # what was given back is joined, so nobody can tell what ended there
         return [Block(start, end, kind, last=end - (0 if last["state"] == "inactive" else last["size"]))]
     blocks = []

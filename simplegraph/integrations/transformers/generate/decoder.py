@@ -71,8 +71,10 @@ class StepInputs(NamedTuple):
         if self.names != earlier.names:
             return "which arguments there are"
         expected = earlier.later(1, ids_name, self.tokens[ids_name])
-        own, later = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
-        return next((name for name in self.names if difference(own[name], later[name], tolerance=EXACT)), "")
+        tensors, expected_tensors = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
+        return next(
+            (name for name in self.names if difference(tensors[name], expected_tensors[name], tolerance=EXACT)), ""
+        )
 
 
 class FixedCacheDecoder:
@@ -147,18 +149,21 @@ class FixedCacheDecoder:
         if rows > self._rows:
             raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows, the largest is {self._rows}: raise max_batch_size")
         self.stays_eager = False
-        own, cross = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
+        self_attention, cross = (
+            getattr(cache, "self_attention_cache", cache),
+            getattr(cache, "cross_attention_cache", None),
+        )
         hidden = None if cross is None else _encoder_hidden(kwargs)
         source = 0 if hidden is None else self._padded_source(hidden.shape[1])
         outputs = kwargs.get("encoder_outputs")
         kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-        layout = CacheLayout.of(own, cross, hidden, kind)
+        layout = CacheLayout.of(self_attention, cross, hidden, kind)
         self._span(length, grows=layout.first is not None)
         self._use_store(layout)
         store: CacheStore = self._step.store
         masks = self._masks(kwargs, rows, length)
         self._step._graph_runner.announce_write()
-        store.load(own, rows, length)
+        store.load(self_attention, rows, length)
         if hidden is not None:
             store.load_source(cross, hidden)
         self._load_masks(*masks, rows, length)

@@ -49,7 +49,7 @@ def grouped_heads(operators: Operators) -> Iterator[None]:
 def _mask(*args: Any, **given: Any) -> Any:
     """Mask as `sdpa` does; in a step the cache's mask is the causal one, too. Threads outside a step get their own."""
     mask: Any = given.get("attention_mask")
-    own = (
+    is_causal_step = (
         _STEP.operators is not _ThreadStep.operators
         and given.get("q_length") == 1
         and given.get("mask_function") is causal_mask_function
@@ -58,7 +58,7 @@ def _mask(*args: Any, **given: Any) -> Any:
         and mask.shape == (given.get("batch_size"), given.get("kv_length"))
         and isinstance(given.get("q_offset"), Tensor)  # a length on the device, as the step's cache has
     )
-    return mask[:, None, None] if own else sdpa_mask(*args, **given)
+    return mask[:, None, None] if is_causal_step else sdpa_mask(*args, **given)
 
 
 def _attend(

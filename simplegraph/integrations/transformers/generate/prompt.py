@@ -102,7 +102,7 @@ class Prompts:
 
     def _length(
         self,
-        own: Any,
+        self_attention_cache: Any,
         input_ids: Any = None,
         attention_mask: Any = None,
         position_ids: Any = None,
@@ -118,8 +118,8 @@ class Prompts:
             and 1 < input_ids.shape[1] <= input_ids.numel() <= _MOST_TOKENS
             and logits_to_keep == 1
             and all(others[name] is None or others[name] is False for name in unknown)
-            and all(type(layer) in PLAIN for layer in own.layers)
-            and not own.get_seq_length()
+            and all(type(layer) in PLAIN for layer in self_attention_cache.layers)
+            and not self_attention_cache.get_seq_length()
             and not torch.is_grad_enabled()
             and (CALLS.context is None or CALLS.context.bypass is None)
             and (attention_mask is None or (attention_mask.shape == input_ids.shape and bool(attention_mask.all())))

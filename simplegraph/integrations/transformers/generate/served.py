@@ -85,7 +85,7 @@ class ServedGeneration:
         edits: bool,
     ) -> None:
         self._decoder, self.lock, self._prefill, self._cache, self.kept = decoder, lock, prefill, cache, kept
-        self._own = getattr(cache, "self_attention_cache", cache)
+        self._self_attention = getattr(cache, "self_attention_cache", cache)
         self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
         self._rows = self._source = 0
@@ -149,7 +149,7 @@ class ServedGeneration:
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         ids = kwargs.get(self._decoder.ids_name)
         one_token = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
-        return one_token and (self._length or cached_length(self._own)) > 0
+        return one_token and (self._length or cached_length(self._self_attention)) > 0
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
@@ -157,7 +157,7 @@ class ServedGeneration:
         unread = _REPLACED | source | (_GRIDS if _knows_positions(kwargs) else set())
         inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - unread}, rows, self._given)
         if not self._length:
-            length = cached_length(self._own)
+            length = cached_length(self._self_attention)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
             self._rows = rows
             if self._beams:
@@ -186,7 +186,7 @@ class ServedGeneration:
         Raises:
             StaleGraphError: it was.
         """
-        if self._store.shown(self._own) is not self._shown:
+        if self._store.shown(self._self_attention) is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, but decode graphs read their own copy. "
                 "Do not change it until generate returns, or call remove() on the graphs of this model before."
@@ -252,7 +252,7 @@ class ServedGeneration:
     def _move_to(self, length: int) -> None:
         self._length, self.over = length, self._decoder.stays_eager
         self._order = self._same_order
-        self._shown = self._store.show_length(self._own, self._rows, length)
+        self._shown = self._store.show_length(self._self_attention, self._rows, length)
 
     def hand_back(self) -> None:
         """Fill the generation's cache with the decoded tokens, so that it can go on without the store; hold the lock.
@@ -292,7 +292,7 @@ class ServedGeneration:
             if self._order is not self._same_order:
                 self._store.reorder(self._rows, self._length, self._order)
                 self._order = self._same_order
-            self._store.hand_back(self._own, self._rows, self._length)
+            self._store.hand_back(self._self_attention, self._rows, self._length)
             self._length = 0
 
 

@@ -120,8 +120,8 @@ def _asks_by_name(sample: functools.partial[Any], *names: str) -> bool:
     if function is not GenerationMixin._sample or not is_of_library(function):
         return False
     meanings = [function.__globals__.get(name) for name in names]
-    own = all(getattr(meaning, "__module__", None) == function.__module__ for meaning in meanings)
-    return own and {*names} <= {*function.__code__.co_names}
+    is_same_module = all(getattr(meaning, "__module__", None) == function.__module__ for meaning in meanings)
+    return is_same_module and {*names} <= {*function.__code__.co_names}
 
 
 # A check that generates the rest.

@@ -68,9 +68,9 @@ class LayerLayout:
         parts += [(part, (tuple(state.shape[1:]), state.dtype, state.device)) for part, state in tensors.items()]
         names = {name for name, _ in tensors}
         plain = {name: value for name, value in _own_attributes(layer).items() if name not in names}
-        rest = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
+        indexed = {name: dict.fromkeys(vars(layer)[name]) for name, key in tensors if key is not None}
         # Containers are copied from this generation's layer.
-        copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | rest).items()}
+        copies = {name: dict(value) if isinstance(value, dict) else value for name, value in (plain | indexed).items()}
         return cls(type(layer), tuple(parts), window, repr(sorted(plain.items())), copies)
 
     @property
@@ -128,13 +128,13 @@ class CacheLayout:
     hidden: tuple[int, torch.dtype, type] | None = None
 
     @classmethod
-    def of(cls, own: Any, cross: Any, hidden: Tensor | None, outputs: type) -> CacheLayout:
+    def of(cls, self_attention: Any, cross: Any, hidden: Tensor | None, outputs: type) -> CacheLayout:
         """Derive it from caches that a prefill filled; `cross` and `hidden` are None without an encoder.
 
         Raises:
             CannotBind: a layer is of another kind, or the lengths of cross-attention and `hidden` differ.
         """
-        layers = tuple(map(LayerLayout.of, own.layers))
+        layers = tuple(map(LayerLayout.of, self_attention.layers))
         if hidden is None:
             return cls(layers)
         crossed = tuple(map(LayerLayout.of, cross.layers))

@@ -74,7 +74,7 @@ class CacheStore:
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self.seen = self.position[0]
-            self._own = [_allocate(layer, rows, length) for layer in layout.layers]
+            self._self_attention = [_allocate(layer, rows, length) for layer in layout.layers]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._present = torch.ones(
@@ -90,7 +90,7 @@ class CacheStore:
         # The keys whose length models read between steps; None if that layer has a window.
         self._first_keys: Tensor | None = None
         if self.first is not None and layout.layers[self.first].window is None:
-            self._first_keys = self._own[self.first][KEYS_AND_VALUES[0]]
+            self._first_keys = self._self_attention[self.first][KEYS_AND_VALUES[0]]
 
     def view(self, rows: int, span: int, source: int) -> CacheView:
         """Return the views of a step: the first `rows` rows, `span` positions and `source` encoder positions."""
@@ -101,7 +101,7 @@ class CacheStore:
         return view
 
     def _view(self, rows: int, span: int, source: int) -> CacheView:
-        cache = self._cache(self._own, self.layout.layers, rows, span, self.seen)
+        cache = self._cache(self._self_attention, self.layout.layers, rows, span, self.seen)
         mask = None if self.first is None else self._mask[:rows, :span]
         if not self.layout.cross:
             return CacheView(cache, mask)
@@ -152,8 +152,8 @@ class CacheStore:
         Raises:
             StaleGraphError: a state has another address.
         """
-        own = getattr(view.cache, "self_attention_cache", view.cache)
-        for layer, part, tensor, state in self._states_beside(own):
+        self_attention = getattr(view.cache, "self_attention_cache", view.cache)
+        for layer, part, tensor, state in self._states_beside(self_attention):
             if state is None or state.data_ptr() != tensor.data_ptr():
                 raise StaleGraphError(
                     f"a step replaces {part[0]} of a {type(layer).__name__.removeprefix('Fixed')} instead of writing "
@@ -166,8 +166,10 @@ class CacheStore:
 
         An encoder's results stay: beams change places only within one source.
         """
-        kept = [tensor[:rows, :, :length] for tensors in self._own for tensor in _pair(tensors)]
-        for tensor in kept + [tensor[:rows] for tensors in self._own for tensor in _states(tensors).values()]:
+        kept = [tensor[:rows, :, :length] for tensors in self._self_attention for tensor in _pair(tensors)]
+        for tensor in kept + [
+            tensor[:rows] for tensors in self._self_attention for tensor in _states(tensors).values()
+        ]:
             tensor.copy_(tensor.index_select(0, order))
 
     # Copies from and to the generation's cache.
@@ -187,8 +189,8 @@ class CacheStore:
         for layer, part, tensor, state in self._states_beside(cache):
             tensor[:rows] = state
             set_state(layer, part, tensor[:rows])
-        _copy(cache, self._own, length)
-        for tensors, layout, layer in zip(self._own, self.layout.layers, cache.layers, strict=True):
+        _copy(cache, self._self_attention, length)
+        for tensors, layout, layer in zip(self._self_attention, self.layout.layers, cache.layers, strict=True):
             if layout.has_keys and layout.window is None:
                 layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in _pair(tensors))
 
@@ -230,7 +232,7 @@ class CacheStore:
         """Fill `cache` with the tokens up to `length`, as if every step had used it."""
         for layer, part, tensor, _ in self._states_beside(cache):
             set_state(layer, part, tensor[:rows].clone())
-        for tensors, layout, layer in zip(self._own, self.layout.layers, cache.layers, strict=True):
+        for tensors, layout, layer in zip(self._self_attention, self.layout.layers, cache.layers, strict=True):
             if not layout.has_keys:
                 continue
             start = 0
@@ -241,7 +243,7 @@ class CacheStore:
 
     def _states_beside(self, cache: Any) -> Iterator[tuple[Any, Part, Tensor, Any]]:
         """Iterate over the states of a cache: its layer, place, this store's tensor, and its own one, None for none."""
-        for layer, tensors in zip(cache.layers, self._own, strict=True):
+        for layer, tensors in zip(cache.layers, self._self_attention, strict=True):
             states = _states(tensors)
             own_states = state_tensors(layer) if states else {}
             yield from ((layer, part, tensor, own_states.get(part)) for part, tensor in states.items())
@@ -258,7 +260,7 @@ def _states(tensors: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
 
 def _copy(cache: Any, memory: _Memory, length: int) -> None:
     """Copy a cache's tokens up to `length` and zero all other positions of its rows."""
-    targets, sources, rest = [], [], []
+    targets, sources, unused = [], [], []
     for tensors, layer in zip(memory, cache.layers, strict=True):
         pair = _pair(tensors)
         for tensor, source in zip(pair, (layer.keys, layer.values) if pair else (), strict=True):
@@ -266,10 +268,10 @@ def _copy(cache: Any, memory: _Memory, length: int) -> None:
             rows, start = source.shape[0], length - source.shape[2]
             targets.append(tensor[:rows, :, start:length])
             sources.append(source)
-            rest += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
-    rest = [tensor for tensor in rest if tensor.numel()]
-    if rest:
-        torch._foreach_zero_(rest)
+            unused += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
+    unused = [tensor for tensor in unused if tensor.numel()]
+    if unused:
+        torch._foreach_zero_(unused)
     if targets:
         torch._foreach_copy_(targets, sources)
 

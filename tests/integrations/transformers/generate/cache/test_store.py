@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite_stay_in_the_generation_they_came_from(
     batch = tiny.prompts([5], device)
     with graphed(llama) as graphs:
         llama.generate(**tiny.prompts([30], device), **GREEDY)
-        for keys, values in (memory.values() for memory in graphs._step.store._own):
+        for keys, values in (memory.values() for memory in graphs._step.store._self_attention):
             keys[:, :, 20:], values[:, :, 20:] = float("nan"), float("inf")
         assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
 
