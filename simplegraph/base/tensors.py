@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,11 @@ from simplegraph.base.nested import map_leaves
 from simplegraph.base.operators import wrapper_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_tensor_of = operator.attrgetter("tensor")
+# Private to torch; where they are absent, no memory looks as if others let go of it.
+_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+_tensor_uses: Any = getattr(Tensor, "_use_count", lambda _: 0)
+_TELLS = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -37,6 +43,48 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         inner = getattr(tensor, name)  # one of a DTensor's is the device mesh
         if isinstance(inner, Tensor):
             yield from parts(inner)
+
+
+class OwnedTensor:
+    """Owns a tensor by one reference, and tells if everything else let go of it and of its memory.
+
+    Args:
+        tensor: it.
+        counts: False if others in the library may hold the tensor as well, so that reference counts mean nothing.
+    """
+
+    __slots__ = ("_storage", "_tells", "_was_shared", "tensor")
+
+    def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
+        self.tensor = tensor
+        self._tells = counts and _TELLS
+        self._storage = tensor.untyped_storage()  # owned, since torch counts this object, too, while it lives
+        self._was_shared = False
+
+    def note_holders(self) -> None:
+        """Note if something else holds the memory now: what the forward itself makes at each run, nothing does."""
+        self._was_shared = self._was_shared or (self._tells and self.uses() != _uses_alone())
+
+    def is_released(self) -> bool:
+        """True if something else was noted to hold the memory, and nothing does any more."""
+        return self._was_shared and self.uses() == _uses_alone()
+
+    def uses(self) -> tuple[int, int, int]:
+        """Count the references to the Python object, the tensor and the memory."""
+        references = next(map(sys.getrefcount, map(_tensor_of, (self,))))  # counted as `held_by_nobody` does
+        return references, _tensor_uses(self.tensor), _storage_uses(self._storage._cdata)
+
+
+@functools.cache
+def _uses_alone() -> tuple[int, int, int]:
+    """Count the references to a tensor that nothing else holds, which depends on torch and Python."""
+    return OwnedTensor(torch.zeros(1, device="cpu")).uses()
+
+
+def held_by_nobody(owned: Sequence[OwnedTensor]) -> list[OwnedTensor]:
+    """List those that no other Python reference holds, a quick look before each is asked if it `is_released`."""
+    alone, counts = _uses_alone()[0], list(map(sys.getrefcount, map(_tensor_of, owned)))
+    return [] if min(counts) > alone else [each for each, count in zip(owned, counts, strict=True) if count <= alone]
 
 
 def wait_collectives(value: Any) -> Any:
@@ -116,6 +164,11 @@ def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
 def has_address(tensor: Tensor) -> bool:
     """True if the tensor is memory that a graph can read."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_lazy(tensor))
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's gradient; torch warns about asking others than leaves."""
+    return tensor.grad if tensor.is_leaf else None
 
 
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:

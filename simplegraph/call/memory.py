@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import containers, flatten, library_remedy
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import has_address, lies_at, parts, storage_key
+from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, lies_at, parts, storage_key
 from simplegraph.call.call import Call, is_copied
 from simplegraph.call.entries import as_dicts, states_of, written_mappings
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
@@ -49,8 +49,17 @@ class MemoryInUse:
     written: set[int] = dataclasses.field(default_factory=set)
     launched: set[int] = dataclasses.field(default_factory=set)
 
-    def add(self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Add memory that runs were seen to use; `inputs` are the keys of their inputs, `survey` is of their module."""
+    def add(
+        self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device | None
+    ) -> None:
+        """Add memory that runs were seen to use.
+
+        Args:
+            survey: of their module.
+            observers: of the runs.
+            inputs: storage keys of their inputs.
+            device: the device on which reference counts tell who holds memory; None for no device.
+        """
         read, module_keys = self.read, {key for tensor in survey.tensors.values() for key in tensor.memory}
         for observer in observers:
             read.unseen = read.unseen or observer.reads_anything
@@ -60,8 +69,9 @@ class MemoryInUse:
                 read.keys.add(key)
                 elsewhere = read.elsewhere.get(key)
                 # If the tensor moved since, its key may be that of another's memory.
-                if key not in module_keys and (elsewhere is None or storage_key(elsewhere) != key):
-                    read.elsewhere[key] = tensor
+                if key not in module_keys and (elsewhere is None or storage_key(elsewhere.tensor) != key):
+                    # Constants that are moved to the device are also held by the table.
+                    read.elsewhere[key] = OwnedTensor(tensor, counts=tensor.device == device)
             self.launched |= observer.launched  # an argument may be the module's own memory
             self.written |= {key for key in observer.written if key in module_keys or key not in inputs}
 
@@ -81,7 +91,7 @@ class MemoryInUse:
 
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
         """Return, by the index of an argument, memory that it may not lie in if the call is replayed; see `check`."""
-        tensors = dict(self.read.elsewhere)
+        tensors = {key: owned.tensor for key, owned in self.read.elsewhere.items()}
         module_parts = (part for entry in call.survey.tensors.values() for part in parts(entry.tensor))
         tensors |= {storage_key(part): part for part in module_parts if has_address(part)}
         everything = Spans(tensors[key] for key in self.read.keys | self.written if key in tensors)
@@ -122,8 +132,8 @@ class MemoryInUse:
         """List the module's tensors on the device, and the memory that it was seen to write, each once."""
         named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
         named += [
-            ("memory from elsewhere", _whole(tensor))
-            for key, tensor in self.read.elsewhere.items()
+            ("memory from elsewhere", _whole(owned.tensor))
+            for key, owned in self.read.elsewhere.items()
             if key in self.written or key in self.launched
         ]
         tensors: dict[Hashable, tuple[str, Tensor]] = {}
@@ -244,9 +254,17 @@ class Rehearsals(Probe):
 
 
 def invoke_watched(
-    call: Call, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int = 0
+    call: Call,
+    reader: CallReader,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    limit: int = 0,
+    *,
+    recorded: bool = False,
 ) -> Any:
     """Run the call's module on these arguments; note arguments that it writes, and refuse changes that no replay makes.
+
+    A run that sets gradients of tensors that the module holds does what no replay can, too.
 
     Args:
         call: the call.
@@ -254,10 +272,12 @@ def invoke_watched(
         args: positional arguments.
         kwargs: keyword arguments.
         limit: bytes of arguments that may be copied, to find writes by kernels that torch does not dispatch.
+        recorded: the run is a recording, whose gradients mean nothing outside of it.
     """
     arguments = _Arguments(args, kwargs, reader)
     copies = arguments.copied(call, limit)
-    result = call.run(args, kwargs)
+    with _gradients_kept(call, put_back=recorded):
+        result = call.run(args, kwargs)
     with outside_modes():
         for name, view, nbytes, copy in copies:
             if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
@@ -266,6 +286,28 @@ def invoke_watched(
     if (effect := arguments.effect(result)) is not None:
         call.binding.refuse(effect)
     return result
+
+
+@contextlib.contextmanager
+def _gradients_kept(call: Call, *, put_back: bool) -> Iterator[None]:
+    """Let no graph serve calls that set gradients, but for training steps; `put_back` what they were."""
+    is_looked_at = not computes_gradients(call.module) and call.plain.names(_SETTING_GRADIENTS)
+    held = call.survey.tensors.values() if is_looked_at else ()
+    before = [(each, gradient_of(each.tensor)) for each in held]
+    try:
+        yield
+    finally:
+        changed = [(each, gradient) for each, gradient in before if gradient_of(each.tensor) is not gradient]
+        for each, gradient in changed if put_back else ():
+            each.tensor.grad = gradient
+    if changed:
+        call.binding.refuse(
+            CannotBind(Reason.PYTHON_STATE, f"the gradient of {changed[0][0].name}; {_GRADIENT_REMEDY}")
+        )
+
+
+_SETTING_GRADIENTS = ("grad", "zero_grad", "backward")
+_GRADIENT_REMEDY = "write to it in place, set it outside of the call, or let simplegraph.train_step have the whole step"
 
 
 def _bits(tensor: Tensor) -> Tensor:

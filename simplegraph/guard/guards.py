@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.errors import ReplayError
-from simplegraph.base.tensors import has_address, lies_at, parts
+from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, is_wrapper, lies_at, parts, storage_key
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
@@ -36,7 +36,7 @@ class MemoryRead:
     """
 
     keys: set[int] = dataclasses.field(default_factory=set)
-    elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    elsewhere: dict[int, OwnedTensor] = dataclasses.field(default_factory=dict)
     values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
     unseen: str = ""
@@ -48,7 +48,7 @@ class MemoryRead:
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
             return True  # checked first, since it is most often one of these
         tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.covers(entry)]
-        return any_requires_grad((*tensors, *self.elsewhere.values()))
+        return any_requires_grad((*tensors, *(owned.tensor for owned in self.elsewhere.values())))
 
     def covers(self, entry: HeldTensor) -> bool:
         """True if a graph may read a tensor of the module."""
@@ -76,18 +76,20 @@ class CapturedState:
         self._read = MemoryRead()
         self.reading: Reading | None = None
         self._places: dict[str, tuple[Any, ...]] = {}
-        self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._elsewhere: dict[OwnedTensor, tuple[Any, ...]] = {}
+        self._gradients: dict[str, tuple[Any, ...] | None] = {}  # by the name of the tensor whose they are
         self._values: dict[Any, WatchedValue | WatchedVersion] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
 
-    def take(self, read: MemoryRead, survey: Survey) -> None:
+    def take(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
         """Add the state that further graphs read; if earlier graphs read other state, that has moved.
 
         Args:
             read: all memory that graphs were seen to read.
             survey: the module's present tensors and modules.
+            names_gradients: the code reads `.grad`, so which tensors have a gradient counts.
         """
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
@@ -98,8 +100,13 @@ class CapturedState:
         covered = [entry for entry in tensors if self._read.covers(entry)]
         for entry in covered:
             self._places.setdefault(entry.name, _place(entry.tensor))
-        for tensor in self._read.elsewhere.values():
-            self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
+        for owned in self._read.elsewhere.values():
+            self._elsewhere.setdefault(owned, _place(owned.tensor))
+            owned.note_holders()  # before the call returns, after which the user may let go of it
+        for entry in () if self._own_gradients else tensors:
+            gradient = gradient_of(entry.tensor)
+            if entry.tensor.is_leaf and (names_gradients or self._reads(gradient)):
+                self._gradients.setdefault(entry.name, _gradient_place(gradient))
         if not self._modules:
             self._modules = {
                 name: (weakref.ref(module), tuple(code_of(module))) for name, module in survey.modules.items()
@@ -121,10 +128,19 @@ class CapturedState:
 
     def _new_reading(self, survey: Survey) -> Reading:
         """Make the reading that compares the present state at every call."""
-        links = [entry.links for entry in survey.tensors.values() if entry.links and self._read.covers(entry)]
-        owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
+        entries = [
+            entry for entry in survey.tensors.values() if self._read.covers(entry) or entry.name in self._gradients
+        ]
+        links = [entry.links for entry in entries if entry.links]
+        elsewhere = self._read.elsewhere.values()
+        owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
-        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.left)
+        graded = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
+        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.left, graded)
+
+    def _reads(self, gradient: Tensor | None) -> bool:
+        """True if the graphs read a gradient's memory."""
+        return gradient is not None and has_address(gradient) and storage_key(gradient) in self._read.keys
 
     def moved(self) -> bool:
         """True if any state that the graphs read has moved; a call checks the `reading` first."""
@@ -176,8 +192,12 @@ class CapturedState:
             for entry in added
             if entry.registered or entry.attribute in self._watched_attributes
         ]
-        elsewhere = self._elsewhere.values()
-        names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, laid in elsewhere if _place(t) != laid]
+        for name, place in self._gradients.items():
+            if name in now and _gradient_place(gradient_of(now[name].tensor)) != place:
+                names.append(f"the gradient of {name} (moved or replaced)")
+        for owned, laid in self._elsewhere.items():
+            if _place(owned.tensor) != laid or owned.is_released():
+                names.append(f"a {tuple(owned.tensor.shape)} tensor from elsewhere (moved or replaced)")
         names += [_what_changed(value, survey) for value in self._values.values() if not value.is_same()]
         before, after = self._generators, survey.generators
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
@@ -210,6 +230,10 @@ def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
     return any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _gradient_place(gradient: Tensor | None) -> tuple[Any, ...] | None:
+    return None if gradient is None else _place(gradient)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

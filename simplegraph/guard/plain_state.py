@@ -11,7 +11,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from simplegraph.base.objects import own_dict
@@ -144,6 +144,14 @@ class PlainState:
             if self._restless:
                 raise CannotBind(Reason.PYTHON_STATE, self._why(next(iter(self._restless))))
             return self._key
+
+    def reads(self, attribute: str) -> bool:
+        """True if code below a call has the name of this attribute, other than to call it as a method."""
+        return self._code is not None and attribute in self._code.values
+
+    def names(self, any_of: Collection[str]) -> bool:
+        """True if code below a call has one of these names."""
+        return self._code is not None and not self._code.names.isdisjoint(any_of)
 
     def renew(self, versions: Mapping[int, int]) -> None:
         """Accept new versions of dicts by their old ones: a replay left no plain values there."""

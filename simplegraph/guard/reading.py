@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import own_dict
-from simplegraph.base.tensors import has_address, is_wrapper, parts
+from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
 from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
 from simplegraph.guard.links import HOOKS, REGISTRIES, SETTINGS, AttributeEntries, Link, getter, levels_of, split
@@ -36,6 +36,9 @@ _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past the object's own class
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
+_is_released = operator.methodcaller("is_released")
+_tensor_of = operator.attrgetter("tensor")
+_grad = operator.attrgetter("grad")
 _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
 parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -93,15 +96,17 @@ class Reading:
         owned: tensors that nothing else is known to hold.
         watched: values of tensors.
         left: places, by the id of a dict and the key, in which runs leave tensors: what they hold does not count.
+        graded: ids of tensors whose gradients are compared as well.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         links: Iterable[Sequence[Link]],
-        owned: Sequence[Tensor] = (),
+        owned: Sequence[OwnedTensor] = (),
         watched: Sequence[WatchedValue | WatchedVersion] = (),
         left: Collection[tuple[int, str]] = (),
+        graded: Collection[int] = (),
     ) -> None:
         root, *children = modules
         below = [vars(child) for child in children]
@@ -134,7 +139,11 @@ class Reading:
         self._values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
         if has_orders:
             self._values_of = _ordered_values_of
+        self._graded_at: Callable[[Any], Sequence[Tensor]] | None = None
         values, self._lengths = self._read(vars(root))
+        if graded:
+            self._graded_at = getter([at for at, value in enumerate(values) if id(value) in graded])
+            values += map(_grad, self._graded_at(values))
         registered = self._lengths[0]
         places = [
             (id(registry), name) for registry, names in zip(registries, self._names, strict=True) for name in names
@@ -165,7 +174,7 @@ class Reading:
         # For a module that another thread added since the survey: never holds, so that everything is surveyed again.
         added = AttributeEntries({}, ()), None
         self._sources[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
-        self._wraps = any(is_wrapper(values[at]) for at in tensors)
+        self._wraps = any(map(is_wrapper, (*(values[at] for at in tensors), *map(_tensor_of, owned))))
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
@@ -197,6 +206,8 @@ class Reading:
         lengths = [len(values)]
         if self._levels:
             self._read_links(attributes, values, lengths)
+        if self._graded_at is not None:
+            values += map(_grad, self._graded_at(values))
         return values, lengths
 
     def _registries(self, attributes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -214,9 +225,9 @@ class Reading:
 
     def _of(self, values: list[Any]) -> Sequence[Tensor]:
         tensors = self._tensors_at(values)
-        if self._wraps:
-            tensors = tuple(part for tensor in tensors for part in parts(tensor))
-        return (*tensors, *self._owned) if self._owned else tensors
+        if self._owned:
+            tensors = (*tensors, *map(_tensor_of, self._owned))
+        return tuple(part for tensor in tensors for part in parts(tensor)) if self._wraps else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
         """True if a tensor that is compared requires grad now; None if one cannot be read, or is no longer a tensor."""
@@ -238,6 +249,8 @@ class Reading:
             version: Any = versions.dict_version
             if any(sources.empty) or self._hooks != self._hooks_before:
                 return False
+            if self._owned and any(map(_is_released, held_by_nobody(self._owned))):
+                return False
             if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
                 if any(self._empty_hooks):
                     return False
@@ -249,6 +262,8 @@ class Reading:
                 self._read_links(attributes, values, lengths)
             if lengths != self._lengths:
                 return False
+            if self._graded_at is not None:
+                values += map(_grad, self._graded_at(values))
             # Equal values may have other names: two parameters may have swapped theirs.
             filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
             if filled is None or filled != self._filled:

@@ -68,10 +68,12 @@ class Survey:
         self.links: list[tuple[Link, ...]] = []
         self.left = left_by(module).exempt()
         roots: list[Any] = [module]
+        policy = _POLICY
         if isinstance(module, FunctionModule):
             module.resolve()
             roots += module.held()
-        self._walk = Walk(roots, _POLICY)
+            policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
+        self._walk = Walk(roots, policy)
         # By id of an opened object: its name, the attribute that leads to it, and the links to it.
         self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
         # Modules and their own tensors get their names before objects that attributes lead to.
@@ -96,11 +98,9 @@ class Survey:
             self._places[id(thing)] = self._places[above]
             for registered_name, tensor in contents.items() if key != "_modules" else ():
                 if tensor is not None and (id(thing), registered_name) not in self.left:
-                    self._add(
-                        HeldTensor(
-                            _dotted(name, registered_name), _dotted(name, registered_name), tensor, registered=True
-                        )
-                    )
+                    place = _dotted(name, registered_name)
+                    self._add(HeldTensor(place, place, tensor, registered=True))
+                    self._add_attributes(place, tensor, ((thing, registered_name, tensor),))
             return True
         if above:
             name = _dotted(name, key)
@@ -129,6 +129,7 @@ class Survey:
             if issubclass(kind, Tensor):
                 place = _dotted(name, key)
                 self._add(HeldTensor(place, attribute or place, value, links))
+                self._add_attributes(place, value, links)
             elif issubclass(kind, torch.Generator):
                 place = _dotted(name, key)
                 while place in self.generators:
@@ -139,6 +140,14 @@ class Survey:
                 self.links.append(links)
             elif id(value) in self._places or id(value) in self._walk.empty:
                 yield links
+
+    def _add_attributes(self, name: str, tensor: Tensor, links: tuple[Link, ...]) -> None:
+        """Add tensors that are set on a tensor, such as the mask of a weight; its class may keep its own there."""
+        attributes = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
+        for key, value in list(attributes.items()) if attributes else ():
+            if issubclass(type(value), Tensor):
+                place = _dotted(name, key)
+                self._add(HeldTensor(place, place, value, (*links, (attributes, key, value))))
 
     def _add(self, entry: HeldTensor) -> None:
         while entry.name in self.tensors:  # {1: a, "1": b}
@@ -232,7 +241,13 @@ def _is_sized(value: Any) -> bool:
         return False
 
 
+def _kind_with_optimizers(kind: type) -> Any:
+    """Return the same, but for optimizers, which a function that is no training step reads as other objects."""
+    return _attributes if issubclass(kind, Optimizer) else _kind_of_guarded(kind)
+
+
 _POLICY = Policy(_kind_of_guarded, depth=DEPTH)
+_WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

@@ -268,7 +268,9 @@ class GraphBuilder:
         if call.left.places:
             call.left.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
-        self.seen.add(call.survey, observers, inputs | unread)
+        # Of a step, gradients and rates are held in ways of its own.
+        device = None if computes_gradients(call.module) else self.manager.device.torch_device
+        self.seen.add(call.survey, observers, inputs | unread, device)
         if self.state is not None:
             self.state.accept(call.survey)
 
@@ -502,7 +504,7 @@ class GraphBuilder:
                 call.binding.learn_outputs(job.descriptor.num_tokens, *self.plan_kind.returned(graph.program))
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read, call.survey)
+        self.state.take(self.seen.read, call.survey, names_gradients=call.plain.reads("grad"))
 
     def _observe_second_size(
         self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
@@ -574,7 +576,7 @@ class GraphBuilder:
 
         def refuse() -> None:
             refusal = call.binding.refusal
-            if refusal is not None and refusal.reason is Reason.CHANGED_ARGUMENTS:
+            if refusal is not None and refusal.reason in (Reason.CHANGED_ARGUMENTS, Reason.PYTHON_STATE):
                 cause = f"{refusal.reason.text} ({refusal.detail})"
                 raise CaptureError(f"capturing batch size {size} failed\n  {cause}.", cause=cause)
 
@@ -589,7 +591,7 @@ class GraphBuilder:
             watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
             with bypassed(Reason.NESTED), torch.no_grad(), watched:
                 limit = 0 if is_captured else copy_limit(manager.device.free_memory())
-                result = invoke_watched(call, self.reader, args, kwargs, limit)
+                result = invoke_watched(call, self.reader, args, kwargs, limit, recorded=is_captured)
             refuse()
             return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 

@@ -62,7 +62,7 @@ class Holder:
         for module in self.modules:
             yield from ((held.name, held.tensor) for held in held_tensors(module))
         for builder in self.builders:
-            yield from (("a tensor from elsewhere", tensor) for tensor in builder.seen.read.elsewhere.values())
+            yield from (("a tensor from elsewhere", owned.tensor) for owned in builder.seen.read.elsewhere.values())
             for inputs in builder.inputs_of.values():
                 for name, static_input in inputs.inputs.items():
                     yield f"argument {name}", static_input.view(inputs.rows)

@@ -869,11 +869,13 @@ def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(devic
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
+        before = added().tensor  # else its counts would tell that nothing holds it any more
         added().tensor = torch.zeros(8, device=device)  # behind a weak reference, which nothing follows
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.replays == 0
+    del before
 
 
 SHARED_BY_ROWS = {
@@ -1094,11 +1096,13 @@ def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empt
     model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
     with torch.no_grad():
         model.capture_graphs(torch.randn(4, 8, device=device))
+        before = added().tensor  # else its counts would tell that nothing holds it any more
         added().tensor = torch.zeros(8, device=device)  # behind a weak reference, which nothing follows
         for _ in range(3):
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.replays == 0
+    del before
 
 
 def test_outputs_that_are_no_number_are_equal_to_themselves_alone(device):
