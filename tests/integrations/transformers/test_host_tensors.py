@@ -35,7 +35,7 @@ def test_a_model_with_cpu_tensors_is_captured(
         for _ in range(4):
             model(**inputs(5, "meta"))
     stats = model.graph_stats
-    assert (stats.captures, stats.failures) == (1, {})
+    assert (stats.captures, stats.failures) == (1, {}), model.graph_report()
     assert stats.replays >= 2
     (program,) = model._graph_runner.manager.programs.values()
     assert len(program.constants) == constants
@@ -47,7 +47,7 @@ def test_a_model_with_cpu_tensors_is_captured(
         with grad_mode():
             for _ in range(4):
                 model(**inputs(5, "meta"))
-        assert stats.captures == captures + 1
+        assert stats.captures == captures + 1, model.graph_report()
         assert stats.failures == {}
 
 

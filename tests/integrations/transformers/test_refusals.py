@@ -119,15 +119,14 @@ def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> 
     check_refused(Reason.GENERATION, detail, model, plain, tiny.prompts([6, 4], device))
 
 
-def test_states_on_modules_are_named_and_never_advanced_twice(device: torch.device) -> None:
+def test_states_on_modules_are_inputs_and_outputs_of_graphs(device: torch.device) -> None:
     plain, model = (tiny.build(tiny_states.ELSEWHERE["RecurrentGemma"], device) for _ in range(2))
     with graphed(model) as graphs:
         for lengths in ([7, 4, 6], [1], [1], [7, 4, 6]):
             batch = tiny.prompts(lengths, device)
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.replays == 0
-        assert graphs.stats.eager[Reason.CAPTURE_FAILED]
-        assert all("temporal_block.conv1d_state" in text for text in graphs.stats.failures.values())
+        assert graphs.stats.replays > 2 * TOKENS
+        assert not graphs.stats.failures
 
 
 def test_hidden_states_of_every_step(llama: Any, device: torch.device) -> None:

@@ -125,7 +125,7 @@ def test_positions_that_each_prefill_stores_on_the_model_drop_no_graph(
             assert torch.equal(found, expected)
             kept.append(model.model.rope_deltas)
         assert len({deltas.data_ptr() for deltas in kept}) > 1
-        assert graphs.stats.captures == 2  # with and without images
+        assert graphs.stats.captures == 2, graphs.report()  # with and without images
         assert graphs.stats.recaptures == 0
         assert graphs.stats.replays == 9 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > 8 * (TOKENS - 1)
 
