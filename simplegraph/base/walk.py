@@ -32,7 +32,12 @@ MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has
 MAX_BEYOND_CODE = 20_000  # objects that only code leads to
 DEPTH = 4  # a class, its method, a function that it names, and objects that this names: beyond lie whole libraries
 OPAQUE = object()  # the kind of objects without contents of their own: code, and objects of libraries
-_LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton", "pytest", "_pytest", "pluggy"}
+_FILES_AND_NETWORKS = {"huggingface_hub", "httpx", "httpx2", "requests", "tqdm", "yaml", "packaging"}
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    *("torch", "simplegraph", "numpy", "triton", "pytest", "_pytest", "pluggy"),
+    *_FILES_AND_NETWORKS,
+}
 # Libraries whose objects hold users' objects.
 _HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", "functools", "itertools"}
 DICTS = (collections.OrderedDict, dict)

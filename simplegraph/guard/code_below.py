@@ -33,6 +33,10 @@ _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
+# Globals of libraries to which each class of models adds itself when it is first used: no other class looks there.
+_CLASS_REGISTRIES = frozenset(
+    {("transformers", "_registered_model_output_types"), ("transformers", "_CAN_RECORD_REGISTRY")}
+)
 
 
 class CodeNames(NamedTuple):
@@ -209,7 +213,10 @@ class CodeBelow:
 
     def _add_globals(self, file: dict[str, Any], names: Iterable[str], function: Any, away: int) -> None:
         counted = self.files.setdefault(id(file), (file, set()))[1]
+        package = str(file.get("__name__")).partition(".")[0]
         for name in names:
+            if (package, name) in _CLASS_REGISTRIES:
+                continue
             value: Any = file.get(name)
             kind = type(value)
             if issubclass(kind, types.ModuleType):

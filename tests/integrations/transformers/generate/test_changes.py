@@ -166,3 +166,39 @@ def test_a_traced_part_runs_eagerly(llama: Any, plain: Any, device: torch.device
     with graphed(llama, fused_kernels=False) as graphs:
         assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays == 0
+
+
+def test_what_downloads_and_progress_bars_keep_is_no_reason_for_another_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3's code leads to huggingface_hub's, which keeps connections, tokens and caches in globals."""
+    import huggingface_hub
+    import tqdm
+
+    plain, model = (tiny.build(tiny.DECODERS["gemma3"], device) for _ in range(2))
+    batch = tiny.prompts([7, 4], device)
+    with graphed(model) as graphs:
+        for at in range(3):
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+            monkeypatch.setattr(
+                huggingface_hub.constants, "HF_HUB_OFFLINE", not huggingface_hub.constants.HF_HUB_OFFLINE
+            )
+            monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args: None)
+            monkeypatch.setattr(tqdm.tqdm, "monitor_interval", at)
+        assert graphs.stats.captures == 1, graphs.report()
+
+
+@pytest.mark.parametrize(("name", "other"), [("llama", "mixtral"), ("gemma3", "qwen3"), ("t5", "gpt2")])
+def test_another_model_that_is_loaded_later_is_no_reason_for_another_graph(
+    name: str, other: str, device: torch.device
+) -> None:
+    """Each class of models adds itself to registries of transformers when it is first used."""
+    batch = tiny.prompts([7, 4], device)
+    models = tiny.DECODERS | tiny.MIXTURES | tiny.ENCODER_DECODERS
+    plain, model = (tiny.build(models[name], device) for _ in range(2))
+    with graphed(model) as graphs:
+        for _ in range(2):
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+            tiny.build(models[other], device).generate(**batch, **GREEDY)
+        assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.captures == 1, graphs.report()
