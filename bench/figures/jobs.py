@@ -109,7 +109,11 @@ def _one_gpu() -> list[Job]:
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
         Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls",), seconds=150),
-        Job("h200_latency", _command("bench.latency", "--guards", "--compiled", *_LATENCY), ("latency", "readme")),
+        Job(
+            "h200_latency",
+            _command("bench.latency", "--guards", "--compiled", *_LATENCY),
+            ("latency", "latency-back-to-back", "readme"),
+        ),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h100_host_inputs", _command("bench.host_inputs"), ("host-inputs",), seconds=100),

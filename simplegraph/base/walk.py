@@ -65,6 +65,10 @@ def is_library(name: Any) -> bool:
 # code of these is not followed, and what their objects hold counts. Extras fill it.
 LIBRARY_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {}
 
+# Globals, by the library's name and theirs, to which each class of models adds itself when it is first used: no other
+# class looks there, so that they do not count. Extras fill it.
+CLASS_REGISTRIES: set[tuple[str, str]] = set()
+
 
 def is_closed(name: Any) -> bool:
     """True for modules of Python, by name, whose code is not followed."""

@@ -307,7 +307,10 @@ def _gradients_kept(call: Call, *, put_back: bool) -> Iterator[None]:
 
 
 _SETTING_GRADIENTS = ("grad", "zero_grad", "backward")
-_GRADIENT_REMEDY = "write to it in place, set it outside of the call, or let simplegraph.train_step have the whole step"
+_GRADIENT_REMEDY = (
+    "write to it in place, set it outside of the call, return what torch.autograd.grad(loss, inputs) gives in place of "
+    "calling backward(), or let simplegraph.train_step have the whole step"
+)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import DEPTH, held_by, is_break, is_closed, names_in
+from simplegraph.base.walk import CLASS_REGISTRIES, DEPTH, held_by, is_break, is_closed, names_in
 from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
@@ -33,10 +33,6 @@ _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
-# Globals of libraries to which each class of models adds itself when it is first used: no other class looks there.
-_CLASS_REGISTRIES = frozenset(
-    {("transformers", "_registered_model_output_types"), ("transformers", "_CAN_RECORD_REGISTRY")}
-)
 
 
 class CodeNames(NamedTuple):
@@ -215,7 +211,7 @@ class CodeBelow:
         counted = self.files.setdefault(id(file), (file, set()))[1]
         package = str(file.get("__name__")).partition(".")[0]
         for name in names:
-            if (package, name) in _CLASS_REGISTRIES:
+            if (package, name) in CLASS_REGISTRIES:
                 continue
             value: Any = file.get(name)
             kind = type(value)

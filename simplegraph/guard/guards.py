@@ -237,4 +237,5 @@ def _gradient_place(gradient: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(lies_at(part) if has_address(part) else id(part) for part in parts(tensor))
+    # Of a list: a tuple that grows fails while another thread's capture looks at all objects of the process.
+    return tuple([lies_at(part) if has_address(part) else id(part) for part in parts(tensor)])

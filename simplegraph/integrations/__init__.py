@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
 from simplegraph.base.extras import Extras, Notes
+from simplegraph.base.walk import CLASS_REGISTRIES
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
+
+_CLASS_REGISTRIES = {("transformers", "_registered_model_output_types"), ("transformers", "_CAN_RECORD_REGISTRY")}
 
 
 class LateExtras(Extras):
@@ -52,8 +55,10 @@ class LateExtras(Extras):
         return TrainingRunner
 
     def register_libraries(self) -> None:
-        """Register how TensorDicts, and modules of tensordict and TorchRL, are read."""
+        """Register how TensorDicts, and modules of tensordict, TorchRL and transformers, are read."""
         import simplegraph.integrations.tensordict  # noqa: F401
+
+        CLASS_REGISTRIES.update(_CLASS_REGISTRIES)
 
     def lengths(self, config: Any) -> Any:
         """Return buckets of lengths if the settings name some."""

@@ -141,7 +141,10 @@ def test_gradients_that_the_user_replaces_once_are_written_where_they_are_then(
 def test_gradients_that_are_new_at_every_call_and_held_elsewhere_are_refused_by_name(
     name: str, flat: bool, device: torch.device
 ) -> None:
+    replaced: list[Tensor] = []  # kept, so that no new one gets the address of an old one
+
     def replace(trained: Trained, _: int) -> None:
+        replaced.extend(trained.buffers)
         trained.use(*map(torch.zeros_like, trained.buffers))
 
     expected, _ = run(STEPS[name], device, graphed=False, flat=flat, between=replace)
