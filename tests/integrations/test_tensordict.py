@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 
-pytest.importorskip("tensordict", reason="needs tensordict")
+pytest.importorskip("tensordict", minversion="0.15", reason="needs tensordict 0.15")
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 from tensordict.nn import (
     InteractionType,

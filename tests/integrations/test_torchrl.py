@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 
+pytest.importorskip("tensordict", minversion="0.15", reason="needs tensordict 0.15")
 pytest.importorskip("torchrl", reason="needs torchrl")
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
