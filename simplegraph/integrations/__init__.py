@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
 from simplegraph.base.extras import Extras, Notes
-from simplegraph.base.walk import CLASS_REGISTRIES
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
@@ -57,6 +56,7 @@ class LateExtras(Extras):
     def register_libraries(self) -> None:
         """Register how TensorDicts, and modules of tensordict, TorchRL and transformers, are read."""
         import simplegraph.integrations.tensordict  # noqa: F401
+        from simplegraph.base.walk import CLASS_REGISTRIES
 
         CLASS_REGISTRIES.update(_CLASS_REGISTRIES)
 
