@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import operator
 import types
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ _ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, typ
 _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType
 _MAX_FORMS = 256  # call forms whose shapes are remembered; callers choose keyword names, so there may be any number
 _MAX_HOSTS = 4096  # names of CPU tensors that are remembered
+
+_first = operator.itemgetter(0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,10 +189,9 @@ class CallReader:
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        # By the shape-free form of a call: for each leaf, the shapes it was seen with, by batch size.
-        self._seen: dict[
-            tuple[TreeSpec, Hashable], list[dict[int, tuple[int, ...]]]
-        ] = {}  # the latest of them, oldest first
+        self._parameters = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        # By the shape-free form of a call: each leaf's shapes, by its name and the batch size. The latest comes last.
+        self._seen: dict[Hashable, dict[str, dict[int, tuple[int, ...]]]] = {}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and their structure."""
@@ -206,6 +208,12 @@ class CallReader:
         extra_names = (f"{self._var_positional}.{index}" for index in range(len(positional.children)))
         names = itertools.chain(self._positional, extra_names)
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
+
+    def _in_one_order(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
+        """Return the same in one order, but for arguments that no parameter names: a forward sees theirs."""
+        arguments = self._arguments(spec)
+        by_name = sorted((pair for pair in arguments if pair[0] in self._parameters), key=_first)
+        return by_name + [pair for pair in arguments if pair[0] not in self._parameters]
 
     def read(
         self,
@@ -237,7 +245,7 @@ class CallReader:
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        seen = self._shapes(leaves, spec)
+        seen = self._shapes(leaves, names, spec)
         shared = self._aliases({names[index]: leaves[index] for index in tensors})
         leads = spec.leads_with_batch()
         args: list[Arg] = []
@@ -336,25 +344,36 @@ class CallReader:
                 return index, 0
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
-    def _shapes(self, leaves: Sequence[Any], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
+    def _shapes(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
         """Return the shapes that each leaf was seen with, by batch size."""
-        return self._seen.get(_form(leaves, spec)) or [{}] * len(leaves)
+        shapes = self._seen.get(self._form(leaves, names, spec), {})
+        return [shapes.get(name, {}) for name in names]
 
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Note the shapes of a call that succeeded; with a call of another size they show the batch dimensions."""
-        form = _form(leaves, spec)
-        shapes = self._seen[form] = self._seen.pop(form, []) or [{} for _ in leaves]
+        names = self.names(spec)
+        form = self._form(leaves, names, spec)
+        shapes = self._seen[form] = self._seen.pop(form, {})
         while len(self._seen) > _MAX_FORMS:
             del self._seen[next(iter(self._seen))]
-        for leaf, seen in zip(leaves, shapes, strict=True):
+        for leaf, name in zip(leaves, names, strict=True):
+            seen = shapes.setdefault(name, {})
             if issubclass(type(leaf), Tensor) and (len(seen) < 64 or batch in seen):
                 seen[batch] = tuple(leaf.shape)
+
+    def _form(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> Hashable:
+        """Describe a call without its shapes."""
+        kinds = {
+            name: (leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else type(leaf)
+            for leaf, name in zip(leaves, names, strict=True)
+        }
+        return tuple(self._in_one_order(spec)), frozenset(kinds.items())
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
         if self._exact:
             return True
-        triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
+        triples = zip(leaves, names, self._shapes(leaves, names, spec), strict=True)
         tensors = ((leaf, name, seen) for leaf, name, seen in triples if issubclass(type(leaf), Tensor))
         guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
@@ -449,7 +468,7 @@ class CallReader:
         constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
         left_out = {arg.name for arg in constants if arg.name in defaults and arg.holds(defaults[arg.name])}
         kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
-        named = sorted((pair for pair in self._arguments(spec) if pair[0] not in left_out), key=lambda pair: pair[0])
+        named = (pair for pair in self._in_one_order(spec) if pair[0] not in left_out)
         return Signature(tuple(kept), tuple(named), context)
 
 
@@ -499,11 +518,6 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
             f"expected a dimension from {-tensor.dim()} to {tensor.dim() - 1}."
         )
     return dim % tensor.dim()
-
-
-def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
-    """Describe a call without its shapes."""
-    return spec, tuple((leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else type(leaf) for leaf in leaves)
 
 
 def _compares_by_value(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.base.reasons import Reason
 from tests.module.answers import close, reasons
 from tests.module.functions import WIDTH, Opaque, rows
 
@@ -209,3 +210,44 @@ def test_a_number_stays_the_number_that_the_forward_was_passed(device):
     with pytest.raises(ZeroDivisionError):
         model(rows(2, device), 0)
     assert model.graph_stats.replays >= 4
+
+
+class InOrder(nn.Module):
+    """Sees in which order its keyword arguments are passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, first, **others):
+        return self.linear(torch.cat([first, *others.values()], dim=1))
+
+
+def test_the_order_of_arguments_that_no_parameter_names_is_another_graph(device):
+    plain = InOrder().to(device).eval()
+    model = sg.wrap(plain, capture_sizes=[4], verify=0)
+    for call in range(12):
+        first, a, b = (rows(4, device) for _ in range(3))
+        others = {"a": a, "b": b} if call % 4 < 2 else {"b": b, "a": a}
+        expected = plain.linear(torch.cat([first, *others.values()], dim=1))
+        close(model(first=first, **others) if call % 2 else model(**others, first=first), expected)
+    assert model.graph_stats.captures == 2
+    assert model.graph_stats.replays >= 8
+
+
+class Square(nn.Module):
+    """Takes a matrix for each row, which may have as many rows as the batch."""
+
+    def forward(self, x, matrix, scale=1):
+        return torch.einsum("nw,nvw->nv", x, matrix) * scale
+
+
+def test_what_calls_tell_of_batch_dimensions_holds_for_arguments_in_any_order(device):
+    model = sg.wrap(Square().eval(), capture_sizes=[2, WIDTH], verify=0)
+    for call, size in enumerate([2, 2, 2, WIDTH, WIDTH, WIDTH]):
+        x, matrix = rows(size, device), torch.randn(size, WIDTH, WIDTH, device=device)
+        given = {"x": x, "matrix": matrix, "scale": 1}
+        order = sorted(given, reverse=bool(call % 2))
+        close(model(**{name: given[name] for name in order}), torch.einsum("nw,nvw->nv", x, matrix))
+    assert model.graph_stats.captures == 2
+    assert Reason.AMBIGUOUS_BATCH_DIM not in model.graph_stats.eager

@@ -125,7 +125,7 @@ def test_states_on_modules_are_inputs_and_outputs_of_graphs(device: torch.device
         for lengths in ([7, 4, 6], [1], [1], [7, 4, 6]):
             batch = tiny.prompts(lengths, device)
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
-        assert graphs.stats.replays > TOKENS, graphs.report()
+        assert graphs.stats.replays > 2 * TOKENS, graphs.report()
         assert not graphs.stats.failures
 
 

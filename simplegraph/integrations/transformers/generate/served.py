@@ -317,7 +317,7 @@ def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> S
         CannotBind: one is neither a number for each row, nor the same as at the prefill, nor a plain value.
     """
     inputs = StepInputs({}, {})
-    for name, value in kwargs.items():
+    for name, value in sorted(kwargs.items()):  # transformers passes them in one order or another
         if not isinstance(value, Tensor):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")

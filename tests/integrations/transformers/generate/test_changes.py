@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+from run_log import run_log  # noqa: E402
 from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
 
 
@@ -202,3 +203,19 @@ def test_another_model_that_is_loaded_later_is_no_reason_for_another_graph(
             tiny.build(models[other], device).generate(**batch, **GREEDY)
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.captures == 1, graphs.report()
+
+
+def test_arguments_of_steps_in_another_order_have_the_same_graph(llama: Any, plain: Any, device: torch.device) -> None:
+    batch, prepare, log = tiny.prompts([7, 4], device), llama.prepare_inputs_for_generation, run_log()
+
+    def shuffled(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(*args, **kwargs)
+        return {name: inputs[name] for name in sorted(inputs, reverse=bool(len(log("call")) % 2))}
+
+    llama.prepare_inputs_for_generation = shuffled
+    with graphed(llama) as graphs:
+        for _ in range(2):
+            assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert len(log()) > 2
+        assert graphs.stats.captures == 1, graphs.report()
+        assert graphs.stats.replays > TOKENS
