@@ -119,14 +119,16 @@ Opened = tuple[Iterable[Any], Iterable[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LibraryMapping:
-    """How a library's own mapping is read, rebuilt and written: by functions that import nothing of the library.
+    """Reads, rebuilds and writes mappings of one class of a library, by functions that import nothing of it.
 
     Attributes:
-        library: its name; open: as `opened_once`, one level; None for one that is a leaf.
-        items: returns its items, none if it is a leaf; the keys are texts.
-        leads_with_batch: says if all tensors inside have the batch first, given the context that `open` returns.
-        state: returns everything else about one that a call may change, such as its batch size.
-        put: sets an item; remove: deletes one.
+        library: the library's name.
+        open: opens one level, as `opened_once` does; returns None for a mapping that is a leaf.
+        items: returns the items, whose keys are strings; none for a leaf.
+        leads_with_batch: True if all tensors inside have the batch first, given the context that `open` returns.
+        state: returns everything else that a call may change, such as the batch size.
+        put: sets an item.
+        remove: deletes an item.
     """
 
     library: str
@@ -138,10 +140,10 @@ class LibraryMapping:
     remove: Callable[[Any, str], object]
 
 
-# By the names of the classes, or by a name that classes of users' have that the library makes mappings of.
+# By the name of the class, or by an attribute that a library sets on users' classes that it makes mappings.
 LIBRARY_MAPPINGS: dict[str, LibraryMapping] = {}
 MARKED_MAPPINGS: dict[str, LibraryMapping] = {}
-# By the library's name, what to pass in place of its other mappings. Extras fill all these.
+# By the library's name, what to pass in place of its other mappings. Extras fill all three.
 LIBRARY_REMEDIES: dict[str, str] = {}
 
 

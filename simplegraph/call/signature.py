@@ -39,8 +39,6 @@ _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.Clas
 _MAX_FORMS = 256  # call forms whose shapes are remembered; callers choose keyword names, so there may be any number
 _MAX_HOSTS = 4096  # names of CPU tensors that are remembered
 
-_first = operator.itemgetter(0)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
@@ -189,7 +187,8 @@ class CallReader:
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        self._parameters = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        named = sorted(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        self._places = {name: place for place, name in enumerate(named)}  # of arguments, in any order that they come in
         # By the shape-free form of a call: each leaf's shapes, by its name and the batch size. The latest comes last.
         self._seen: dict[Hashable, dict[str, dict[int, tuple[int, ...]]]] = {}
 
@@ -211,9 +210,7 @@ class CallReader:
 
     def _in_one_order(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Return the same in one order, but for arguments that no parameter names: a forward sees theirs."""
-        arguments = self._arguments(spec)
-        by_name = sorted((pair for pair in arguments if pair[0] in self._parameters), key=_first)
-        return by_name + [pair for pair in arguments if pair[0] not in self._parameters]
+        return sorted(self._arguments(spec), key=lambda pair: self._places.get(pair[0], len(self._places)))
 
     def read(
         self,
@@ -467,7 +464,7 @@ class CallReader:
         defaults = self._defaults
         constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
         left_out = {arg.name for arg in constants if arg.name in defaults and arg.holds(defaults[arg.name])}
-        kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
+        kept = sorted((arg for arg in args if arg.name not in left_out), key=operator.attrgetter("name"))
         named = (pair for pair in self._in_one_order(spec) if pair[0] not in left_out)
         return Signature(tuple(kept), tuple(named), context)
 

@@ -300,9 +300,8 @@ class GraphRunner:
             if layouts:
                 plain = calls.plain
                 plain.calls += 1
-                comparison = (
-                    None if plain.must_look else next(iter(plain.comparisons), None)
-                )  # another thread may clear it
+                # Another thread may clear the comparisons.
+                comparison = None if plain.must_look else next(iter(plain.comparisons), None)
                 if comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
