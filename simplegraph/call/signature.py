@@ -242,7 +242,7 @@ class CallReader:
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        seen = self._shapes(leaves, names, spec)
+        shapes = self._seen.get(self._form(leaves, names, spec), {})
         shared = self._aliases({names[index]: leaves[index] for index in tensors})
         leads = spec.leads_with_batch()
         args: list[Arg] = []
@@ -260,7 +260,7 @@ class CallReader:
             else:
                 dim = anchor_dim
                 if index != anchor:
-                    dim = self._batch_dim(name, leaf, batch, seen[index], leads=leads[index])
+                    dim = self._batch_dim(name, leaf, batch, shapes.get(name, {}), leads=leads[index])
             args.append(self._tensor(name, leaf, dim, device if index in hosted else None, alias))
         return batch, args, self._signature(args, spec, context)
 
@@ -341,11 +341,6 @@ class CallReader:
                 return index, 0
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
-    def _shapes(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
-        """Return the shapes that each leaf was seen with, by batch size."""
-        shapes = self._seen.get(self._form(leaves, names, spec), {})
-        return [shapes.get(name, {}) for name in names]
-
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Note the shapes of a call that succeeded; with a call of another size they show the batch dimensions."""
         names = self.names(spec)
@@ -360,19 +355,18 @@ class CallReader:
 
     def _form(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> Hashable:
         """Describe a call without its shapes."""
-        kinds = {
-            name: (leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else type(leaf)
-            for leaf, name in zip(leaves, names, strict=True)
-        }
-        return tuple(self._in_one_order(spec)), frozenset(kinds.items())
+        kinds: list[Hashable] = []
+        for leaf, name in zip(leaves, names, strict=True):
+            kinds.append((name, leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else (name, type(leaf)))
+        return tuple(self._in_one_order(spec)), frozenset(kinds)
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
         if self._exact:
             return True
-        triples = zip(leaves, names, self._shapes(leaves, names, spec), strict=True)
-        tensors = ((leaf, name, seen) for leaf, name, seen in triples if issubclass(type(leaf), Tensor))
-        guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
+        shapes = self._seen.get(self._form(leaves, names, spec), {})
+        tensors = ((leaf, name) for leaf, name in zip(leaves, names, strict=True) if issubclass(type(leaf), Tensor))
+        guesses = [shapes.get(name, {}) for leaf, name in tensors if not self._declared(name, leaf)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
 
     def _batch_dim(
