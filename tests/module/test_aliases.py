@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import simplegraph as sg
 from tests.module.answers import close, reasons
 from tests.module.functions import WIDTH, graphed, rows
 
@@ -42,8 +43,13 @@ def test_arguments_that_are_one_tensor_have_graphs_of_their_own(device, one, oth
     assert model.graph_stats.replays >= 6
 
 
+class Named(nn.Module):
+    def forward(self, *, q, k):
+        return q - 3 * k + (q is k)
+
+
 def test_one_tensor_by_any_keywords_is_one_pattern(device):
-    model = graphed(device, lambda m, *, q, k: q - 3 * k + (q is k), capture_sizes=[4])
+    model = sg.wrap(Named().eval(), capture_sizes=[4], progress=False)
     for _ in range(4):
         x, y = rows(4, device), rows(4, device)
         close(model(q=x, k=x), -2 * x + 1)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import simplegraph as sg
 from tests.module.answers import close
 from tests.module.functions import graphed, rows
 
@@ -27,8 +29,15 @@ def objects_kept(call: Callable[[int], object], turns: range) -> int:
     return len(gc.get_objects()) - before
 
 
+class Summed(nn.Module):
+    """Has a name for each of its arguments."""
+
+    def forward(self, x: Tensor, a: int, b: int, c: int, d: int, e: int, f: int) -> Tensor:
+        return x * (a + b + c + d + e + f)
+
+
 def test_keywords_in_every_order_leave_nothing_behind(device: torch.device) -> None:
-    model = graphed(device, lambda m, x, **more: x * sum(more.values()))
+    model: Any = sg.wrap(Summed().eval(), capture_sizes=[4, 8], progress=False)
     orders = [*itertools.permutations("abcdef")]
 
     def call(turn: int) -> None:
@@ -39,6 +48,22 @@ def test_keywords_in_every_order_leave_nothing_behind(device: torch.device) -> N
     assert objects_kept(call, range(100, 200)) < 100
     assert model.graph_stats.replays > 150
     assert model.graph_stats.captures == 1
+
+
+def test_orders_that_a_forward_sees_leave_nothing_behind(device: torch.device) -> None:
+    settings = {"on_too_many_signatures": "eager", "max_signatures": 2}
+    model = graphed(device, lambda m, x, **more: x * sum(n * 10**at for at, n in enumerate(more.values())), **settings)
+    orders = [*itertools.permutations(range(1, 7))]
+
+    def call(turn: int) -> None:
+        x = rows(4, device)
+        order = orders[turn]
+        more = {f"n{number}": number for number in order}
+        close(model(x, **more), x * sum(number * 10**at for at, number in enumerate(order)))
+
+    objects_kept(call, range(100))
+    assert objects_kept(call, range(100, 200)) < 400
+    assert model.graph_stats.captures <= 2
 
 
 def test_keywords_of_every_name_leave_nothing_behind(device: torch.device) -> None:
