@@ -134,17 +134,18 @@ def test_a_size_that_failed_between_hides_no_notes(device: torch.device) -> None
     """What a failed capture puts back, it puts back of the sizes before it, too."""
 
     class Keeps(Once):
-        kept: Tensor | None = None
+        kept: Sequence[Tensor] = ()
 
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 4:
-                self.kept = x + 1
-                return self.kept + self.state
+                self.kept = [x + 1]
+                return self.kept[0] + self.state
             return super().forward(x)
 
     module = Keeps(DONE["counts"], in_attribute).to(device).eval()
     twin = copy.deepcopy(module)
     model = sg.wrap(module, capture_sizes=[4, 8, 16], padding=False, batch_dims={"x": 0}, progress=False)
     model.capture_graphs(rows(16, device))
+    assert "batch size 4" in model.graph_stats.failures
     twin(rows(16, device))
     same_calls(model, twin, (8, 8, 8, 8, 16, 16, 16), device)
