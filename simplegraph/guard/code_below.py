@@ -6,6 +6,7 @@ import collections
 import dis
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
+_FLAGS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR says by a bit if it loads a method
 _NOT_CALLED = frozenset(
     f"__{name}__"
     for name in (

@@ -30,7 +30,7 @@ from simplegraph.guard.links import HOOKS, REGISTRIES, SETTINGS, AttributeEntrie
 
 _children = operator.itemgetter("_modules")
 _READERS = tuple(map(operator.itemgetter, REGISTRIES))
-_ITERATED = frozenset({list, set, collections.deque})
+_ITERATED = frozenset({list, set})  # whose items, and nothing else, the garbage collector sees
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # the garbage collector's order in lists
 _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past the object's own class

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import types
+
 import pytest
 import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.guard import links, reading, versions
+from simplegraph.guard import holders, links, reading, versions
 from tests.module.answers import close
 from tests.module.stateful import captured, rows
 
@@ -38,6 +41,32 @@ def test_a_steady_call_looks_at_no_attribute(device, looked_at):
     looked_at.clear()
     assert all(served(model, module, device) for _ in range(5))
     assert looked_at == []
+
+
+CONTAINERS = {
+    "list": lambda: [1, "a", None],
+    "set": lambda: {1, 2},
+    "deque": lambda: collections.deque([1, 2], maxlen=3),
+    "empty deque": collections.deque,
+    "dict": lambda: {"a": [1, {"b": 2}]},
+    "ordered dict": lambda: collections.OrderedDict(a=1, b=2),
+    "tuple of lists": lambda: ([1], [2]),
+    "user dict": lambda: collections.UserDict(a=1),
+    "object": lambda: types.SimpleNamespace(a=1, b=[2]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_steady_call_reads_no_value_again(device, monkeypatch, kind):
+    model, module = captured(device)
+    module.kept = CONTAINERS[kind]()
+    while not served(model, module, device):
+        pass
+    read = []
+    monkeypatch.setattr(holders.ValueHolder, "read", lambda self, _: read.append(self.name))
+    monkeypatch.setattr(reading.Comparison, "moved", lambda self, _: read.append(self))
+    assert all(served(model, module, device) for _ in range(3))
+    assert read == []
 
 
 # Changes that mean nothing to a graph.

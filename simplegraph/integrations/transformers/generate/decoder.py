@@ -105,6 +105,8 @@ class FixedCacheDecoder:
         self.stays_eager = False
         self.advances: dict[tuple[str, ...], str] = {}
         self._launches: set[Launch] = set()
+        # Graphs read tensors of the processors that they were captured with, which each generation makes anew.
+        self._captured_with: dict[Launch, Launch] = {}
         self._progress = 0
         self.capturing: dict[str, CaptureSummary] | None = None
         self._length, self._source_length = max_length, max_source_length
@@ -224,6 +226,8 @@ class FixedCacheDecoder:
         """
         step = self._step
         store: CacheStore = step.store
+        if launch:
+            launch["launch"] = self._captured_with.setdefault(launch["launch"], launch["launch"])
         # Tokens are often the last of more, or one for all rows: without gaps they are of the captured layout.
         tokens, carried, launch = map_leaves((inputs.tokens, inputs.carried, launch), _has_gaps, _without_gaps)
         grows = store.first is not None

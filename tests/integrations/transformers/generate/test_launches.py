@@ -131,6 +131,16 @@ def test_sampling_draws_what_it_did(pair: Any, device: torch.device) -> None:
     assert not graphs.stats.slower
 
 
+def test_the_processors_of_each_generation_cost_no_graph(pair: Any, device: torch.device) -> None:
+    """They hold tensors of their own, of equal values, and end with their generation."""
+    plain, model, graphs = pair
+    settings = FREE | {"suppress_tokens": [20, 21]}
+    for lengths in ([7, 4], [5], [9, 9, 2, 3], [7, 4], [5], [9, 9, 2, 3]):
+        both(plain, model, tiny.prompts(lengths, device), settings, times=1)
+    assert not graphs.stats.recaptures, graphs.report()
+    assert not graphs.stats.slower
+
+
 def test_padded_rows_would_draw_other_tokens_and_are_sampled_one_by_one(pair: Any, device: torch.device) -> None:
     plain, model, graphs = pair
     both(plain, model, tiny.prompts([7, 4, 5], device), FREE | {"do_sample": True})
