@@ -166,7 +166,6 @@ class Reading:
         self._ids = list(map(id, self._anchors))
         self._modules_at = getter(modules_at)
         held_modules = self._modules_at(values)
-        self._types = list(map(type, held_modules))
         by_dict: dict[int, tuple[AttributeEntries, dict[str, Any] | None]] = {
             id(attributes): (entry, attributes) for entry, attributes in zip(entries[1:], below, strict=True)
         }
@@ -307,13 +306,11 @@ class Reading:
         self._own_version = renewed.get(self._own_version, self._own_version)
 
     def _look(self, attributes: dict[str, Any], modules: Sequence[nn.Module], told: Comparison | None) -> bool:
-        """Compare the modules' classes, and the attributes whose version changed; keep the versions.
+        """Compare the attributes whose version changed, and keep the versions. The modules' classes are plain values.
 
         No two dicts ever have the same version, so versions identify the modules, too. They are taken before anything
         is read, since another thread may write meanwhile.
         """
-        if list(map(type, modules)) != self._types:
-            return False
         dicts, before = [attributes, *map(_get, modules, _DICTS)], self._versions
         taken = None if versions.dict_version is None else list(map(versions.dict_version, dicts))
         for at, ((entries, expected), actual) in enumerate(zip(self._sources[0].entries, dicts, strict=True)):

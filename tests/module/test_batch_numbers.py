@@ -199,10 +199,9 @@ def test_a_number_that_changes_for_another_reason_is_not_taken_for_one_of_the_ba
 
 
 def test_a_number_of_a_model_that_was_changed_since_is_forgotten(device):
-    scale = [2.0]
-    model = graphed(device, lambda m, x: x * m.table[0] * scale[0])
+    model = graphed(device, lambda m, x: x * m.table[0] * len(m.table))
     assert_eager(model, (2, 4, 4, 4), device, torch.float32)
-    scale[0], model.table = 3.0, torch.randn(16, WIDTH, device=device)
+    model.table = torch.randn(24, WIDTH, device=device)
     assert_eager(model, (3, 3, 3, 3), device, torch.float32)
     assert "padding_shows" not in reasons(model)
     assert model.graph_stats.padded_tokens > 0

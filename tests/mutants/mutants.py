@@ -195,13 +195,6 @@ MUTANTS = [
         STALE,
     ),
     Mutant(
-        "another class of a submodule is not noticed",
-        "guard/reading.py",
-        "if list(map(type, modules)) != self._types:",
-        "if False:",
-        STALE,
-    ),
-    Mutant(
         "names of parameters and children are not compared",
         "guard/reading.py",
         "if list(map(list, map(self._keys, registries))) != self._names:",
