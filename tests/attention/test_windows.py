@@ -75,20 +75,21 @@ def sinks(heads: int, device: torch.device, dtype: torch.dtype = torch.float32) 
     return dict(enumerate(values))
 
 
-def gpt_oss(heads: int = 4) -> Any:
-    return functools.partial(SDPABackend, sinks=sinks(heads, torch.device("cpu")))
+def gpt_oss(device: torch.device, heads: int = 4) -> Any:
+    return functools.partial(SDPABackend, sinks=sinks(heads, device))
 
 
-GEMMA2: Any = functools.partial(SDPABackend, softcap=1.5, scale=0.4)
-
-
-KINDS = {"mistral": SDPABackend, "gemma2": GEMMA2, "gpt_oss": gpt_oss()}
+KINDS: dict[str, Any] = {
+    "mistral": lambda device: SDPABackend,
+    "gemma2": lambda device: functools.partial(SDPABackend, softcap=1.5, scale=0.4),
+    "gpt_oss": gpt_oss,
+}
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_float64s_and_pages_given_back_are_not_read(device: torch.device, kind: str, mode: str) -> None:
-    served = Windowed(KINDS[kind], device, window=6, mode=mode, capture_sizes=[4, 8, 32])
+    served = Windowed(KINDS[kind](device), device, window=6, mode=mode, capture_sizes=[4, 8, 32])
     served.manager.capture(served.forward)
     ran = set()
     for seed in range(16):
@@ -102,7 +103,7 @@ def test_outputs_are_float64s_and_pages_given_back_are_not_read(device: torch.de
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 7, 8, 9, 48, 10**10])
 def test_lengths_around_the_borders_of_window_and_page(device: torch.device, window: int) -> None:
     """Windows below a page, of a page and of all keys; one and several tokens of each request; padding rows."""
-    served = Windowed(gpt_oss(), device, window=window, mode="FULL", capture_sizes=[8, 32], num_pages=128)
+    served = Windowed(gpt_oss(device), device, window=window, mode="FULL", capture_sizes=[8, 32], num_pages=128)
     served.manager.capture(served.forward)
     near = {length for base in (1, min(window, 40), PAGE, 2 * PAGE) for length in range(base, base + 3)}
     pages = itertools.count(1)
@@ -149,9 +150,10 @@ def test_the_reference_is_the_sum_that_the_words_say(device: torch.device) -> No
     cache._memory.normal_()
     q = torch.randn(1, 1, 8, dtype=torch.float64, device=device)
     keys, values = (part(0)[[1, 2]].flatten(0, 2)[3:7] for part in (cache.keys, cache.values))  # of 7 tokens the last 4
-    scores = torch.cat([2.0 * torch.tanh(keys @ q[0, 0] * 0.3 / 2.0), torch.tensor([0.7], dtype=torch.float64)])
+    last = torch.full((1,), 0.7, dtype=torch.float64, device=device)
+    scores = torch.cat([2.0 * torch.tanh(keys @ q[0, 0] * 0.3 / 2.0), last])
     expected = (scores.exp() / scores.exp().sum())[:4] @ values
-    found = reference_attention(q, cache, 0, [1], [7], [[1, 2]], 0.3, window=4, softcap=2.0, sinks=torch.tensor([0.7]))
+    found = reference_attention(q, cache, 0, [1], [7], [[1, 2]], 0.3, window=4, softcap=2.0, sinks=last.float())
     torch.testing.assert_close(found[0, 0], expected)
 
 
@@ -216,11 +218,13 @@ def test_a_backend_refuses_what_it_does_not_declare(
     [
         ({"softcap": 0.0}, "softcap is 0.0; expected a number above 0"),
         ({"softcap": float("inf")}, "softcap is inf"),
-        ({"sinks": {0: torch.zeros(4)}}, "sinks of layer 1 are missing"),
-        ({"sinks": {0: torch.zeros(4), 1: torch.zeros(3)}}, r"sinks of layer 1 are \(3,\) on cpu; expected \(4,\)"),
+        ({"sinks": {0: 4}}, "sinks of layer 1 are missing"),
+        ({"sinks": {0: 4, 1: 3}}, r"sinks of layer 1 are \(3,\) on (cpu|cuda:0); expected \(4,\)"),
     ],
 )
 def test_caps_and_sinks_that_cannot_be_are_refused(device: torch.device, options: dict[str, Any], words: str) -> None:
+    if "sinks" in options:
+        options = {"sinks": {layer: torch.zeros(heads, device=device) for layer, heads in options["sinks"].items()}}
     with pytest.raises(ConfigError, match=words):
         AttentionEngine(functools.partial(SDPABackend, **options), device, mode="NONE")
 
@@ -318,7 +322,7 @@ def test_a_cache_of_some_layers_takes_them_by_their_index_in_the_model(device: t
 
 
 def test_context_parallel_ranks_refuse_sinks(device: torch.device) -> None:
-    served = AttentionEngine(gpt_oss(), device, mode="NONE")
+    served = AttentionEngine(gpt_oss(device), device, mode="NONE")
     backend: Any = served.backend
     with pytest.raises(ConfigError, match="the backend has sinks"):
         ContextParallelBackend(backend)

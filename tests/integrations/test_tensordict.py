@@ -258,7 +258,7 @@ def test_a_batch_that_is_too_large_does_not_keep_others_from_graphs(device: torc
 
 STORED: dict[str, Any] = {
     "a lazy stack": lambda rows, device: LazyStackedTensorDict(*made(rows, device).unbind(0)),
-    "a view": lambda rows, device: made(rows + 1, device)._get_sub_tensordict(slice(0, rows)),
+    "a view": lambda rows, device: made(rows + 1, device).to(device)._get_sub_tensordict(slice(0, rows)),
 }
 
 

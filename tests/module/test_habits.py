@@ -313,7 +313,7 @@ class Modal(nn.Module):
         self.mode = mode
 
     def reset(self, given: int) -> None:
-        self.cache = torch.full((WIDTH,), float(given)) if given > 1 else None
+        self.cache = self.layer.weight.new_full((WIDTH,), float(given)) if given > 1 else None
 
     def forward(self, x: Tensor, given: int | None = None) -> Tensor:
         if given is not None:

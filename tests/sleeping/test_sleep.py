@@ -817,6 +817,8 @@ def test_a_write_to_sleeping_memory_is_refused_or_said_to_be_lost(device: torch.
     model, x, wanted = captured(device)
     model.sleep()
     if device.type == "cuda":
+        if regions._allow is None:
+            pytest.skip("this torch cannot refuse the use of a storage: a write is an illegal memory access")
         with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) before its memory is read or written"):
             write(model)
         model.wake()
@@ -834,6 +836,8 @@ def test_a_write_to_a_static_input_that_sleeps_is_not_lost_unsaid(device: torch.
     static = model.static_inputs()["input"]
     model.sleep()
     if device.type == "cuda":
+        if regions._allow is None:
+            pytest.skip("this torch cannot refuse the use of a storage: a write is an illegal memory access")
         with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
             static.fill_(1)
         model.wake()

@@ -58,6 +58,25 @@ def test_a_step_in_a_graph_trains_as_eager(name):
     assert [graph.proof for graph in twins.stats.graphs.values()] == ["exact"]
 
 
+def test_an_emulated_step_is_served_beside_a_gpu(monkeypatch):
+    """There some releases of torch ask optimizers of CPU tensors, too, if they are capturable."""
+
+    def check(optimizer):
+        if torch.cuda.is_current_stream_capturing() and not all(each["capturable"] for each in optimizer.param_groups):
+            raise RuntimeError("Attempting CUDA graph capture of step(), but param_groups' capturable is False.")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # outside of captures
+    for name in vars(torch.optim.Optimizer).keys() & {
+        "_cuda_graph_capture_health_check",
+        "_accelerator_graph_capture_health_check",
+    }:
+        monkeypatch.setattr(torch.optim.Optimizer, name, check)
+    twins = Twins(making("adam"))
+    for number in range(8):
+        twins.run(*batch(number))
+    assert twins.stats.replays >= 5
+
+
 def test_a_capture_finds_workspaces_of_libraries_in_the_thread_of_backwards(monkeypatch):
     """Else the graph's are in memory of its pool, and whoever clears them gives it to the next graph."""
     device, found = graph_device(torch.device("cpu")), []

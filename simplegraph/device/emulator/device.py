@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, overrides
+from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 
 from simplegraph.base import patches
@@ -50,6 +51,7 @@ class EmulatorMark(NamedTuple):
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _TORCH_IS_OVERRIDDEN = overrides.has_torch_function
+_HEALTH_CHECKS = [name for name in vars(Optimizer) if name.endswith("_graph_capture_health_check")]
 
 
 class EmulatorDevice:
@@ -151,6 +153,8 @@ class EmulatorDevice:
         # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         replacing += [(compiled, "__call__", self._refusing)] if compiled is not None else []
+        # Where a GPU is there, some releases of torch ask optimizers of CPU tensors, too, if they are capturable.
+        replacing += [(Optimizer, name, lambda _: lambda _: None) for name in _HEALTH_CHECKS]
         for owner, name, make in replacing:
             patches.replace(owner, name, make)
         self._thread.replaced = [(owner, name) for owner, name, _ in replacing]
