@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import simplegraph as sg
+from tests.support.unseen_kernel import stand_in_triton
 
 WIDTH = 4
 
@@ -49,6 +50,33 @@ def test_a_proven_step_runs_once_and_leaves_what_eager_leaves(device):
     assert engine.runs == runs + 3
     graph = engine.manager.stats.graphs[engine.manager.dispatch(4)[:2]]
     assert (graph.proof, graph.replays) == ("exact", 1)
+
+
+def test_what_a_kernel_of_triton_writes_in_a_break_is_there_after_a_proof(device, monkeypatch):
+    """Torch's dispatcher does not see the write."""
+    if device.type == "cuda":
+        pytest.skip("tests/attention/test_recurrent.py does it with Triton")
+    add = stand_in_triton(monkeypatch)(lambda cache, rows: cache[: len(rows)].add_(rows))
+
+    class WithBreak(Engine):
+        def forward(self, mode, descriptor):
+            rows = self.hidden[: descriptor.num_tokens] * self.scale
+            advance(self, rows)
+            return rows * 2
+
+    @sg.eager_break(padded=True)
+    def advance(engine, rows):
+        add.run(engine.cache, rows)
+
+    engine = WithBreak(device, mode="PIECEWISE", on_capture_failure="raise")
+    engine.manager.capture(engine.forward)
+    engine.cache.zero_()
+    expected = torch.zeros_like(engine.cache)
+    for rows in (4, 2, 4):
+        engine.step(rows, verify=True, state=[engine.cache])
+        expected[:rows] += engine.hidden[:rows]
+        assert torch.equal(engine.cache, expected)
+    assert {graph.proof for graph in engine.manager.stats.graphs.values()} == {"exact"}
 
 
 def test_a_frozen_number_is_found_and_that_size_runs_eagerly(device):

@@ -123,7 +123,9 @@ def assert_same(actual: nn.Module, expected: nn.Module) -> None:
     for (name, parameter), other in pairs:
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                parameter.grad, other.grad, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def square_step(model: nn.Module, optimizer: Any, graphs: str = "") -> tuple[Any, Any]:

@@ -247,13 +247,15 @@ class BreakTape:
         passed, _ = flatten((args, kwargs))
         before = [leaf.clone() if issubclass(type(leaf), Tensor) and observer.made(leaf) else None for leaf in passed]
         blank = [issubclass(type(leaf), Tensor) and storage_key(leaf) in observer.blank for leaf in passed]
-        written, observer.written = observer.written, set()
+        written, launched = observer.written, observer.launched
+        observer.written, observer.launched = set(), set()
         try:
             with recording_breaks(None), observer.inside_break():
                 result = function(*args, **kwargs)
-            outside = self._copied(observer.written)
+            outside = self._copied(observer.written | observer.launched)
         finally:
             observer.written |= written
+            observer.launched |= launched
         leaves, spec = flatten(result)
         arguments = [None if copy is None else leaf.clone() for leaf, copy in zip(passed, before, strict=True)]
         # A write may leave the value that was there; of kernels that no operator shows, only a change is seen.
