@@ -42,6 +42,7 @@ from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.reading import parts_of_code
+from simplegraph.guard.scripted import CompiledModule, ScriptedValues
 from simplegraph.guard.values import (
     MAX_WIDTH,
     NOT_PLAIN,
@@ -102,8 +103,8 @@ _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def _unseen(_: threading.local) -> dict[str, Any]:
-    """Return nothing, since reading would run user code in a new thread."""
+def _unseen(_: Any) -> dict[str, Any]:
+    """Return nothing: reading a thread's object would run user code in a new thread, and C++ objects hold no others."""
     return {}
 
 
@@ -128,6 +129,8 @@ def _opens(kind: type) -> Any:
     """Return how walks open objects of a class, as `kind_of` does; tensors lead to no plain values."""
     if kind in _VIEWS:
         return _VIEWS[kind]
+    if issubclass(kind, CompiledModule):
+        return _unseen
     if (context := _context_of(kind)) is not None:
         return context
     base = kind_of(kind)
@@ -482,6 +485,10 @@ class Holders:
                 ways[id(thing)] = name, find
                 self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
+            elif issubclass(type(thing), CompiledModule):
+                find = ScriptedValues(self._reference(thing)).read
+                ways[id(thing)] = name, find
+                self._add(ValueHolder(name, find=find, is_view=True, has_tensors=True), keys)
             elif kind_of(type(thing)) is object:
                 if issubclass(type(thing), nn.Module) and not is_hidden:
                     self._surveyed.add(id(thing))

@@ -1,0 +1,159 @@
+"""Read the state of TorchScript modules, which lies in C++ and not in the attributes of the Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from simplegraph.base.errors import HostError
+from simplegraph.base.walk import items_of
+from simplegraph.guard.links import Link
+from simplegraph.guard.values import NOT_PLAIN, value_key
+
+_NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU its kernels are captured."
+_REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
+
+CompiledModule: Any = torch._C.ScriptModule  # the object in C++
+
+
+class ScriptedAttributes:
+    """Reads the attributes of one TorchScript module, except its submodules, by name.
+
+    Args:
+        compiled: the module's object in C++.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        described: Any = torch._C.ConcreteModuleType.from_jit_type(compiled._type())
+        self.names = list(described.get_attributes())
+        self._compiled = compiled
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the attribute's value: a copy in Python if it is a container, but of the same tensors."""
+        return self._compiled.getattr(name)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _tensors_in(name: str, value: Any, links: tuple[Link, ...]) -> Iterator[tuple[str, tuple[Link, ...]]]:
+    if issubclass(type(value), Tensor):
+        yield name, links
+    elif type(value) in (list, tuple, dict):
+        for key, item in items_of(value):
+            yield from _tensors_in(f"{name}.{key}", item, (*links, (value, key, item)))
+
+
+def scripted_attributes(module: nn.Module) -> ScriptedAttributes | None:
+    """Return the attributes of a TorchScript module; None for other modules, and for wrappers of such a module."""
+    compiled = vars(module).get("_c") if issubclass(type(module), ScriptModule) else None
+    return None if compiled is None else ScriptedAttributes(compiled)
+
+
+def scripted_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Link, ...]]]:
+    """Yield (name, links) of each tensor in attributes of a TorchScript module; the last link leads to the tensor."""
+    attributes = scripted_attributes(module)
+    if attributes is None:
+        return
+    for name in attributes.names:
+        value = attributes[name]
+        yield from _tensors_in(name, value, ((attributes, name, value),))
+
+
+class ScriptedValues:
+    """Reads the attributes of a TorchScript module and all its submodules as values that can be compared.
+
+    Names and plain values that did not change are the same objects at each reading, by which they are compared.
+
+    Args:
+        compiled: returns the module's object in C++; None once it is gone.
+    """
+
+    def __init__(self, compiled: Callable[[], Any]) -> None:
+        self._compiled = compiled
+        self._types: dict[int, tuple[Any, list[str]]] = {}  # by id, types in C++ and the names of their attributes
+        self._names: dict[str, str] = {}
+        self._plain: dict[str, Any] = {}  # no tensors, which would be kept alive
+
+    def read(self) -> dict[str, Any]:
+        """Return tensors and plain values by their dotted names."""
+        values: dict[str, Any] = {}
+        self._add_module("", self._compiled(), values)
+        self._plain = {name: value for name, value in values.items() if not issubclass(type(value), Tensor)}
+        return values
+
+    def _add_module(self, prefix: str, compiled: Any, values: dict[str, Any]) -> None:
+        kind = compiled._type()
+        known = self._types.get(id(kind))
+        if known is None:
+            known = self._types[id(kind)] = kind, ScriptedAttributes(compiled).names
+        self._add(f"{prefix}__class__", kind.qualified_name(), values)
+        for name in known[1]:
+            self._add(prefix + name, _as_tuples(compiled.getattr(name)), values)
+        for name, child in torch._C.ModuleDict(compiled).items():
+            self._add_module(f"{prefix}{name}.", child, values)
+
+    def _add(self, name: str, value: Any, values: dict[str, Any]) -> None:
+        name, key = self._names.setdefault(name, name), value_key(value)
+        if issubclass(type(value), Tensor):
+            values[name] = value
+        elif key is not NOT_PLAIN:
+            before = self._plain.get(name)
+            values[name] = before if value_key(before) == key else value
+        elif type(value) is tuple:
+            for at, item in enumerate(value):
+                self._add(f"{name}.{at}", item, values)
+        else:  # captures are refused
+            values[name] = type(value)
+
+
+def scripted_state(compiled: Any) -> tuple[Any, ...]:
+    """Return all attributes of a TorchScript module and its submodules, in their order."""
+    return tuple(ScriptedValues(lambda: compiled).read().items())
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of its containers, which are new at each reading."""
+    if type(value) is dict:
+        return tuple((key, _as_tuples(item)) for key, item in value.items())
+    return tuple(map(_as_tuples, value)) if type(value) in (list, tuple) else value
+
+
+def settling_runs(modules: Iterable[nn.Module]) -> int:
+    """Count the runs of a size after which TorchScript compiles nothing any more: a capture must not contain that.
+
+    For each new shape, some runs are profiled, one compiles, and the next one is served by what was compiled.
+    """
+    is_scripted = any(issubclass(type(module), ScriptModule) for module in modules)
+    profiled: Callable[[], int] = torch._C._jit_get_num_profiled_runs  # type: ignore[attr-defined]
+    return profiled() + 2 if is_scripted else 0
+
+
+def refused_script(modules: Mapping[str, nn.Module], *, emulated: bool) -> HostError | None:
+    """Say why no graph can hold the TorchScript modules among these; None if graphs can.
+
+    Args:
+        modules: by their names.
+        emulated: True if the emulator captures, which sees only operators that torch dispatches.
+    """
+    for module_name, module in modules.items():
+        attributes = scripted_attributes(module)
+        if attributes is None:
+            continue
+        if emulated and torch._C._jit_can_fuse_on_cpu():
+            return HostError(f"{module_name} is a TorchScript module, whose fused kernels no emulator sees", _NO_FUSION)
+        for name in attributes.names:
+            if not _is_readable(_as_tuples(attributes[name])):
+                kind = type(attributes[name]).__name__
+                return HostError(f"{module_name}.{name} of a TorchScript module is a {kind}", _REMEDY)
+    return None
+
+
+def _is_readable(value: Any) -> bool:
+    if issubclass(type(value), tuple):
+        return all(map(_is_readable, value))
+    return issubclass(type(value), Tensor) or value_key(value) is not NOT_PLAIN
