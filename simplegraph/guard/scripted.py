@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from simplegraph.guard.values import NOT_PLAIN, value_key
 _NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU its kernels are captured."
 _REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
 
+_COMPARED = frozenset({type(None), bool, int, str})  # equal values of one of these are the same
+
 CompiledModule: Any = torch._C.ScriptModule  # the object in C++
 
 
@@ -29,7 +31,7 @@ class ScriptedAttributes:
 
     def __init__(self, compiled: Any) -> None:
         described: Any = torch._C.ConcreteModuleType.from_jit_type(compiled._type())
-        self.names = list(described.get_attributes())
+        self.names, self.has_modules = list(described.get_attributes()), bool(described.get_modules())
         self._compiled = compiled
 
     def __getitem__(self, name: str) -> Any:
@@ -64,6 +66,21 @@ def scripted_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Link, ...]]
         yield from _tensors_in(name, value, ((attributes, name, value),))
 
 
+class _Known(NamedTuple):
+    """A TorchScript class at one place of a tree of modules.
+
+    Attributes:
+        kind: the class in C++; code: the names of the place and of the class.
+        names: the names of its attributes, without and with those of the modules above.
+        has_modules: True if it has submodules.
+    """
+
+    kind: Any
+    code: tuple[str, str]
+    names: list[tuple[str, str]]
+    has_modules: bool
+
+
 class ScriptedValues:
     """Reads the attributes of a TorchScript module and all its submodules as values that can be compared.
 
@@ -75,7 +92,7 @@ class ScriptedValues:
 
     def __init__(self, compiled: Callable[[], Any]) -> None:
         self._compiled = compiled
-        self._types: dict[int, tuple[Any, list[str]]] = {}  # by id, types in C++ and the names of their attributes
+        self._types: dict[str, _Known] = {}  # by the names of the modules above
         self._names: dict[str, str] = {}
         self._plain: dict[str, Any] = {}  # no tensors, which would be kept alive
 
@@ -83,18 +100,26 @@ class ScriptedValues:
         """Return tensors and plain values by their dotted names."""
         values: dict[str, Any] = {}
         self._add_module("", self._compiled(), values)
-        self._plain = {name: value for name, value in values.items() if not issubclass(type(value), Tensor)}
         return values
 
     def _add_module(self, prefix: str, compiled: Any, values: dict[str, Any]) -> None:
-        kind = compiled._type()
-        known = self._types.get(id(kind))
-        if known is None:
-            known = self._types[id(kind)] = kind, ScriptedAttributes(compiled).names
-        self._add(f"{prefix}__class__", kind.qualified_name(), values)
-        for name in known[1]:
-            self._add(prefix + name, _as_tuples(compiled.getattr(name)), values)
-        for name, child in torch._C.ModuleDict(compiled).items():
+        kind, get, plain = compiled._type(), compiled.getattr, self._plain
+        known = self._types.get(prefix)
+        if known is None or known.kind is not kind:
+            attributes = ScriptedAttributes(compiled)
+            names = [(name, prefix + name) for name in attributes.names]
+            code = prefix + "__class__", kind.qualified_name()
+            known = self._types[prefix] = _Known(kind, code, names, attributes.has_modules)
+        values[known.code[0]] = known.code[1]
+        for name, dotted in known.names:
+            value, before = get(name), plain.get(dotted)
+            if issubclass(type(value), Tensor):
+                values[dotted] = value
+            elif type(value) in _COMPARED and type(value) is type(before) and value == before:
+                values[dotted] = before
+            else:
+                self._add(dotted, _as_tuples(value), values)
+        for name, child in torch._C.ModuleDict(compiled).items() if known.has_modules else ():
             self._add_module(f"{prefix}{name}.", child, values)
 
     def _add(self, name: str, value: Any, values: dict[str, Any]) -> None:
@@ -103,7 +128,7 @@ class ScriptedValues:
             values[name] = value
         elif key is not NOT_PLAIN:
             before = self._plain.get(name)
-            values[name] = before if value_key(before) == key else value
+            values[name] = self._plain[name] = before if value_key(before) == key else value
         elif type(value) is tuple:
             for at, item in enumerate(value):
                 self._add(f"{name}.{at}", item, values)
