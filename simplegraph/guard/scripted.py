@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.jit import ScriptModule
 
 from simplegraph.base.errors import HostError
 from simplegraph.base.walk import items_of
@@ -50,20 +49,18 @@ def _tensors_in(name: str, value: Any, links: tuple[Link, ...]) -> Iterator[tupl
             yield from _tensors_in(f"{name}.{key}", item, (*links, (value, key, item)))
 
 
-def scripted_attributes(module: nn.Module) -> ScriptedAttributes | None:
-    """Return the attributes of a TorchScript module; None for other modules, and for wrappers of such a module."""
-    compiled = vars(module).get("_c") if issubclass(type(module), ScriptModule) else None
-    return None if compiled is None else ScriptedAttributes(compiled)
+def _attributes_of(module: nn.Module) -> list[ScriptedAttributes]:
+    """Return the attributes of a TorchScript module; none for a wrapper of such a module, which is surveyed itself."""
+    own = vars(module)
+    return [ScriptedAttributes(own["_c"])] if "_c" in own else []
 
 
 def scripted_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Link, ...]]]:
     """Yield (name, links) of each tensor in attributes of a TorchScript module; the last link leads to the tensor."""
-    attributes = scripted_attributes(module)
-    if attributes is None:
-        return
-    for name in attributes.names:
-        value = attributes[name]
-        yield from _tensors_in(name, value, ((attributes, name, value),))
+    for attributes in _attributes_of(module):
+        for name in attributes.names:
+            value = attributes[name]
+            yield from _tensors_in(name, value, ((attributes, name, value),))
 
 
 class _Known(NamedTuple):
@@ -148,33 +145,31 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if type(value) in (list, tuple) else value
 
 
-def settling_runs(modules: Iterable[nn.Module]) -> int:
+def settling_runs() -> int:
     """Count the runs of a size after which TorchScript compiles nothing any more: a capture must not contain that.
 
     For each new shape, some runs are profiled, one compiles, and the next one is served by what was compiled.
     """
-    is_scripted = any(issubclass(type(module), ScriptModule) for module in modules)
     profiled: Callable[[], int] = torch._C._jit_get_num_profiled_runs  # type: ignore[attr-defined]
-    return profiled() + 2 if is_scripted else 0
+    return profiled() + 2
 
 
 def refused_script(modules: Mapping[str, nn.Module], *, emulated: bool) -> HostError | None:
-    """Say why no graph can hold the TorchScript modules among these; None if graphs can.
+    """Say why no graph can hold these TorchScript modules; None if graphs can.
 
     Args:
-        modules: by their names.
+        modules: the modules, by name.
         emulated: True if the emulator captures, which sees only operators that torch dispatches.
     """
     for module_name, module in modules.items():
-        attributes = scripted_attributes(module)
-        if attributes is None:
-            continue
         if emulated and torch._C._jit_can_fuse_on_cpu():
             return HostError(f"{module_name} is a TorchScript module, whose fused kernels no emulator sees", _NO_FUSION)
-        for name in attributes.names:
-            if not _is_readable(_as_tuples(attributes[name])):
-                kind = type(attributes[name]).__name__
-                return HostError(f"{module_name}.{name} of a TorchScript module is a {kind}", _REMEDY)
+        for attributes in _attributes_of(module):
+            for name in attributes.names:
+                value = attributes[name]
+                if not _is_readable(_as_tuples(value)):
+                    cause = f"{module_name}.{name} of a TorchScript module is a {type(value).__name__}"
+                    return HostError(cause, _REMEDY)
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from simplegraph.base.objects import class_member, own_dict
@@ -60,6 +61,7 @@ class Survey:
         links: chains of links to modules that are not children, to generators, functions and settings, and to values
             that may become a tensor or get one: None and containers without tensors.
         left: the places in which its runs leave tensors, which are not listed.
+        scripted: the TorchScript modules among the modules, by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,7 +82,8 @@ class Survey:
         # Modules and their own tensors get their names before objects that attributes lead to.
         opened = [(thing, contents) for thing, contents, _ in self._walk if not self._is_registered(thing, contents)]
         containers = [links for thing, contents in opened for links in self._look_into(thing, contents)]
-        for name, child in self.modules.items():
+        self.scripted = {name: child for name, child in self.modules.items() if issubclass(type(child), ScriptModule)}
+        for name, child in self.scripted.items():
             for place, links in scripted_tensors(child):
                 attribute, tensor = _dotted(name, links[0][1]), links[-1][2]
                 self._add(HeldTensor(_dotted(name, place), attribute, tensor, links, registered=True))
@@ -229,7 +232,7 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
         return None
     if issubclass(type(thing), FunctionModule):  # objects that it reaches are surveyed separately
         return {name: attributes[name] for name in REGISTERED}
-    if issubclass(type(thing), torch.jit.ScriptModule):  # its registries are views of C++ objects
+    if issubclass(type(thing), ScriptModule):  # its registries are views of C++ objects
         attributes = attributes | {name: {} for name in REGISTERED} | {"_modules": dict(thing._modules.items())}
     return {name: value for name, value in attributes.items() if name not in _OF_TORCH}
 

@@ -397,8 +397,8 @@ class GraphBuilder:
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
         num_warmups = manager.config.num_warmups
         rehearsed = 0 if lazy or num_warmups < 2 else num_warmups
-        if not any(job.trains for job in jobs):  # real calls of the same size were warmups of these
-            rehearsed = max(rehearsed, settling_runs(call.survey.modules.values()))
+        if jobs and call.survey.scripted and not jobs[0].trains:  # a step's real calls have its size, and were warmups
+            rehearsed = max(rehearsed, settling_runs())
 
         def before_captures() -> None:
             if call.binding.refusal is None:  # else the run may have given the static inputs other shapes
@@ -546,7 +546,8 @@ class GraphBuilder:
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
         generators, described = held_generators(call), call.layout.described_inputs()
-        refused = refused_script(call.survey.modules, emulated=self.manager.device.emulated)
+        scripted = call.survey.scripted
+        refused = refused_script(scripted, emulated=self.manager.device.emulated) if scripted else None
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
