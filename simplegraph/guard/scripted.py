@@ -19,6 +19,17 @@ _REMEDY = "Python cannot compare what it holds: use the module that the TorchScr
 _COMPARED = frozenset({type(None), bool, int, str})  # equal values of one of these are the same
 
 CompiledModule: Any = torch._C.ScriptModule  # the object in C++
+SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
+
+
+def python_below(compiled: Any) -> dict[str, Any]:
+    """Return the Python functions that a TorchScript function or module calls (`torch.jit.ignore`), by name."""
+    codes = [compiled]
+    if issubclass(type(compiled), CompiledModule):
+        codes = list(map(compiled._get_method, compiled._method_names()))
+    graphs = [code.inlined_graph for code in codes]  # its nodes die with a graph
+    nodes = [node for graph in graphs for node in graph.findAllNodes("prim::PythonOp", True)]
+    return {f"{at}.{node.pyname()}": node.pyobj() for at, node in enumerate(nodes)}
 
 
 class ScriptedAttributes:

@@ -283,3 +283,22 @@ def test_layers_of_e3nn_are_served_with_their_forces(fused: bool) -> None:
                 x = torch.randn((4, 8)[at % 2], 16, device="cuda")
                 torch.testing.assert_close(run(x), plain(x), msg=lambda text, run=run: f"{text}\n{told(run)}")
             assert run.graph_stats.replays - before >= 6, told(run)
+
+
+class Forking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.jit.fork(self.linear, x)
+        return torch.jit.wait(later) + torch.tanh(x)
+
+
+def test_a_part_that_forks_is_right_whoever_runs_it(fused: bool) -> None:
+    """Its tasks may run on other threads, whose work no capture of this one holds."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(Forking().cuda().eval())).cuda().eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        served(model, module, calls=12)
+    print(told(model))

@@ -1,6 +1,8 @@
 """A module that holds TorchScript modules is served by graphs, which follow all state that these hold in C++."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -390,3 +392,62 @@ def test_a_whole_step_trains_parameters_of_torchscript(device: torch.device) -> 
         if is_graphed:
             assert run.graph_stats.replays >= 3, str(run.graph_report())
     torch.testing.assert_close(losses[0], losses[1])
+
+
+FACTORS = [2.0]
+
+
+@torch.jit.ignore
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTORS[0]
+
+
+def scaled_and_shifted(x: Tensor) -> Tensor:
+    return scaled(x) + 1
+
+
+def negated(x: Tensor) -> Tensor:
+    return -x
+
+
+class Scaling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_python_that_torchscript_code_calls_is_followed(is_function: bool, device: torch.device) -> None:
+    part: Any = torch.jit.script(scaled_and_shifted) if is_function else scripted(Scaling(), device)
+    module = Calling(part).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    assert served(model, module, device) >= 3
+    FACTORS[0] += 1
+    assert served(model, module, device) >= 3
+
+
+def test_another_scripted_function_is_another_graph(device: torch.device) -> None:
+    module = Calling(torch.jit.script(scaled_and_shifted)).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    assert served(model, module, device) >= 3
+    module.function = torch.jit.script(negated)
+    assert served(model, module, device) >= 3
+
+
+def test_torchscript_modules_are_freed_with_the_model(device: torch.device) -> None:
+    def weights_of_served(layer: Any) -> list[weakref.ref[Any]]:
+        module = nn.Sequential(layer).eval()
+        served(sg.wrap(module, capture_sizes=[4], progress=False), module, device)
+        return [weakref.ref(layer), weakref.ref(layer._c), weakref.ref(layer.linear.weight)]
+
+    references = weights_of_served(scripted(moved(Layer(), device), device))
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
