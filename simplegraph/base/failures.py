@@ -179,7 +179,8 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
     is_function = getattr(root, "is_function", False)
     reached = {id(module): name for name, module in root.named_children()} if is_function else {}
     root = next((module for _, module in modules if id(module) in reached), root)
-    names = {id(module): name for name, module in root.named_modules()}
+    parts = root.named_modules()
+    names = {id(module): name for name, module in parts if not isinstance(module, torch.jit.ScriptModule)}
     called = {id(root), *(id(line.module) for line in lines if line.summary.name in _CALLS)}
     named = [(index, names[id(module)], id(module) in called) for index, module in modules if id(module) in names]
     name = next(name for _, name, is_called in reversed(named) if is_called)

@@ -553,13 +553,14 @@ class Refusal:
 
 def _wants_grad(registry: Mapping[str, Any], name: str) -> bool:
     """True if the parameter of this name requires grad."""
-    return bool(getattr(registry.get(name), "requires_grad", False))
+    return name in registry and bool(getattr(registry[name], "requires_grad", False))
 
 
 def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
     """Find the first parameter of a module: the dict that holds it, and its name."""
-    registries = ((child._parameters, name) for child in module.modules() for name in child._parameters)
-    return next(((registry, name) for registry, name in registries if registry[name] is not None), None)
+    registries = (child._parameters for child in module.modules())
+    names = ((registry, name) for registry in registries for name, value in registry.items() if value is not None)
+    return next(names, None)
 
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:

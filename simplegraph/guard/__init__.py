@@ -9,6 +9,7 @@ holders       finds the objects that hold such values
 values        keys of plain values
 code_below    finds the code below a call by the names that it contains
 survey        lists all tensors and modules of a module, by name
+scripted      the state of TorchScript modules, which lies in C++
 torch_state   settings and modes of torch around a call
 functions     makes a module of a function, from the objects that it reaches
 left          tensors that runs leave in attributes: outputs, and inputs if a run reads them

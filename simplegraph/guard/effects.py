@@ -21,6 +21,7 @@ from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
+from simplegraph.guard.scripted import scripted_state
 from simplegraph.program.escapes import PythonState, holds_graph_memory
 from simplegraph.program.probes import Run, Undone
 from simplegraph.program.snapshot import Snapshot, in_memory, is_same
@@ -189,6 +190,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "threading.Event": operator.methodcaller("is_set"),
     "threading.Semaphore": operator.attrgetter("_value"),
     "_hashlib.HASH": operator.methodcaller("digest"),
+    "torch.ScriptModule": scripted_state,
 }
 
 

@@ -547,7 +547,8 @@ def check_function(function: Any, caller: str) -> None:
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"{caller} got {function!r}; expected a function, a bound method or another callable.")
     if isinstance(function, torch.jit.ScriptFunction):
-        raise ConfigError(f"{caller} got a TorchScript function; wrap the Python function it was made from.")
+        made_from = "the Python function it was made from, or a function that calls it"
+        raise ConfigError(f"{caller} got a TorchScript function; wrap {made_from}.")
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     try:
         is_deferred = any(kind(function) for kind in kinds)

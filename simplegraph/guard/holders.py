@@ -42,6 +42,7 @@ from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.reading import parts_of_code
+from simplegraph.guard.scripted import SCRIPTS, CompiledModule, ScriptedValues, python_below
 from simplegraph.guard.values import (
     MAX_WIDTH,
     NOT_PLAIN,
@@ -57,6 +58,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimi
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # those that count for a module that no survey sees
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
 _OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
+_IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # types of values that lead to code
 _HEAP_TYPE = 1 << 9  # a flag of classes that can be assigned to an object's __class__
 _MAX_DEPTH = 8  # nested tuples
@@ -128,6 +130,8 @@ def _opens(kind: type) -> Any:
     """Return how walks open objects of a class, as `kind_of` does; tensors lead to no plain values."""
     if kind in _VIEWS:
         return _VIEWS[kind]
+    if issubclass(kind, SCRIPTS):
+        return python_below
     if (context := _context_of(kind)) is not None:
         return context
     base = kind_of(kind)
@@ -294,7 +298,7 @@ class ValueHolder:
             kind = class_key(type(value))
             if issubclass(type(value), collections.deque):
                 return kind, collections.deque.maxlen.__get__(value)
-            return _identity(value) if type(value) is types.MethodType else kind
+            return _identity(value) if issubclass(type(value), _IDENTIFIED) else kind
         if type(value) in DICTS and not value:
             self.inside.append(id(value))
             empty.append((way, value))
@@ -482,6 +486,11 @@ class Holders:
                 ways[id(thing)] = name, find
                 self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
                 unseen.add(id(thing))
+            elif issubclass(type(thing), SCRIPTS):
+                self._functions |= {id(function): function for function in contents.values()}
+                if issubclass(type(thing), CompiledModule):
+                    find = ScriptedValues(self._reference(thing)).read
+                    self._add(ValueHolder(name, find=find, is_view=True, has_tensors=True), keys)
             elif kind_of(type(thing)) is object:
                 if issubclass(type(thing), nn.Module) and not is_hidden:
                     self._surveyed.add(id(thing))

@@ -63,7 +63,8 @@ def split(
         attributes = vars(module)  # a compiled module's mode is that of another module
         mode_and_hooks = {name: attributes[name] for name in ("training", *HOOKS) if name in attributes}
         # Registries with entries are read in every call, and not kept here.
-        entries.append(mode_and_hooks | {name: attributes[name] for name in REGISTRIES if not attributes[name]})
+        empty = {name: attributes[name] for name in REGISTRIES if not attributes.get(name, True)}
+        entries.append(mode_and_hooks | empty)
     by_holder = {id(vars(module)): module_entries for module, module_entries in zip(modules, entries, strict=True)}
     read = []
     for chain in links:

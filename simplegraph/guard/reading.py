@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
@@ -116,15 +117,17 @@ class Reading:
         self._hooks_before = [registry.copy() for registry in self._hooks]  # of their class, which may count the order
         self._handles = RemovableHandle.next_id
         self._owned, self._watched = owned, watched
-        self._kinds = list({type(module): None for module in modules})
+        self._kinds = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
         self._forwards = [kind.forward for kind in self._kinds]
         entries, read = split(modules, links)
         self._versions: list[int] | None = None  # of all attributes, when they were read last
         self._own_version = 0  # of the module's own attributes
         self._told: object = None  # the mark of a comparison that covered these versions, and fails if one changes
         bases, self._levels = levels_of([vars(root), *below], read)
-        filled = [[attributes for attributes in below if attributes[name]] for name in REGISTRIES]
-        empty = [registry for attributes in below for name in REGISTRIES if not (registry := attributes[name])]
+        # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
+        with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
+        filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
+        empty = [found for attributes in with_registries for name in REGISTRIES if not (found := attributes[name])]
         self._sources = [_Sources(below, filled, empty, bases, [(entries[0], None)])]
         sources = self._sources  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]

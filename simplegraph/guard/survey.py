@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from simplegraph.base.objects import class_member, own_dict
@@ -18,6 +19,7 @@ from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, hold
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import left_by
 from simplegraph.guard.links import Link
+from simplegraph.guard.scripted import scripted_tensors
 from simplegraph.guard.values import NOT_PLAIN, value_key
 
 _OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # compared in other ways
@@ -59,6 +61,7 @@ class Survey:
         links: chains of links to modules that are not children, to generators, functions and settings, and to values
             that may become a tensor or get one: None and containers without tensors.
         left: the places in which its runs leave tensors, which are not listed.
+        scripted: the TorchScript modules among the modules, by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,6 +82,11 @@ class Survey:
         # Modules and their own tensors get their names before objects that attributes lead to.
         opened = [(thing, contents) for thing, contents, _ in self._walk if not self._is_registered(thing, contents)]
         containers = [links for thing, contents in opened for links in self._look_into(thing, contents)]
+        self.scripted = {name: child for name, child in self.modules.items() if issubclass(type(child), ScriptModule)}
+        for name, child in self.scripted.items():
+            for place, links in scripted_tensors(child):
+                attribute, tensor = _dotted(name, links[0][1]), links[-1][2]
+                self._add(HeldTensor(_dotted(name, place), attribute, tensor, links, registered=True))
         # Containers are compared themselves if nothing below them is compared, or if two ways lead to them.
         first = {id(links[-1][2]): links for links in reversed(containers)}
         chains = (*self.links, *(entry.links for entry in self.tensors.values()))
@@ -161,7 +169,7 @@ class Survey:
             for name, module in self.modules.items()
             for holder in (*holders_of(module), module._parameters, module._buffers)
         )
-        return {_dotted(name, key) for name, holder in holders for key in holder if key not in REGISTERED | _OF_TORCH}
+        return {_dotted(name, key) for name, holder in holders for key in {*holder.keys()} - REGISTERED - _OF_TORCH}
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the place that holds a tensor's memory; None if there is none."""
@@ -224,8 +232,8 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
         return None
     if issubclass(type(thing), FunctionModule):  # objects that it reaches are surveyed separately
         return {name: attributes[name] for name in REGISTERED}
-    if issubclass(type(thing), torch.jit.ScriptModule):  # its registries are views of C++ objects
-        attributes = attributes | {name: dict(getattr(thing, name).items()) for name in REGISTERED}
+    if issubclass(type(thing), ScriptModule):  # its registries are views of C++ objects
+        attributes = attributes | {name: {} for name in REGISTERED} | {"_modules": dict(thing._modules.items())}
     return {name: value for name, value in attributes.items() if name not in _OF_TORCH}
 
 
@@ -253,7 +261,7 @@ _WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 def code_of(module: nn.Module) -> Iterator[Any]:
     """Yield other state that decides what a call of the module does: mode, hooks, functions, settings of layers."""
     kind = type(module)
-    yield from (kind, kind.forward, module.training)
+    yield from (kind, class_member(kind, "forward"), module.training)
     backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
     for hooks in (module._forward_pre_hooks, module._forward_hooks, *backward):
         for item in hooks.items():

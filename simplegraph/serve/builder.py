@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.jit import ScriptModule
 
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import bypassed
-from simplegraph.base.errors import CaptureError, HostError, ReplayError
+from simplegraph.base.errors import CaptureError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
@@ -31,6 +30,7 @@ from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.left import PlacesFoundError
+from simplegraph.guard.scripted import refused_script, settling_runs
 from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager
@@ -49,7 +49,6 @@ logger = logging.getLogger("simplegraph")
 _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
 )
-_SCRIPT_REMEDY = "Python cannot see the state that it reads: use the module that it was made from."
 
 
 @dataclasses.dataclass(eq=False)
@@ -397,6 +396,9 @@ class GraphBuilder:
         rehearsals = Rehearsals(self.seen, manager.table, call, observation.observers)
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
         num_warmups = manager.config.num_warmups
+        rehearsed = 0 if lazy or num_warmups < 2 else num_warmups
+        if jobs and call.survey.scripted and not jobs[0].trains:  # a step's real calls have its size, and were warmups
+            rehearsed = max(rehearsed, settling_runs())
 
         def before_captures() -> None:
             if call.binding.refusal is None:  # else the run may have given the static inputs other shapes
@@ -417,7 +419,7 @@ class GraphBuilder:
         with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
             afterwards.callback(self.note_seen, call, inputs, observation)
             try:
-                summary = capture.run(0 if lazy or watched else 1, 0 if lazy or num_warmups < 2 else num_warmups)
+                summary = capture.run(0 if lazy or watched else 1, rehearsed)
                 _check_settings(call)
             except PlacesFoundError as error:
                 raise self._pass_left(call, error, observation) from None
@@ -544,8 +546,8 @@ class GraphBuilder:
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
         generators, described = held_generators(call), call.layout.described_inputs()
-        scripted = [name for name, child in call.survey.modules.items() if isinstance(child, ScriptModule)]
-        refused = HostError(f"{scripted[0]} is a TorchScript module", _SCRIPT_REMEDY) if scripted else None
+        scripted = call.survey.scripted
+        refused = refused_script(scripted, emulated=self.manager.device.emulated) if scripted else None
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )

@@ -133,7 +133,9 @@ def wrap(
             f"wrap got a {type(module).__name__} that passes for a module; wrap a function that calls it."
         )
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
+        raise ConfigError(
+            "wrap got a TorchScript module; wrap the Python module it was made from, or torch.nn.Sequential(module)."
+        )
     if config is not None and not isinstance(config, CudaGraphConfig):
         raise ConfigError(
             f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "

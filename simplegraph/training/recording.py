@@ -21,11 +21,17 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS, InputSet
 from simplegraph.guard.effects import PythonEffects
+from simplegraph.guard.scripted import ScriptedAttributes
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.snapshot import put
 from simplegraph.training.gradients import leaves_reached
 from simplegraph.training.notes import BackwardNotes, look_at
+
+_SCRIPTED = (
+    "{} is a parameter of a TorchScript module; use the module that it was made from, or let simplegraph.train_step "
+    "have the whole step"
+)
 
 
 class Leaves:
@@ -33,6 +39,7 @@ class Leaves:
 
     Attributes:
         tensors: the tensors; names: their dotted names in the module.
+        scripted: ids of tensors that TorchScript modules hold, where no other can take their place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,6 +49,8 @@ class Leaves:
         by_id = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
         self.names = [name for name, _ in by_id.values()]
         self.tensors = [tensor for _, tensor in by_id.values()]
+        linked = [located for located in survey.tensors.values() if located.links]
+        self.scripted = {id(it.tensor) for it in linked if isinstance(it.links[0][0], ScriptedAttributes)}
 
     @property
     def wanting_names(self) -> tuple[str, ...]:
@@ -138,6 +147,8 @@ class StandIns:
             if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
                 kind = type(tensor).__name__ if type(tensor) not in PLAIN_TENSORS else str(tensor.layout)
                 raise CannotBind(Reason.UNTRAINABLE, f"{module_leaves.name_of(tensor)} is a {kind}")
+            if id(tensor) in module_leaves.scripted:
+                raise CannotBind(Reason.UNTRAINABLE, _SCRIPTED.format(module_leaves.name_of(tensor)))
         self.originals = [tensor for tensor in wanting if tensor.is_leaf]  # `Tape.take` refuses the use of others
         self.tensors = list(map(_stand_in, self.originals))
 

@@ -23,12 +23,16 @@ TESTS = {
         "test_torch_jit_script_compiles_the_plain_module",
     ),
     ("TorchScript", "`sg.wrap(scripted)`"): (
-        "tests/module/test_ways_to_wrap.py",
-        "test_a_torchscript_module_is_refused_with_a_reason",
+        "tests/module/test_scripted_parts.py",
+        "test_a_torchscript_module_itself_is_served_in_a_sequential",
     ),
-    ("TorchScript", "a scripted module inside"): (
-        "tests/module/test_ways_to_wrap.py",
-        "test_a_torchscript_module_inside_runs_eagerly_and_is_named",
+    ("TorchScript", "a scripted, traced or loaded module inside"): (
+        "tests/module/test_scripted_parts.py",
+        "test_a_module_with_a_torchscript_part_is_served",
+    ),
+    ("TorchScript", "the same, with `training=True`"): (
+        "tests/module/test_scripted_parts.py",
+        "test_a_pair_of_graphs_holds_no_parameters_of_torchscript",
     ),
     ("DDP", "`DDP(sg.wrap(module, training=True))`"): (
         "tests/training/test_data_parallel.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -338,30 +337,6 @@ def test_a_class_that_no_module_has_any_more_is_freed(use):
     kind = used()
     gc.collect()
     assert kind() is None
-
-
-def test_a_torchscript_module_is_refused_with_a_reason():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer releases of torch deprecate it
-        scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(sg.ConfigError, match="TorchScript"):
-        sg.wrap(scripted)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 4))])
-@pytest.mark.parametrize("upfront", [False, True])
-def test_a_torchscript_module_inside_runs_eagerly_and_is_named(device, made, upfront):
-    module = nn.Sequential(nn.Linear(4, 4), made(nn.Linear(4, 4))).to(device).eval()
-    model = sg.wrap(module, capture_sizes=[3], progress=False)
-    with torch.no_grad():
-        if upfront:
-            assert model.capture_graphs(torch.randn(3, 4, device=device)).captured == 0
-        for _ in range(4):
-            x = torch.randn(3, 4, device=device)
-            torch.testing.assert_close(model(x), module(x))
-    assert "1 is a TorchScript module" in str(model.graph_report())
-    assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] >= 3
 
 
 def test_a_slice_of_a_wrapped_sequential_is_callable(device):

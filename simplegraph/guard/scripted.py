@@ -1,0 +1,190 @@
+"""Read the state of TorchScript modules, which lies in C++ and not in the attributes of the Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.errors import HostError
+from simplegraph.base.walk import items_of
+from simplegraph.guard.links import Link
+from simplegraph.guard.values import NOT_PLAIN, value_key
+
+_NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU its kernels are captured."
+_REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
+
+_COMPARED = frozenset({type(None), bool, int, str})  # equal values of one of these are the same
+
+CompiledModule: Any = torch._C.ScriptModule  # the object in C++
+SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
+
+
+def python_below(compiled: Any) -> dict[str, Any]:
+    """Return the Python functions that a TorchScript function or module calls (`torch.jit.ignore`), by name."""
+    codes = [compiled]
+    if issubclass(type(compiled), CompiledModule):
+        codes = list(map(compiled._get_method, compiled._method_names()))
+    graphs = [code.inlined_graph for code in codes]  # its nodes die with a graph
+    nodes = [node for graph in graphs for node in graph.findAllNodes("prim::PythonOp", True)]
+    return {f"{at}.{node.pyname()}": node.pyobj() for at, node in enumerate(nodes)}
+
+
+class ScriptedAttributes:
+    """Reads the attributes of one TorchScript module, except its submodules, by name.
+
+    Args:
+        compiled: the module's object in C++.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        described: Any = torch._C.ConcreteModuleType.from_jit_type(compiled._type())
+        self.names, self.has_modules = list(described.get_attributes()), bool(described.get_modules())
+        self._compiled = compiled
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the attribute's value: a copy in Python if it is a container, but of the same tensors."""
+        return self._compiled.getattr(name)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _tensors_in(name: str, value: Any, links: tuple[Link, ...]) -> Iterator[tuple[str, tuple[Link, ...]]]:
+    if issubclass(type(value), Tensor):
+        yield name, links
+    elif type(value) in (list, tuple, dict):
+        for key, item in items_of(value):
+            yield from _tensors_in(f"{name}.{key}", item, (*links, (value, key, item)))
+
+
+def _attributes_of(module: nn.Module) -> list[ScriptedAttributes]:
+    """Return the attributes of a TorchScript module; none for a wrapper of such a module, which is surveyed itself."""
+    own = vars(module)
+    return [ScriptedAttributes(own["_c"])] if "_c" in own else []
+
+
+def scripted_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Link, ...]]]:
+    """Yield (name, links) of each tensor in attributes of a TorchScript module; the last link leads to the tensor."""
+    for attributes in _attributes_of(module):
+        for name in attributes.names:
+            value = attributes[name]
+            yield from _tensors_in(name, value, ((attributes, name, value),))
+
+
+class _Known(NamedTuple):
+    """A TorchScript class at one place of a tree of modules.
+
+    Attributes:
+        kind: the class in C++; code: the names of the place and of the class.
+        names: the names of its attributes, without and with those of the modules above.
+        has_modules: True if it has submodules.
+    """
+
+    kind: Any
+    code: tuple[str, str]
+    names: list[tuple[str, str]]
+    has_modules: bool
+
+
+class ScriptedValues:
+    """Reads the attributes of a TorchScript module and all its submodules as values that can be compared.
+
+    Names and plain values that did not change are the same objects at each reading, by which they are compared.
+
+    Args:
+        compiled: returns the module's object in C++; None once it is gone.
+    """
+
+    def __init__(self, compiled: Callable[[], Any]) -> None:
+        self._compiled = compiled
+        self._types: dict[str, _Known] = {}  # by the names of the modules above
+        self._names: dict[str, str] = {}
+        self._plain: dict[str, Any] = {}  # no tensors, which would be kept alive
+
+    def read(self) -> dict[str, Any]:
+        """Return tensors and plain values by their dotted names."""
+        values: dict[str, Any] = {}
+        self._add_module("", self._compiled(), values)
+        return values
+
+    def _add_module(self, prefix: str, compiled: Any, values: dict[str, Any]) -> None:
+        kind, get, plain = compiled._type(), compiled.getattr, self._plain
+        known = self._types.get(prefix)
+        if known is None or known.kind is not kind:
+            attributes = ScriptedAttributes(compiled)
+            names = [(name, prefix + name) for name in attributes.names]
+            code = prefix + "__class__", kind.qualified_name()
+            known = self._types[prefix] = _Known(kind, code, names, attributes.has_modules)
+        values[known.code[0]] = known.code[1]
+        for name, dotted in known.names:
+            value, before = get(name), plain.get(dotted)
+            if issubclass(type(value), Tensor):
+                values[dotted] = value
+            elif type(value) in _COMPARED and type(value) is type(before) and value == before:
+                values[dotted] = before
+            else:
+                self._add(dotted, _as_tuples(value), values)
+        for name, child in torch._C.ModuleDict(compiled).items() if known.has_modules else ():
+            self._add_module(f"{prefix}{name}.", child, values)
+
+    def _add(self, name: str, value: Any, values: dict[str, Any]) -> None:
+        name, key = self._names.setdefault(name, name), value_key(value)
+        if issubclass(type(value), Tensor):
+            values[name] = value
+        elif key is not NOT_PLAIN:
+            before = self._plain.get(name)
+            values[name] = self._plain[name] = before if value_key(before) == key else value
+        elif type(value) is tuple:
+            for at, item in enumerate(value):
+                self._add(f"{name}.{at}", item, values)
+        else:  # captures are refused
+            values[name] = type(value)
+
+
+def scripted_state(compiled: Any) -> tuple[Any, ...]:
+    """Return all attributes of a TorchScript module and its submodules, in their order."""
+    return tuple(ScriptedValues(lambda: compiled).read().items())
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of its containers, which are new at each reading."""
+    if type(value) is dict:
+        return tuple((key, _as_tuples(item)) for key, item in value.items())
+    return tuple(map(_as_tuples, value)) if type(value) in (list, tuple) else value
+
+
+def settling_runs() -> int:
+    """Count the runs of a size after which TorchScript compiles nothing any more: a capture must not contain that.
+
+    For each new shape, some runs are profiled, one compiles, and the next one is served by what was compiled.
+    """
+    profiled: Callable[[], int] = torch._C._jit_get_num_profiled_runs  # type: ignore[attr-defined]
+    return profiled() + 2
+
+
+def refused_script(modules: Mapping[str, nn.Module], *, emulated: bool) -> HostError | None:
+    """Say why no graph can hold these TorchScript modules; None if graphs can.
+
+    Args:
+        modules: the modules, by name.
+        emulated: True if the emulator captures, which sees only operators that torch dispatches.
+    """
+    for module_name, module in modules.items():
+        if emulated and torch._C._jit_can_fuse_on_cpu():
+            return HostError(f"{module_name} is a TorchScript module, whose fused kernels no emulator sees", _NO_FUSION)
+        for attributes in _attributes_of(module):
+            for name in attributes.names:
+                value = attributes[name]
+                if not _is_readable(_as_tuples(value)):
+                    cause = f"{module_name}.{name} of a TorchScript module is a {type(value).__name__}"
+                    return HostError(cause, _REMEDY)
+    return None
+
+
+def _is_readable(value: Any) -> bool:
+    if issubclass(type(value), tuple):
+        return all(map(_is_readable, value))
+    return issubclass(type(value), Tensor) or value_key(value) is not NOT_PLAIN
