@@ -56,7 +56,7 @@ class Reason(str, enum.Enum):
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
     BACKWARD_PENDING = "backward_pending", "an earlier forward by training graphs still waits for its backward"
-    UNTRAINABLE = "untrainable", "training graphs cannot stand for such a call, or for its optimizer"
+    UNTRAINABLE = "untrainable", "training graphs cannot replay such a call, or its optimizer"
     NESTED = "nested", "an outer graph owns this call"
     TRANSFORMED = (
         "transformed",
