@@ -24,7 +24,7 @@ class Reason(str, enum.Enum):
     PADDED = "padded", "padded to the next captured size"
     # Reasons of the dispatcher.
     SWITCHED_OFF = "switched_off", "graphs are switched off: by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
-    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any that is captured"
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any captured size"
     SIZE_NOT_CAPTURED = (
         "size_not_captured",
         "this size is not in capture_sizes, and padding is off, or would change the random numbers that are drawn next",
@@ -111,7 +111,7 @@ class Reason(str, enum.Enum):
         "hooks",
         "hooks, on submodules, on all modules or of autograd, that a replay would not call; remove them for graphs",
     )
-    LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
+    LENGTH_PADDING = "length_padding", "padded to a captured length, the model gives other answers"
     ONE_TOKEN = "one_token", "graphs of one token served a generation, though tokens_per_launch asks for more"
 
     def __new__(cls, value: str, text: str) -> Reason:
