@@ -55,9 +55,12 @@ class Reason(str, enum.Enum):
         "grad",
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
-    BACKWARD_PENDING = "backward_pending", "an earlier forward by training graphs still waits for its backward"
+    BACKWARD_PENDING = (
+        "backward_pending",
+        "an earlier forward by training graphs still waits for its backward; run it first, or drop its outputs",
+    )
     UNTRAINABLE = "untrainable", "training graphs cannot replay such a call, or its optimizer"
-    NESTED = "nested", "an outer graph owns this call"
+    NESTED = "nested", "an outer graph holds this call"
     TRANSFORMED = (
         "transformed",
         "the call is traced, transformed or observed: vmap, jvp, dual numbers, jit.trace, make_fx, operator modes",
@@ -95,7 +98,7 @@ class Reason(str, enum.Enum):
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     PYTHON_STATE = (
         "python_state",
-        "the forward changes numbers, flags or settings in Python, which no replay does",
+        "numbers, flags, settings or other Python state change at every call, and a graph holds one value of each",
     )
     # Generation by another library.
     GENERATION = (
