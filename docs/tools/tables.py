@@ -19,11 +19,9 @@ MIB = 2**20
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
-    ROOT / "docs" / "audit.md",
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
-    ROOT / "docs" / "several_gpus.md",
     ROOT / "bench" / "results" / "README.md",
 ]
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -393,6 +393,7 @@ _READS = (
     *("a capturing stream", "a capturing blocking stream"),
 )
 _BREAK = "mark the function with @simplegraph.eager_break, and set mode='PIECEWISE'"
+_MODE = "set mode='PIECEWISE', in which the function that is marked with @simplegraph.eager_break runs eagerly"
 _FIX = Remedy("Fix it.", breaks=True)
 _HOLD_MORE = Remedy(
     "Let the break hold more: mark a function around it, or break at the module around it (simplegraph.break_at)."
@@ -518,12 +519,22 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
         return remedy.text or _EAGERLY
     inner = next((line for line in reversed(outside) if line.is_users), None)
     advice = _BREAK
+    if _in_plain_break(outside):
+        return f"{remedy.text[:-1]}; or {_MODE}." if remedy.text else f"{_MODE[0].upper()}{_MODE[1:]}."
     if inner is not None and not inner.is_own:
         advice = _BREAK.replace("mark the function with", "call it in a function of your own, marked")
     elif len(outside) < len(lines):
         advice = _BREAK.replace("function", "function that runs the whole backward, or calls torch.func,")
     both = f"{remedy.text[:-1]}; or {advice}" if remedy.text else f"{advice[0].upper()}{advice[1:]}"
     return f"{both}{remedy.break_scope}."
+
+
+def _in_plain_break(lines: Sequence[CalledLine]) -> bool:
+    """True if a function with the mark of an eager break was called as a plain function, as in mode FULL."""
+    return any(
+        line.summary.name == "breaking" and line.summary.filename.startswith(_OWN) and inner.is_users
+        for line, inner in itertools.pairwise(lines)
+    )
 
 
 def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> str:

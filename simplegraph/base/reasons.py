@@ -24,7 +24,7 @@ class Reason(str, enum.Enum):
     PADDED = "padded", "padded to the next captured size"
     # Reasons of the dispatcher.
     SWITCHED_OFF = "switched_off", "graphs are switched off: by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
-    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any that is captured"
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any captured size"
     SIZE_NOT_CAPTURED = (
         "size_not_captured",
         "this size is not in capture_sizes, and padding is off, or would change the random numbers that are drawn next",
@@ -55,9 +55,12 @@ class Reason(str, enum.Enum):
         "grad",
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
-    BACKWARD_PENDING = "backward_pending", "an earlier forward by training graphs still waits for its backward"
-    UNTRAINABLE = "untrainable", "training graphs cannot stand for such a call, or for its optimizer"
-    NESTED = "nested", "an outer graph owns this call"
+    BACKWARD_PENDING = (
+        "backward_pending",
+        "an earlier forward by training graphs still waits for its backward; run it first, or drop its outputs",
+    )
+    UNTRAINABLE = "untrainable", "training graphs cannot replay such a call, or its optimizer"
+    NESTED = "nested", "an outer graph holds this call"
     TRANSFORMED = (
         "transformed",
         "the call is traced, transformed or observed: vmap, jvp, dual numbers, jit.trace, make_fx, operator modes",
@@ -95,7 +98,7 @@ class Reason(str, enum.Enum):
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     PYTHON_STATE = (
         "python_state",
-        "the forward changes numbers, flags or settings in Python, which no replay does",
+        "numbers, flags, settings or other Python state change at every call, and a graph holds one value of each",
     )
     # Generation by another library.
     GENERATION = (
@@ -111,7 +114,7 @@ class Reason(str, enum.Enum):
         "hooks",
         "hooks, on submodules, on all modules or of autograd, that a replay would not call; remove them for graphs",
     )
-    LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
+    LENGTH_PADDING = "length_padding", "padded to a captured length, the model gives other answers"
     ONE_TOKEN = "one_token", "graphs of one token served a generation, though tokens_per_launch asks for more"
 
     def __new__(cls, value: str, text: str) -> Reason:

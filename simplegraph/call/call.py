@@ -314,7 +314,9 @@ class Call:
         if self.padding and binding.padding_refusal is not None:
             raise binding.padding_refusal.again()
         if self.padding and binding.draws:
-            raise CannotBind(Reason.SIZE_NOT_CAPTURED, f"it draws; add {self.batch} to capture_sizes")
+            raise CannotBind(
+                Reason.SIZE_NOT_CAPTURED, f"the forward draws random numbers; add {self.batch} to capture_sizes"
+            )
         copied = {arg.name: leaf for leaf, arg in zip(self.leaves, self.layout.args, strict=True) if is_copied(arg)}
         written = (copied[name] for name in copied.keys() & binding.written)
         # Their memory overlaps, and that of their static buffers would not.

@@ -487,7 +487,7 @@ def differences(before: Signature, after: Signature) -> list[str]:
     differing = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
     if before.specs != after.specs and not differing:
         differing.append("how the arguments nest")
-    kinds = ("autocast", "state", "settings", "default devices", "gradients", "values of Python")
+    kinds = ("autocast", "state", "settings", "default devices", "gradients", "Python values")
     for kind, one, other in zip(kinds, before.context, after.context, strict=True):
         if one != other:
             telling = isinstance(one, (TorchSettings, PlainValues))

@@ -506,5 +506,6 @@ def _step_change(step: Watched, first: Site | None) -> str:
     begins = first.codes.get(site.code, site.number) if first is not None else site.number
     numbered = enumerate(linecache.getlines(site.file)[begins - 1 : site.number], begins)
     reads = [f"{number} `{line.strip()}`" for number, line in numbered if _READS.search(line)]
-    said = f"put {Path(site.file).name}:{begins} to {site.number} into a function; sg.train_step(function, {settings})"
+    lines = f"{begins} to {site.number}" if begins < site.number else site.number
+    said = f"put {Path(site.file).name}:{lines} into a function; sg.train_step(function, {settings})"
     return said + f"; lines that read results back stay outside: {', '.join(reads)}" * bool(reads)

@@ -104,7 +104,7 @@ class CheckReport:
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
         lists = self.state_written, self.inputs_written, self.output_aliases, self.counts
-        titles = "writes its own state", "writes its inputs", "outputs that alias", "counts"
+        titles = "writes its own state", "writes its inputs", "outputs that alias", "values that graphs depend on"
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
         if self.memory is not None:
             lines.append(str(self.memory))

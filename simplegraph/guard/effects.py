@@ -22,7 +22,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import CodePlace, FunctionModule
 from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
 from simplegraph.guard.scripted import scripted_state
-from simplegraph.program.escapes import PythonState, holds_graph_memory
+from simplegraph.program.escapes import PythonState, holds_graph_memory, quoted
 from simplegraph.program.probes import Run, Undone
 from simplegraph.program.snapshot import Snapshot, in_memory, is_same
 
@@ -55,7 +55,10 @@ class ModuleState(PythonState):
         super().__init__([module])
         self._module, self._passes_left = module, passes_left
         if passes_left:
-            self.kept_remedy = "Return it instead, or keep it alone in an attribute of a module: self.last = tensor."
+            self.kept_remedy = (
+                "Return it instead, or give each tensor an attribute of a module, with no tuple, list or dict "
+                "around it: self.last = tensor."
+            )
         self._left_places: dict[
             str, LeftPlace
         ] = {}  # attributes that a recording left tensors in, by their dotted name
@@ -265,5 +268,8 @@ class CountedState:
     @property
     def refusal(self) -> tuple[str, str]:
         """Say why there can be no graph, and what to do."""
-        cause = f"the forward changes {', '.join(self.names or [])} whenever it runs, and a replay runs no Python"
-        return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."
+        cause = f"the forward changes {quoted(self.names or [])} whenever it runs, and a replay runs no Python"
+        return cause, (
+            "Keep a number in a buffer that the forward writes in place; do all else outside the forward, and pass "
+            "what comes of it as a tensor."
+        )

@@ -232,11 +232,14 @@ _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # package
 _MOST_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
 _OFTEN = 8  # comparisons: a new value within so many after the last counts as soon
 _PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
-_CHANGING = (
-    "takes new values all the time, and each needs a graph of its own: pass it as a tensor, or rename it if the "
-    "code has its name for something else; of Adam, AdamW and SGD, fused=True takes lr from the device unless the "
-    "step's own code reads param_groups, which can be read outside of it, and simplegraph.wrap(model, training=True) "
-    "leaves another optimizer out of graphs; cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
+_CHANGING = "takes new values all the time, and each needs a graph of its own"
+_CHANGE_OUTSIDE = (
+    "change it outside the function, pass it as a tensor, or rename it if the code has its name for something else"
+)
+_LET_OPTIMIZER_READ = (
+    "Adam, AdamW and SGD with fused=True take lr from the device, unless the step's own code reads param_groups, which "
+    "can be read outside of it; cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum; and "
+    "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 )
 
 
@@ -406,7 +409,9 @@ class ReachedValues:
     def state(self) -> Hashable:
         """Return the key, the same object until a value changes. Raises CannotBind."""
         if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
-            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}")
+            of_optimizer = any("param_groups" in name or name.startswith("optimizers.") for name in self._often)
+            remedy = _LET_OPTIMIZER_READ if of_optimizer else _CHANGE_OUTSIDE
+            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}: {remedy}")
         return self.key
 
 

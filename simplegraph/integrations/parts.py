@@ -177,7 +177,7 @@ def _sift(
             continue
         graphs.take_out(name)
         if replays and not eager:
-            graphs.skipped[name] = f"fewer operators than {least}, which a graph is not worth"
+            graphs.skipped[name] = f"fewer operators than {least}: a graph would not be faster"
             continue
         if eager:
             graphs.skipped[name] = _why(stats)

@@ -212,14 +212,19 @@ _NORM_REMEDY = (
     "remove_spectral_norm on the layer before, or make it by torch.nn.utils.parametrizations."
 )
 _RETURNED_REMEDY = (
-    "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
-    "keep what the replay returns, where the forward was called."
+    "The forward also returns it: do not keep it there, and store what the call returns in the code that calls. State "
+    "that the next call reads becomes an argument."
 )
 
 
 def kept_by(names: Iterable[str]) -> str:
     """Say that places of these names would keep tensors of a graph."""
-    return f"{', '.join(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
+    return f"{quoted(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """List names of places: names of attributes in backquotes, descriptions such as "the global X of Y" as they are."""
+    return ", ".join(name if " " in name else f"`{name}`" for name in names)
 
 
 def _tensors_of(roots: Sequence[Any]) -> Iterator[Tensor]:

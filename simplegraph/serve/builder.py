@@ -140,7 +140,7 @@ class GraphBuilder:
         unlike = self.difference_to_captured(call)
         if call.padding and not call.confirmed(self.reader):
             call = call.at_exact_size()  # as the next call of this size is, unless another size comes before
-        return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
+        return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"unlike the captured calls: {unlike}")
 
     def warm_up(self, call: Call) -> Any:
         """Run a call that is a warmup of its size."""

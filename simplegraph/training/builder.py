@@ -107,7 +107,7 @@ class PairBuilder(GraphBuilder):
         """Run a call that is a warmup, or whose backward is observed."""
         if super().warmups_left(call.binding, call.batch, *call.dispatch[:2]) > 0:
             return super().warm_up(call)
-        said = "graphs are captured once a backward of such a call was seen"
+        said = "with training=True, graphs are captured after the first backward of such a call, and none has run yet"
         self.manager.stats.ran_eagerly(Reason.GRAD, said, call.batch)
         result = call.run(call.args, call.kwargs)
         self.watch(call, result)

@@ -205,6 +205,19 @@ print(total)
     assert told.change.endswith("lines that read results back stay outside: 10 `total = loss.item()`")
 
 
+def test_a_step_of_one_line_is_named_by_that_line(advise: Advise) -> None:
+    told = advise(
+        """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(12):
+    net(torch.randn(6, 4)).pow(2).mean().backward(); opt.step(); opt.zero_grad()
+print("done")
+"""
+    )
+    assert told.change == "put program.py:9 into a function; sg.train_step(function, optimizers=opt)"
+
+
 def test_a_step_whose_optimizer_no_graph_holds_is_told_of_graphs_without_it(advise: Advise) -> None:
     told = advise(STEP.replace("AdamW(net.parameters(), fused=True)", "RAdam(net.parameters())"))
     assert told.first.startswith("`opt.step` (program.py:12): 12 steps of ")

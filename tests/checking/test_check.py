@@ -190,7 +190,7 @@ def test_python_state_that_changes_from_call_to_call_is_found(device):
 
     report = sg.check(Counts().eval(), rows(device))
     assert report.capturable is False
-    assert "the forward changes calls whenever it runs" in report.problem
+    assert "the forward changes `calls` whenever it runs" in report.problem
 
 
 def test_state_that_is_written_is_named_and_put_back(device):
@@ -565,7 +565,7 @@ def test_attributes_whose_values_count_are_named(device):
     module = Scaled(depth=8).to(device).eval()
     report = sg.check(module, rows(device))
     assert report.counts == ("Scaled.temperature=1.5",)  # not torch's own layers, nor what no forward names
-    assert "counts: Scaled.temperature=1.5" in str(report)
+    assert "values that graphs depend on: Scaled.temperature=1.5" in str(report)
     plain = sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device))
     assert "counts" not in str(plain)
 

@@ -226,7 +226,7 @@ def test_a_weight_that_a_hook_of_torch_sets_is_made_another_way_for_breaks(name:
 
     check_served(model(getattr(nn.utils, name)), device)
     message = refusal(model(getattr(nn.utils, name)), device, mode="PIECEWISE")
-    assert "0.weight would keep a tensor" in message
+    assert "`0.weight` would keep a tensor" in message
     assert (
         "call remove_weight_norm or remove_spectral_norm on the layer before, or make it by torch.nn.utils." in message
     )
@@ -265,7 +265,7 @@ def test_a_tensor_that_a_library_keeps_is_kept_in_a_break(spiking: Any, device: 
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), spiking(), nn.Linear(WIDTH, WIDTH)).to(device).eval()
 
     message = refusal(model(), device)
-    assert "1.states would keep a tensor" in message
+    assert "`1.states` would keep a tensor" in message
     assert "Return it" not in message
     assert "simplegraph.break_at(model, \"1\") and mode='PIECEWISE'" in message
     broken = model()
@@ -297,7 +297,8 @@ def test_a_tensor_that_ones_own_module_keeps_is_returned_or_an_attribute(device:
             return state + 1, state
 
     message = refusal(Keeps().to(device).eval(), device)
-    assert "Return it instead, or keep it alone in an attribute of a module: self.last = tensor." in message
+    advised = "give each tensor an attribute of a module, with no tuple, list or dict around it: self.last = tensor."
+    assert f"Return it instead, or {advised}" in message
     check_served(Returns().to(device).eval(), device)
     check_served(Sets().to(device).eval(), device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -158,6 +160,111 @@ def test_what_a_capture_says_of_the_users_own_part_works(case: Case, make: Any, 
     assert f"; or {MARK}" in message
     check_served(make(case.mended, device), device)
     check_served(make(sg.eager_break(case.part), device), device, mode="PIECEWISE")
+
+
+@cases
+def test_a_function_that_is_marked_already_is_only_told_the_mode(case: Case, device: torch.device) -> None:
+    net = as_module(sg.eager_break(case.part), device)
+    message = message_of(net, device)
+    assert case.said.removesuffix(":") in message
+    assert "; or set mode='PIECEWISE', in which the function that is marked with @simplegraph.eager_break" in message
+    assert "mark the function with" not in message
+    check_served(net, device, mode="PIECEWISE")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_line_beside_a_function_that_is_marked_is_told_to_be_marked(mode: str, device: torch.device) -> None:
+    marked = sg.eager_break(torch.relu)
+    message = message_of(as_module(lambda x: reads(marked(x)), device), device, mode)
+    assert f"; or {MARK}" in message
+
+
+# State that a forward keeps.
+
+
+class Stream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.cell(x, self.state)
+        return self.state[0] * 2
+
+
+class StreamOfAttributes(Stream):
+    """Does what the message says: each tensor has an attribute of its own."""
+
+    hidden: Any = None
+    memory: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None if self.hidden is None else (self.hidden, self.memory)
+        self.hidden, self.memory = self.cell(x, state)
+        hidden: Tensor = self.hidden
+        return hidden * 2
+
+
+def test_a_state_in_a_tuple_is_told_to_lie_in_attributes(device: torch.device) -> None:
+    served: Any = sg.wrap(Stream().to(device).eval(), capture_sizes=[4], progress=False)
+    for x in batches(device):
+        served(x)
+    (message,) = served.graph_stats.failures.values()
+    assert "`state` would keep a tensor" in message
+    assert "give each tensor an attribute of a module, with no tuple, list or dict around it" in message
+    mended = StreamOfAttributes().to(device).eval()
+    served, twin = sg.wrap(mended, capture_sizes=[4], progress=False), copy.deepcopy(mended)
+    for x in batches(device):
+        torch.testing.assert_close(served(x), twin(x))
+    assert served.graph_stats.replays >= 4
+
+
+class Sessions(nn.Module):
+    """Keeps what it returns in a dict, which the next call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.states: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor, session: str = "a") -> Tensor:
+        self.states[session] = state = self.cell(x, self.states.get(session))
+        return state
+
+
+def test_a_kept_tensor_that_is_returned_is_told_to_be_kept_by_the_caller(device: torch.device) -> None:
+    served: Any = sg.wrap(Sessions().to(device).eval(), capture_sizes=[4], progress=False)
+    twin = copy.deepcopy(sg.unwrap(served))
+    for x in batches(device):
+        torch.testing.assert_close(served(x), twin(x))
+    message = next(iter(served.graph_stats.failures.values()))
+    assert "do not keep it there, and store what the call returns in the code that calls" in message
+    assert "State that the next call reads becomes an argument" in message
+    served, state = sg.wrap(twin.cell, capture_sizes=[4], progress=False), torch.zeros(4, WIDTH, device=device)
+    for x in batches(device):
+        expected = twin.cell(x, state)
+        state = served(x, state)
+        torch.testing.assert_close(state, expected)
+    assert served.graph_stats.replays >= 4
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        return x * (random.random() if factor is None else factor)
+
+
+def test_numbers_that_python_draws_are_told_to_be_passed(device: torch.device) -> None:
+    served: Any = sg.wrap(Draws().eval(), capture_sizes=[4], progress=False)
+    for x in batches(device):
+        served(x)
+    (message,) = served.graph_stats.failures.values()
+    assert "do all else outside the forward, and pass what comes of it as a tensor" in message
+    served = sg.wrap(Draws().eval(), capture_sizes=[4], progress=False)
+    for x in batches(device):
+        factor = torch.tensor(random.random(), device=device)
+        torch.testing.assert_close(served(x, factor), x * factor)
+    assert served.graph_stats.replays >= 4
 
 
 # Training: no break can be in such a graph.

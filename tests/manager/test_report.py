@@ -300,7 +300,7 @@ def test_each_reason_is_logged_once_and_costly_ones_as_warnings(device, caplog):
     with torch.no_grad():
         for size in (9, 9, 9, 4, 4):
             model(torch.randn(size, WIDTH, device=device))
-    too_large = [record for record in caplog.records if "larger than any that is captured" in record.message]
+    too_large = [record for record in caplog.records if "larger than any captured size" in record.message]
     assert [record.levelno for record in too_large] == [logging.WARNING]
     first = [record for record in caplog.records if sg.Reason.FIRST_CALL.text in record.message]
     assert all(record.levelno == logging.DEBUG for record in first)
@@ -374,7 +374,7 @@ def test_a_program_that_configured_no_logging_sees_each_warning_once_on_stderr(t
     assert warnings[0] == (
         "simplegraph: Picky: capturing batch size 4 failed at model.py:8 `return x * 2 if x.sum() > 0 else x`"
     )
-    assert warnings[1].startswith("simplegraph: Picky runs eagerly: the batch is larger than any that is captured")
+    assert warnings[1].startswith("simplegraph: Picky runs eagerly: the batch is larger than any captured size")
 
 
 def test_every_reason_has_a_text_for_people_and_a_value_for_machines():

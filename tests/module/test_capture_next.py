@@ -202,7 +202,7 @@ def test_what_only_large_batches_change_in_python_is_noticed(
         x = rows(size, device)
         close(model(x), plain(x))
         assert model.runs == plain.runs
-    assert "forward changes runs whenever it runs" in str(next(iter(done.failed.values())))
+    assert "forward changes `runs` whenever it runs" in str(next(iter(done.failed.values())))
 
 
 def test_functions_and_lengths_have_it_and_training_steps_say_why_not(device: torch.device) -> None:

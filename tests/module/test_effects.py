@@ -164,7 +164,7 @@ def test_a_counter_in_python_counts_every_call_and_is_named_as_the_reason(device
     assert counts == [1, 2, 3, 4, 5], "no replay that forgets to count, and a capture is no call"
     assert model.graph_stats.captures == 0
     assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] == 4
-    assert "changes k whenever it runs" in model.graph_stats.failures["batch size 2"]
+    assert "changes `k` whenever it runs" in model.graph_stats.failures["batch size 2"]
 
 
 def test_warmups_of_all_sizes_count_and_captures_do_not(device: torch.device) -> None:
@@ -173,7 +173,7 @@ def test_warmups_of_all_sizes_count_and_captures_do_not(device: torch.device) ->
     assert model.k == 1
     assert summary.captured == 0
     assert len(summary.failed) == 3
-    assert all("changes k whenever" in str(error) for error in summary.failed.values())
+    assert all("changes `k` whenever" in str(error) for error in summary.failed.values())
     assert model.graph_stats.captures == 0
 
 
@@ -236,7 +236,8 @@ def test_python_state_that_every_run_changes_is_named_wherever_it_hangs(
     for _ in range(3):
         x = torch.randn(2, 4, device=device)
         torch.testing.assert_close(model(x), module.l(x))
-    assert f"{name} whenever it runs" in model.graph_stats.failures["batch size 2"]
+    named = name if " " in name else f"`{name}`"
+    assert f"changes {named} whenever it runs" in model.graph_stats.failures["batch size 2"]
     twin = Changing().eval()
     twin.s = copy.deepcopy(state)
     for _ in range(3):

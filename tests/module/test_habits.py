@@ -420,7 +420,7 @@ def test_a_count_of_all_calls_is_no_part_of_the_key_whoever_counts(device: torch
         torch.testing.assert_close(model(x, *[1][: step % 2]), module.layer(x) * 2)
         assert module.count == step + 1
     assert model.graph_stats.eager["first_call"] == 2
-    assert "the forward changes count whenever it runs" in str(model.graph_report())
+    assert "the forward changes `count` whenever it runs" in str(model.graph_report())
     assert "new values" not in str(model.graph_report())
 
 

@@ -623,7 +623,7 @@ def test_calls_with_eager_breaks_name_the_place(device: torch.device) -> None:
     module, twin = pair(Breaks, device)
     model: Any = sg.wrap(module, capture_sizes=[2], mode="PIECEWISE", progress=False)
     follow(model, module, twin, [2] * 5, device)
-    assert "hidden would keep a tensor" in "".join(model.graph_stats.failures.values())
+    assert "`hidden` would keep a tensor" in "".join(model.graph_stats.failures.values())
     assert model.graph_stats.eager[Reason.CAPTURE_FAILED] >= 2
 
 

@@ -82,5 +82,5 @@ def test_a_tensor_that_is_left_is_named_with_its_remedy(device: torch.device) ->
     for _ in range(3):
         model(torch.randn(2, 4, device=device))
     (why,) = model.graph_stats.failures.values()
-    assert "seen would keep a tensor that exists only inside the graph" in why
+    assert "`seen` would keep a tensor that exists only inside the graph" in why
     assert "Return it instead" in why

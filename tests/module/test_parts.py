@@ -87,14 +87,14 @@ def test_a_part_that_fails_for_another_shape_is_put_back(device: torch.device) -
         assert list(graphs.parts) == ["0"]
     with sg.wrap_parts(model, short, others=[long, {"input": long}]) as graphs:
         assert list(graphs.parts) == ["0.layers"]
-        assert "the forward changes length whenever it runs" in graphs.skipped["0"]
+        assert "the forward changes `length` whenever it runs" in graphs.skipped["0"]
         assert graphs.parts["0.layers"].graph_stats.captures == 2
 
 
 def test_the_report_says_why_other_parts_have_no_graphs(detector: Any, device: torch.device) -> None:
     report = sg.wrap_parts(detector, {"x": torch.randn(5, 8, device=device)}).report()
     assert "features[features.sum(1) > 0]" in report.skipped["head"]
-    assert report.skipped["head.small"] == "fewer operators than 8, which a graph is not worth"
+    assert report.skipped["head.small"] == "fewer operators than 8: a graph would not be faster"
     assert "unused" not in report.skipped
     assert "head.small, head.view run eagerly: fewer operators" in str(report)
     assert report.to_dict()["parts"]["backbone"]["replays"] >= 1

@@ -295,6 +295,32 @@ def test_a_loops_counter_that_the_step_reads_is_never_stale(monkeypatch):
     assert "step takes new values all the time" in twins.stats.details[Reason.PYTHON_STATE]
 
 
+def test_a_step_that_counts_is_told_to_count_outside():
+    class Counting(Looping):
+        calls, inside = 0, True
+
+        def train(self, x, y):
+            self.calls += self.inside
+            return super().train(x, y)
+
+    for inside in (True, False):
+        trainers = []
+
+        def making(trainers=trainers, inside=inside):
+            trainers.append(Counting())
+            trainers[-1].inside = inside
+            return trainers[-1].train, trainers[-1].trained, trainers[-1].chosen
+
+        twins = Twins(making)
+        for number in range(12):
+            twins.run(*batch(number))
+        assert (twins.stats.replays >= 9) == (not inside)
+        if inside:
+            told = twins.stats.details[Reason.PYTHON_STATE]
+            assert "change it outside the function" in told
+            assert "AdamW" not in told, "the number is none of the optimizer's"
+
+
 def test_numbers_that_change_once_an_epoch_are_captured_in_every_epoch():
     twins = Twins(making("plain sgd"), max_signatures=4)
     for epoch in range(10):

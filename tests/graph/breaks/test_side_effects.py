@@ -283,7 +283,7 @@ def test_an_object_of_a_break_that_the_forward_keeps_is_each_calls_own(
         last = module.last["deep"][0] if isinstance(module.last, dict) else module.last
         torch.testing.assert_close(last.hidden, (x + 1) * 2)
     assert model.graph_stats.captures == 0
-    assert "the forward changes last whenever it runs" in next(iter(model.graph_stats.failures.values()))
+    assert "the forward changes `last` whenever it runs" in next(iter(model.graph_stats.failures.values()))
 
 
 @pytest.mark.parametrize("kept_inside", [False, True])
