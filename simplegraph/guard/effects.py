@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import operator
 import pickle
@@ -23,7 +22,7 @@ from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
 from simplegraph.program.escapes import PythonState, holds_graph_memory
 from simplegraph.program.probes import Run, Undone
-from simplegraph.program.snapshot import Snapshot, in_memory, is_same
+from simplegraph.program.snapshot import ABSENT, Snapshot, in_memory, is_same
 
 _MAX_BYTES = 1 << 20  # the largest bytes and arrays that are compared
 
@@ -156,13 +155,6 @@ def _progress(made: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
     return frame.f_lasti, *(value for value in frame.f_locals.values() if issubclass(type(value), ATOMS))
 
 
-def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
-    try:
-        return (variable.get(),)
-    except LookupError:
-        return ()
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "random.Random": _pickled,
     "numpy.random._generator.Generator": _pickled,
@@ -174,7 +166,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "builtins.bytearray": _pickled,
     "itertools.count": repr,
     "builtins.generator": _progress,
-    "_contextvars.ContextVar": _in_context,
+    "_contextvars.ContextVar": lambda variable: (variable.get(ABSENT),),
     "_io._IOBase": operator.methodcaller("tell"),
     "_queue.SimpleQueue": operator.methodcaller("qsize"),
     "threading.Event": operator.methodcaller("is_set"),

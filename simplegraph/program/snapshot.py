@@ -136,7 +136,7 @@ def is_fixed(value: Any) -> bool:
     """True for values that nothing can change inside."""
     for base in (tuple, frozenset):
         if issubclass(type(value), base):
-            return all(map(is_fixed, base.__iter__(value)))  # type: ignore[attr-defined]
+            return all(map(is_fixed, base.__iter__(value)))
     return _is_fixed_kind(type(value))
 
 

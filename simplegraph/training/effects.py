@@ -23,6 +23,7 @@ from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import wants_grad
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
@@ -160,7 +161,7 @@ class StepEffects:
         """Refuse a step that leaves its backward to the caller: its results have no autograd graph."""
         gradients = (parameter.grad for parameter in self.gradients.parameters)
         self._trained = self._trained or self.optimizers.stepped or any(gradient is not None for gradient in gradients)
-        if not self._trained and any(map(_wants_grad, flatten(result)[0])):
+        if not self._trained and any(map(wants_grad, flatten(result)[0])):
             raise InputError(
                 "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
                 "Call loss.backward() and optimizer.step() inside of the step; what it returns is detached."
@@ -306,7 +307,7 @@ class StepModule(FunctionModule):
         if not captures:
             self.step.check_trained(result)
             self.step.optimizers.note_returned(leaves)
-        return spec.unflatten([leaf.detach() if _wants_grad(leaf) else leaf for leaf in leaves])
+        return spec.unflatten([leaf.detach() if wants_grad(leaf) else leaf for leaf in leaves])
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
@@ -383,10 +384,6 @@ class StepModule(FunctionModule):
 def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     """List the optimizers that a training step's module calls; none for another module."""
     return module.step.optimizers.all if isinstance(module, StepModule) else []
-
-
-def _wants_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class WithGradients(NamedTuple):
