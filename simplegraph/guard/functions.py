@@ -409,11 +409,7 @@ class GraphedFunction(Generic[P, R]):
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         wrapped = self._wrapped
         runner = wrapped._graph_runner
-        result: R = (
-            runner.call(wrapped, args, kwargs)
-            if runner.front is None
-            else runner.front.call(runner, wrapped, args, kwargs)
-        )
+        result: R = runner.front.call(runner, wrapped, args, kwargs)
         return result
 
     @overload

@@ -173,12 +173,6 @@ class LeftTensors:
         runner.renew(before.renewed())
         return result.result
 
-    def capture_all(
-        self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
-    ) -> Any:
-        """Capture all sizes, or the `following` one; see `GraphRunner.capture_all`."""
-        return runner.capture_all(module, args, kwargs, following=following)
-
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments with the values of places that runs read, and None for the other places."""
         return _arguments(kwargs, self.passed)
