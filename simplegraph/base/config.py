@@ -241,23 +241,12 @@ class CudaGraphConfig:
             raise ConfigError(f"{error} (set from the environment: {', '.join(given)})") from None
 
 
-# Replacements of former settings.
-_REPLACED = {
-    "max_capture_size": "capture_sizes=simplegraph.default_sizes(largest)",
-    "on_stale": "graph_stats.recaptures, which counts captures that were dropped",
-    "pad_random": "capture_sizes with the batch sizes of a model that draws random numbers",
-    "trusted_args": "an attribute of the module, or a class with __eq__ and __hash__",
-    "break_ops": "simplegraph.break_at, simplegraph.eager_break or the operator's tag torch.Tag.cudagraph_unsafe",
-}
-
-
 def check_settings(names: Iterable[str], where: str = "") -> None:
-    """Refuse names that are not fields of `CudaGraphConfig`, and say what to use instead. Raises ConfigError."""
+    """Refuse names that are not fields of `CudaGraphConfig`, and name those that are. Raises ConfigError."""
     fields = CudaGraphConfig.__dataclass_fields__
     unknown = sorted(set(names) - fields.keys())
     if unknown:
-        replaced = [f" ({name} is replaced by {_REPLACED[name]})" for name in unknown if name in _REPLACED]
-        hint = "".join(replaced) or did_you_mean(unknown, fields)
+        hint = did_you_mean(unknown, fields)
         raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(fields)}.")
 
 

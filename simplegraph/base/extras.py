@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,21 +26,6 @@ class Extras(abc.ABC):
             notes: notes of probes about eager runs, each under its own name, for later captures. They are kept with the
                 graphs.
         """
-
-    @abc.abstractmethod
-    def engine_probes(self, table: Any, kept_alive: list[Any], forward: Any, jobs: Sequence[Any]) -> list[Any]:
-        """Make the probes of an engine's captures.
-
-        Args:
-            table: the table of the graphs.
-            kept_alive: the list to add tensors to that the graphs read.
-            forward: the engine's forward.
-            jobs: the graphs to capture.
-        """
-
-    @abc.abstractmethod
-    def prove_batch(self, table: Any, job: Any, state: Sequence[Any], run: Callable[[], Any]) -> Any:
-        """Run an engine's batch eagerly, compare a replay of its graph with it, and return eager's result."""
 
     @abc.abstractmethod
     def runner_kind(self, config: Any, module: Any) -> Any:

@@ -74,3 +74,12 @@ def behind(thing: Any) -> Any:
         return thing.__init__.__self__
     except Exception:  # a class that hides it
         return None
+
+
+_NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+
+
+def is_set_by_hook(module: Any, attribute: str) -> bool:
+    """True if a hook of torch's old `weight_norm` or `spectral_norm` sets an attribute of a module at each call."""
+    hooks = getattr(module, "_forward_pre_hooks", {}).values()
+    return any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks)

@@ -132,6 +132,15 @@ class Reason(str, enum.Enum):
         return str(self.value)
 
 
+# Reasons of the first calls, which end by themselves.
+SOON = frozenset(
+    {
+        *(Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF),
+        *(Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED),
+    }
+)
+
+
 class CannotBind(Exception):
     """A call cannot be served by a graph; internal, the call runs eagerly and is counted.
 

@@ -28,6 +28,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def wants_grad(leaf: Any) -> bool:
+    """True for a tensor that requires grad."""
+    return issubclass(type(leaf), Tensor) and leaf.requires_grad
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """True if the tensor has no memory of its own, and wraps tensors that have."""
     return type(tensor) not in _PLAIN and wrapper_class(type(tensor))

@@ -310,7 +310,7 @@ class Call:
         if len(set(map(id, mappings))) < len(mappings):  # a graph has a mapping of its own for each that it is passed
             raise CannotBind(Reason.ALIASED, f"a {type(mappings[0]).__name__} that is passed twice")
         for counted in binding.counted.values():  # other sizes may advance the same state where it cannot be seen
-            counted.check()
+            counted.check(self.module)
         if self.padding and binding.padding_refusal is not None:
             raise binding.padding_refusal.again()
         if self.padding and binding.draws:

@@ -169,7 +169,7 @@ class StaticInput:
         # Never an inference tensor, whatever mode the caller is in, since those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
             shape = [rows if size == -1 else size for size in arg.shape]
-            count = _extent(shape, self._strides(shape)) if self._reference is None else 0
+            count = extent(shape, self._strides(shape)) if self._reference is None else 0
             self.buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             from_host = isinstance(arg, HostInput)
             self.host = torch.full_like(self.buffer, self.pad_number, device="cpu") if from_host else None
@@ -375,10 +375,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor.shape, tensor.stride()) * tensor.itemsize
+    return tensor.data_ptr(), tensor.data_ptr() + extent(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return the number of elements from a tensor's first to its last."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return last + 1 if 0 not in shape else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from simplegraph.base.nested import TreeSpec, Withheld
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import is_wrapper, storage_key
-from simplegraph.call.inputs import HostArg, Slot, TensorArg, overlap, overlaps_itself
+from simplegraph.call.inputs import HostArg, Slot, TensorArg, extent, overlap, overlaps_itself
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -255,11 +255,6 @@ def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
     ]
 
 
-def _end(tensor: Tensor) -> int:
-    """Return the number of elements from a tensor's first to its last."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
 def _is_lazy(tensor: Tensor) -> bool:
     """True if the tensor is a lazy conjugate or negative of the values in its memory."""
     return tensor.is_conj() or tensor.is_neg()
@@ -271,7 +266,7 @@ def _group(members: Sequence[int], outputs: Sequence[Any]) -> tuple[Tensor, list
     if len({tensor.dtype for tensor in tensors}) > 1 or any(map(_is_lazy, tensors)):
         raise CannotBind(Reason.ALIASED, "outputs are views of one memory as different dtypes")
     start = min(int(tensor.storage_offset()) for tensor in tensors)
-    end = max(int(tensor.storage_offset()) + _end(tensor) for tensor in tensors)
+    end = max(int(tensor.storage_offset()) + extent(tensor.shape, tensor.stride()) for tensor in tensors)
     with torch.inference_mode(False), torch.no_grad():
         memory = tensors[0].as_strided((end - start,), (1,), start)
     views = [

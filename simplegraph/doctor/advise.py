@@ -30,11 +30,11 @@ from simplegraph.base.extras import harmless_step_hooks
 from simplegraph.base.failures import described_line, running_line
 from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.nested import ATOMS, flatten
-from simplegraph.base.reasons import Reason
+from simplegraph.base.reasons import SOON, Reason
 from simplegraph.batch.planner import plan_sizes
 from simplegraph.doctor.attach import CaptureReading, graph_source
 from simplegraph.doctor.call_sites import Method, Site, find_site
-from simplegraph.doctor.trials import SOON, StepCall, Trial, try_call, try_step
+from simplegraph.doctor.trials import StepCall, Trial, try_call, try_step
 from simplegraph.guard.torch_state import hindrance
 from simplegraph.manager.stats import counted, on_eager
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplegraph.base.errors import ConfigError, SimpleGraphError
 from simplegraph.base.nested import flatten
-from simplegraph.base.reasons import Reason
+from simplegraph.base.reasons import SOON
 from simplegraph.device.memory import HostRandom, put_random_states, random_states
 from simplegraph.doctor.trial_config import TrialConfig
 from simplegraph.manager.stats import GraphStats, headline, merged_failures
@@ -34,7 +34,6 @@ _SECONDS, _TIMED = 0.5, (3, 50)  # of timing a way to call, and its fewest and m
 _SHARED = 1 << 30  # bytes of parameters above which a copy shares them
 _CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
 _UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
-SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 
 
 @dataclasses.dataclass

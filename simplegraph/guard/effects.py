@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,12 +18,12 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
-from simplegraph.guard.functions import CodePlace, FunctionModule
+from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
 from simplegraph.guard.scripted import scripted_state
 from simplegraph.program.escapes import PythonState, holds_graph_memory, quoted
 from simplegraph.program.probes import Run, Undone
-from simplegraph.program.snapshot import Snapshot, in_memory, is_same
+from simplegraph.program.snapshot import ABSENT, Snapshot, in_memory, is_same
 
 _MAX_BYTES = 1 << 20  # the largest bytes and arrays that are compared
 
@@ -65,8 +64,6 @@ class ModuleState(PythonState):
         self._tried: set[str] | None = set() if retry else None  # labels of recordings that left some
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
-        self._function = module if isinstance(module, FunctionModule) else None
-        self._values: list[CodePlace] = []
 
     @property
     def refuses(self) -> bool:  # type: ignore[override]
@@ -78,22 +75,15 @@ class ModuleState(PythonState):
         """True if recordings left notes; changes at every run, or in `state_key`, are not notes."""
         return not self._counted.names and not self._counted.in_key and super().noted
 
-    def before_captures(self, *, again: bool = False) -> None:
-        super().before_captures(again=again)
-        self._values = self._function.values.now() if self._function else []
-
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
         if changes and self._passes_left:
             self._left_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
-        if self._function and self._values:
-            changed = self._function.values.put_back(self._values)
-            self._counted.names = sorted({*(self._counted.names or ()), *changed})
         self.put_back_notes()
         self.snapshot.put_back(self._counted.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
-        return [name.removeprefix("reached.") for name in kept] if self._function else kept
+        return _names_in_code(self._module, kept)
 
     def note_left(self, run: Run, names: Sequence[str]) -> None:
         """Pass the places as inputs of calls, if all are attributes of modules, and the recording was tried again.
@@ -169,13 +159,6 @@ def _progress(made: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
     return frame.f_lasti, *(value for value in frame.f_locals.values() if issubclass(type(value), ATOMS))
 
 
-def _in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
-    try:
-        return (variable.get(),)
-    except LookupError:
-        return ()
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "random.Random": _pickled,
     "numpy.random._generator.Generator": _pickled,
@@ -187,7 +170,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "builtins.bytearray": _pickled,
     "itertools.count": repr,
     "builtins.generator": _progress,
-    "_contextvars.ContextVar": _in_context,
+    "_contextvars.ContextVar": lambda variable: (variable.get(ABSENT),),
     "_io._IOBase": operator.methodcaller("tell"),
     "_queue.SimpleQueue": operator.methodcaller("qsize"),
     "threading.Event": operator.methodcaller("is_set"),
@@ -221,10 +204,10 @@ class CountedState:
         """True once the changes of an eager run were observed."""
         return self._changed is not None
 
-    def check(self) -> None:
+    def check(self, module: Any) -> None:
         """Refuse to record a forward that advances host state at every run. Raises CannotBind."""
         if self._always:
-            raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self._always)))
+            raise CannotBind(Reason.PYTHON_STATE, ", ".join(_names_in_code(module, sorted(self._always))))
 
     @contextlib.contextmanager
     def eager_run(self, module: Any) -> Iterator[None]:
@@ -265,11 +248,16 @@ class CountedState:
         """Name the places that a capture restores: none if a graph serves, else all that an eager run changed, too."""
         return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}
 
-    @property
-    def refusal(self) -> tuple[str, str]:
-        """Say why there can be no graph, and what to do."""
-        cause = f"the forward changes {quoted(self.names or [])} whenever it runs, and a replay runs no Python"
+    def refusal(self, module: Any) -> tuple[str, str]:
+        """Say why there can be no graph of the module, and what to do."""
+        names = quoted(_names_in_code(module, self.names or []))
+        cause = f"the forward changes {names} whenever it runs, and a replay runs no Python"
         return cause, (
             "Keep a number in a buffer that the forward writes in place; do all else outside the forward, and pass "
             "what comes of it as a tensor."
         )
+
+
+def _names_in_code(module: Any, names: Iterable[str]) -> list[str]:
+    """Return names of places as code has them: of a function's module, what the function reaches is in `reached`."""
+    return [name.removeprefix("reached.") for name in names] if isinstance(module, FunctionModule) else [*names]

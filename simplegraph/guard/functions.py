@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.base.nested import ATOMS, constant_key
+from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member, own_dict
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
@@ -32,7 +32,7 @@ from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
 from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, is_packaged, names_of
 from simplegraph.guard.left import left_by
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
-from simplegraph.program.snapshot import ABSENT, restore
+from simplegraph.program.snapshot import restore
 
 _code_of = operator.attrgetter("__code__")
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # their contents are found in other ways
@@ -229,18 +229,7 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # packages with container classes
-_MOST_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
-_OFTEN = 8  # comparisons: a new value within so many after the last counts as soon
 _PROXIED = "is a weak proxy of a module, which may end at any time: let the function reach the module itself"
-_CHANGING = "takes new values all the time, and each needs a graph of its own"
-_CHANGE_OUTSIDE = (
-    "change it outside the function, pass it as a tensor, or rename it if the code has its name for something else"
-)
-_LET_OPTIMIZER_READ = (
-    "Adam, AdamW and SGD with fused=True take lr from the device, unless the step's own code reads param_groups, which "
-    "can be read outside of it; cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum; and "
-    "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
-)
 
 
 class FunctionModule(nn.Module):
@@ -252,7 +241,7 @@ class FunctionModule(nn.Module):
     Attributes:
         is_function: True; children are named as in code, so their names may contain dots.
         reached: tensors, containers and other objects that the function reaches, by name.
-        values: the plain values that it reaches.
+        watched: the places that it may read.
         computes_gradients: True if the function calls backward itself.
         proves_any_size: True if proofs copy all memory that it writes, however much that is.
     """
@@ -265,7 +254,8 @@ class FunctionModule(nn.Module):
         super().__init__()
         self.training = False
         named = function.__func__ if type(function) is types.MethodType else function
-        self.values = ReachedValues(attribute_of(named, "__qualname__") or type(function).__qualname__)
+        self._name = attribute_of(named, "__qualname__") or type(function).__qualname__
+        self.watched = ReachedPlaces()
         self.function = function
         self._reach = Reach()
         self._proxied: list[str] = []
@@ -281,14 +271,14 @@ class FunctionModule(nn.Module):
         return self.function(*args, **kwargs)
 
     def _get_name(self) -> str:
-        return self.values.name
+        return self._name
 
     def resolve(self) -> None:
         """Find again what the function reaches, since globals and attributes may be bound to other objects by now."""
         exempt = left_by(self).exempt()
         places = [place for place in self._find_places() if (id(place.holder), place.key) not in exempt]
         functions = self._reach.functions
-        self.values.use(places, functions)
+        self.watched.use(places, functions)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
         modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
         restore(self._modules, modules)
@@ -311,16 +301,16 @@ class FunctionModule(nn.Module):
         return [self.reached]
 
     def state(self) -> Hashable:
-        """Return the plain values that the function may read, as a key.
+        """Find again what the function reaches if that was replaced; return what is part of a key beside plain values.
 
         Raises:
-            CannotBind: they change all the time, or the function reaches a module by a weak proxy.
+            CannotBind: the function reaches a module by a weak proxy.
         """
-        if self.values.moved():
+        if self.watched.moved():
             self.resolve()
         if self._proxied:
             raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
-        return self.values.state()
+        return ()
 
     # Overridden by training steps, which do more than return a result.
 
@@ -340,20 +330,14 @@ class FunctionModule(nn.Module):
         return whole
 
 
-class ReachedValues:
-    """Holds the places that a function may read, outside of the module, whose attributes are compared around runs.
+class ReachedPlaces:
+    """Watches the places that a function may read.
 
     Attributes:
         places: the places.
-        key: the plain values in them.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.key: tuple[Any, ...] = ()
-        self._seen: set[Hashable] = set()
-        self._since = self._changes = 0
-        self._often: list[str] = []  # names of the values that changed last
+    def __init__(self) -> None:
         self.use([], [])
 
     def use(self, places: list[CodePlace], functions: list[types.FunctionType]) -> None:
@@ -366,7 +350,6 @@ class ReachedValues:
 
     def moved(self) -> bool:
         """True if anything except plain values was replaced or is gone, so that other places may be reached now."""
-        self._since += 1
         if list(map(_code_of, self._functions)) != self._codes:
             return True
         holders, keys, before = self._last
@@ -384,35 +367,6 @@ class ReachedValues:
 
     def _take(self, holders: list[Any], keys: list[Any], values: list[Any]) -> None:
         self._last = holders, keys, values
-        key = tuple((type(value), constant_key(value)) for value in values if issubclass(type(value), ATOMS))
-        if key == self.key:
-            return
-        is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
-        self._changes = self._changes + 1 if is_often else 0
-        if self._changes < _MOST_CHANGES:
-            self._seen.add(key)
-        names = [place.name for place in self.places if issubclass(type(place.value), ATOMS)]
-        self._often = [name for name, new, old in zip(names, key, self.key, strict=False) if new != old]
-        self._since, self.key = 0, key
-
-    def now(self) -> list[CodePlace]:
-        """List the places of plain values, with their present values."""
-        return [place._replace(value=_item(place)) for place in self.places if issubclass(type(place.value), ATOMS)]
-
-    def put_back(self, before: list[CodePlace]) -> set[str]:
-        """Restore the plain values from before a captured run; name those that it changed."""
-        changed = [place for place in before if (now := _item(place)) is not place.value and now != place.value]
-        for place in changed:
-            place.holder[place.key] = place.value
-        return {place.name for place in changed}
-
-    def state(self) -> Hashable:
-        """Return the key, the same object until a value changes. Raises CannotBind."""
-        if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
-            of_optimizer = any("param_groups" in name or name.startswith("optimizers.") for name in self._often)
-            remedy = _LET_OPTIMIZER_READ if of_optimizer else _CHANGE_OUTSIDE
-            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}: {remedy}")
-        return self.key
 
 
 class GraphedFunction(Generic[P, R]):
@@ -455,11 +409,7 @@ class GraphedFunction(Generic[P, R]):
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         wrapped = self._wrapped
         runner = wrapped._graph_runner
-        result: R = (
-            runner.call(wrapped, args, kwargs)
-            if runner.front is None
-            else runner.front.call(runner, wrapped, args, kwargs)
-        )
+        result: R = runner.front.call(runner, wrapped, args, kwargs)
         return result
 
     @overload
@@ -576,10 +526,3 @@ def _decorated_mode(function: Any) -> Callable[[], Any] | None:
         return None
     make: Callable[[], Any] = function.__closure__[names.index("ctx_factory")].cell_contents
     return make if isinstance(getattr(make, "__self__", None), (torch.no_grad, torch.inference_mode)) else None
-
-
-def _item(place: CodePlace) -> Any:
-    try:
-        return place.holder[place.key]
-    except Exception:  # an attribute is gone, or a property by now
-        return ABSENT

@@ -35,7 +35,6 @@ from simplegraph.base.walk import (
     items_in_order,
     keys_in_order,
     kind_of,
-    shown,
     slots_of,
 )
 from simplegraph.guard import versions
@@ -44,6 +43,8 @@ from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.reading import parts_of_code
 from simplegraph.guard.scripted import SCRIPTS, CompiledModule, ScriptedValues, python_below
 from simplegraph.guard.values import (
+    HEAP_TYPE,
+    MAX_DEPTH,
     MAX_WIDTH,
     NOT_PLAIN,
     ORDER,
@@ -51,6 +52,7 @@ from simplegraph.guard.values import (
     buffer_key,
     can_be_referenced,
     class_key,
+    dotted,
     value_key,
 )
 
@@ -60,8 +62,6 @@ _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are 
 _OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # types of values that lead to code
-_HEAP_TYPE = 1 << 9  # a flag of classes that can be assigned to an object's __class__
-_MAX_DEPTH = 8  # nested tuples
 _PARTS = object()  # begins the entry of a tuple with values that are not plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
@@ -267,7 +267,7 @@ class ValueHolder:
                 if is_told and can_be_referenced(type(thing)):
                     self._kept.append(weakref.ref(thing, self.gone))
         kind = type(container if self.owner is None else self.owner())
-        if kind.__flags__ & _HEAP_TYPE:
+        if kind.__flags__ & HEAP_TYPE:
             entries[CLASS] = class_key(kind)
         self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
         self.entries = entries
@@ -283,7 +283,7 @@ class ValueHolder:
         if issubclass(type(value), _ELSEWHERE):
             # For a name that code may read, it counts that there is one. Guards compare which one it is.
             return _identity(value) if self._tells(value) else class_key(type(value))
-        if issubclass(type(value), tuple) and len(way) <= _MAX_DEPTH and _length(value) <= MAX_WIDTH:
+        if issubclass(type(value), tuple) and len(way) <= MAX_DEPTH and _length(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
             entries = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
             return _PARTS, class_key(type(value)), entries
@@ -431,7 +431,7 @@ class Holders:
             container, name, find = holder.find(), holder.name, holder.find
             base = kind_of(type(container)) if type(container) is not dict else dict
             for key in way:
-                name, find, base = _dotted(name, key), functools.partial(_item, find, base, key), tuple
+                name, find, base = dotted(name, key), functools.partial(_item, find, base, key), tuple
             keys = None if holder.keys is None else (*holder.keys, *way)
             self._read(self._add(ValueHolder(name, find=find, is_container=True), keys))
 
@@ -463,7 +463,7 @@ class Holders:
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
             is_hidden = code is not None or above in unseen
             if above:
-                name = ways[above][0] if of_torch and not is_hidden else _dotted(ways[above][0], key)
+                name = ways[above][0] if of_torch and not is_hidden else dotted(ways[above][0], key)
                 base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
                 find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
             else:
@@ -625,7 +625,7 @@ class Holders:
             container = holder.find()
             items = [(key, value) for key, value in dict.items(container) if holder.counts(key)]
             roots += [
-                SearchRoot(_dotted(holder.name, key), value, functools.partial(_item, holder.find, dict, key))
+                SearchRoot(dotted(holder.name, key), value, functools.partial(_item, holder.find, dict, key))
                 for key, value in items
                 if _opens(type(value)) not in (None, OPAQUE) and not (type(value) in DICTS and not value)
             ]
@@ -662,7 +662,3 @@ def _class_dict(kind: type) -> Any:
     """Return the dict of a class itself, which has a version, instead of a view of it."""
     inner = gc.get_referents(vars(kind))
     return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))
-
-
-def _dotted(prefix: str, key: Any) -> str:
-    return f"{prefix}.{shown(key)}" if prefix else shown(key)

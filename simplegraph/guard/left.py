@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import InputError
 from simplegraph.base.nested import Withheld, WithheldError
-from simplegraph.base.objects import attribute_of, own_dict
+from simplegraph.base.objects import attribute_of, is_set_by_hook, own_dict
 from simplegraph.base.tensors import has_address, storage_key
 from simplegraph.guard.versions import dict_version
 from simplegraph.program.snapshot import ABSENT, is_untouched
 
 KEPT = "kept"  # stands for a tensor that a run did not replace
-_NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 
 class WithLeft(NamedTuple):
@@ -97,14 +96,8 @@ def places_in(module: nn.Module) -> dict[str, LeftPlace]:
             for key in [key for key, value in holder.items() if issubclass(type(value), Tensor)]:
                 dotted = f"{path}.{key}" if path else key
                 name = f"self.{dotted.removeprefix('self.')}"  # of a method, code has that name already
-                places[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, _sets(child, key))
+                places[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, is_set_by_hook(child, key))
     return places
-
-
-def _sets(module: nn.Module, key: str) -> bool:
-    """True if a hook of torch's old `weight_norm` or `spectral_norm` sets an attribute at each call."""
-    hooks = module._forward_pre_hooks.values()
-    return any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == key for hook in hooks)
 
 
 class LeftTensors:
@@ -146,7 +139,7 @@ class LeftTensors:
         self.places = tuple(
             place
             for place in self.places
-            if not place.by_hook or ((module := place.module()) is not None and _sets(module, place.key))
+            if not place.by_hook or ((module := place.module()) is not None and is_set_by_hook(module, place.key))
         )
 
     def note_read(self, read: Collection[int]) -> None:
@@ -179,12 +172,6 @@ class LeftTensors:
                 before.put(place, runner.clone_from_pool(value))
         runner.renew(before.renewed())
         return result.result
-
-    def capture_all(
-        self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, following: bool = False
-    ) -> Any:
-        """Capture all sizes, or the `following` one; see `GraphRunner.capture_all`."""
-        return runner.capture_all(module, args, kwargs, following=following)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments with the values of places that runs read, and None for the other places."""

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from simplegraph.base.objects import class_member, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
-from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of, shown
+from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import left_by
 from simplegraph.guard.links import Link
 from simplegraph.guard.scripted import scripted_tensors
-from simplegraph.guard.values import NOT_PLAIN, value_key
+from simplegraph.guard.values import NOT_PLAIN, dotted, value_key
 
 _OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # compared in other ways
 _CODE = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType})
@@ -85,8 +85,8 @@ class Survey:
         self.scripted = {name: child for name, child in self.modules.items() if issubclass(type(child), ScriptModule)}
         for name, child in self.scripted.items():
             for place, links in scripted_tensors(child):
-                attribute, tensor = _dotted(name, links[0][1]), links[-1][2]
-                self._add(HeldTensor(_dotted(name, place), attribute, tensor, links, registered=True))
+                attribute, tensor = dotted(name, links[0][1]), links[-1][2]
+                self._add(HeldTensor(dotted(name, place), attribute, tensor, links, registered=True))
         # Containers are compared themselves if nothing below them is compared, or if two ways lead to them.
         first = {id(links[-1][2]): links for links in reversed(containers)}
         chains = (*self.links, *(entry.links for entry in self.tensors.values()))
@@ -106,12 +106,12 @@ class Survey:
             self._places[id(thing)] = self._places[above]
             for registered_name, tensor in contents.items() if key != "_modules" else ():
                 if tensor is not None and (id(thing), registered_name) not in self.left:
-                    place = _dotted(name, registered_name)
+                    place = dotted(name, registered_name)
                     self._add(HeldTensor(place, place, tensor, registered=True))
                     self._add_attributes(place, tensor, ((thing, registered_name, tensor),))
             return True
         if above:
-            name = _dotted(name, key)
+            name = dotted(name, key)
         if issubclass(type(thing), nn.Module):
             while name in self.modules:  # an attribute and a child may have one name
                 name = f"{name}'"
@@ -135,11 +135,11 @@ class Survey:
                 continue
             links = (*above, (holder_of(thing, key), key, value))
             if issubclass(kind, Tensor):
-                place = _dotted(name, key)
+                place = dotted(name, key)
                 self._add(HeldTensor(place, attribute or place, value, links))
                 self._add_attributes(place, value, links)
             elif issubclass(kind, torch.Generator):
-                place = _dotted(name, key)
+                place = dotted(name, key)
                 while place in self.generators:
                     place = f"{place}'"
                 self.generators[place] = value
@@ -154,7 +154,7 @@ class Survey:
         attributes = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
         for key, value in list(attributes.items()) if attributes else ():
             if issubclass(type(value), Tensor):
-                place = _dotted(name, key)
+                place = dotted(name, key)
                 self._add(HeldTensor(place, place, value, (*links, (attributes, key, value))))
 
     def _add(self, entry: HeldTensor) -> None:
@@ -169,7 +169,7 @@ class Survey:
             for name, module in self.modules.items()
             for holder in (*holders_of(module), module._parameters, module._buffers)
         )
-        return {_dotted(name, key) for name, holder in holders for key in {*holder.keys()} - REGISTERED - _OF_TORCH}
+        return {dotted(name, key) for name, holder in holders for key in {*holder.keys()} - REGISTERED - _OF_TORCH}
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the place that holds a tensor's memory; None if there is none."""
@@ -206,10 +206,6 @@ def dtype_of_products(module: nn.Module) -> torch.dtype:
     """Return the most likely dtype of a module's matrix products: that of its first such parameter or tensor."""
     entries = sorted(Survey(module).tensors.values(), key=lambda entry: not isinstance(entry.tensor, nn.Parameter))
     return next((entry.tensor.dtype for entry in entries if entry.tensor.dtype in _PRODUCTS), torch.bfloat16)
-
-
-def _dotted(prefix: str, key: Any) -> str:
-    return f"{prefix}.{shown(key)}" if prefix else shown(key)
 
 
 def _kind_of_guarded(kind: type) -> Any:

@@ -24,8 +24,8 @@ from simplegraph.base.walk import shown
 NOT_PLAIN = object()
 ORDER = object()  # the key of the entry for the order of a container's keys
 MAX_WIDTH = 256  # entries of a container that count one by one
-_MAX_DEPTH = 8  # nested tuples
-_HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
+MAX_DEPTH = 8  # nested tuples
+HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
 _MAX_BYTES = 64  # the largest array whose values count
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -66,7 +66,7 @@ def can_be_referenced(kind: type) -> bool:
     Torch's own streams and events accept weak references but do not clear them at their end, which crashes Python's
     garbage collector.
     """
-    built_in = (base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    built_in = (base for base in kind.__mro__ if not base.__flags__ & HEAP_TYPE)
     return bool(kind.__weakrefoffset__) and not any(str(base.__module__).startswith("torch") for base in built_in)
 
 
@@ -107,7 +107,7 @@ def _reader(kind: type) -> Callable[[Any, int], Hashable] | None:
 
 def _items_key(value: Any, depth: int) -> Hashable:
     base: Any = frozenset if issubclass(type(value), frozenset) else tuple
-    if base.__len__(value) > MAX_WIDTH or depth >= _MAX_DEPTH:
+    if base.__len__(value) > MAX_WIDTH or depth >= MAX_DEPTH:
         return NOT_PLAIN
     items = [value_key(item, depth + 1) for item in base.__iter__(value)]
     plain = all(item is not NOT_PLAIN for item in items)
@@ -181,8 +181,12 @@ def shown_entry(entry: Hashable) -> str:
 def place_name(place: tuple[str, Hashable]) -> str:
     """Name a place as messages do."""
     holder, key = place
-    key = key[1] if type(key) is tuple else key  # a key of a dict, with its class
-    return f"{holder}.{shown(key)}" if holder else shown(key)
+    return dotted(holder, key[1] if type(key) is tuple else key)  # a key of a dict has its class beside it
+
+
+def dotted(prefix: str, key: Any) -> str:
+    """Name the place at a key below a place of this name, which may be empty."""
+    return f"{prefix}.{shown(key)}" if prefix else shown(key)
 
 
 _MOST_NAMES = 3  # of places that a message names

@@ -5,7 +5,6 @@ Answers what the core asks of extras, each of which is imported when it is first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
@@ -26,18 +25,6 @@ class LateExtras(Extras):
         from simplegraph.manager.touched import Inspection
 
         return [Inspection(), MaskDecisions(notes)]
-
-    def engine_probes(self, table: Any, kept_alive: list[Any], forward: Any, jobs: Sequence[Any]) -> list[Probe]:
-        """Make the probes that observe operators, and put Python's state back."""
-        from simplegraph.manager.observation import engine_probes
-
-        return engine_probes(table, kept_alive, forward, jobs)
-
-    def prove_batch(self, table: Any, job: Any, state: Sequence[Any], run: Callable[[], Any]) -> Any:
-        """Compare a replay of an engine's batch with an eager run."""
-        from simplegraph.manager.proof import prove_batch
-
-        return prove_batch(table, job, state, run)
 
     def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the runner of whole steps, or that of forward and backward graphs if the settings ask for these."""

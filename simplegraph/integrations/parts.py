@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simplegraph.base.config import check_settings
 from simplegraph.base.errors import ConfigError, InputError, VerificationError
 from simplegraph.base.nested import flatten
-from simplegraph.base.reasons import Reason
+from simplegraph.base.reasons import SOON, Reason
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.graphed_parts import GraphedParts
@@ -21,7 +21,6 @@ from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 
 # Reasons of eager calls after which graphs may serve.
-_SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 _RUNS = 8  # of the model, until parts that can have graphs have replayed
 
 
@@ -126,7 +125,7 @@ class _Runs:
             before = {name: (graph_stats.replays, graph_stats.eager.copy()) for name, graph_stats in stats.items()}
             self.compare(graphs)
             eager = {name: graph_stats.eager - before[name][1] for name, graph_stats in stats.items()}
-            if not any(_SOON & set(reasons) for reasons in eager.values()):
+            if not any(SOON & set(reasons) for reasons in eager.values()):
                 break
         return {
             name: (graph_stats.replays - before[name][0], eager[name].total()) for name, graph_stats in stats.items()
@@ -186,7 +185,7 @@ def _sift(
 
 
 def _why(stats: Any) -> str:
-    reason = max(stats.eager, key=lambda candidate: (candidate not in _SOON, stats.eager[candidate]))
+    reason = max(stats.eager, key=lambda candidate: (candidate not in SOON, stats.eager[candidate]))
     if reason is Reason.CAPTURE_FAILED and stats.failures:
         return str(next(iter(stats.failures.values())))
     return str(stats.explained(reason))

@@ -254,10 +254,10 @@ class CudaGraphManager(Sleeps):
                 stream is being captured already.
             InputError: the forward is a generator or a coroutine.
         """
+        from simplegraph.manager.observation import engine_probes  # loaded only if needed
+
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
-        capture = self.new_capture(
-            jobs, probes=extras.installed.engine_probes(self.table, self.kept_alive, forward, jobs)
-        )
+        capture = self.new_capture(jobs, probes=engine_probes(self.table, self.kept_alive, forward))
         summary = capture.inspect(capture.run(self.config.num_warmups))
         self.table.raise_failure(summary.failed)
         return summary
@@ -298,9 +298,11 @@ class CudaGraphManager(Sleeps):
         capturing = self.device.is_capturing()
         if graph is not None and not capturing:
             if verify:
+                from simplegraph.manager.proof import prove_batch  # loaded only if needed
+
                 job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
                 with self.pool.lock:
-                    return extras.installed.prove_batch(  # type: ignore[no-any-return]
+                    return prove_batch(  # type: ignore[no-any-return]
                         self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor)
                     )
             return self._replay(graph, batch.padding)  # type: ignore[no-any-return]
@@ -348,14 +350,14 @@ class CudaGraphManager(Sleeps):
         Raises:
             CaptureError: one of them cannot be captured.
         """
+        from simplegraph.manager.observation import engine_probes  # loaded only if needed
+
         quiet, stats = self.config.replace(progress=False), GraphStats(self.stats.name)
         trial = CudaGraphManager(quiet, device=self.device, stats=stats)
         trial.hooks.extend(self.hooks)
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self.descriptors()]
-            capture = trial.new_capture(
-                jobs, probes=extras.installed.engine_probes(trial.table, trial.kept_alive, forward, jobs)
-            )
+            capture = trial.new_capture(jobs, probes=engine_probes(trial.table, trial.kept_alive, forward))
             summary = capture.run(self.config.num_warmups)
             for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate

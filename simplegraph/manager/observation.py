@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -187,8 +187,6 @@ class _EngineObservation(Observation):
         return summary
 
 
-def engine_probes(
-    table: ProgramTable, kept_alive: list[Tensor], forward: Forward, jobs: Sequence[CaptureJob]
-) -> list[Probe]:
+def engine_probes(table: ProgramTable, kept_alive: list[Tensor], forward: Forward) -> list[Probe]:
     """Make the probes of an engine's captures: one observes operators, the other restores Python state."""
     return [_EngineObservation(table, kept_alive=kept_alive), PythonState([forward])]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.errors import EscapeError
 from simplegraph.base.failures import remedy_for_library
+from simplegraph.base.objects import is_set_by_hook
 from simplegraph.base.tensors import has_address, is_wrapper, parts
 from simplegraph.base.walk import Policy, Walk, all_tensors, referring_kind, tensors_in
 from simplegraph.device.protocol import GraphDevice, GraphPool
@@ -116,8 +117,7 @@ class PythonState(Probe):
         roots = [root for root in self._roots if isinstance(root, nn.Module)]
         for name, root in itertools.product(names, roots):
             owner, _, attribute = name.rpartition(".")
-            hooks = getattr(dict(root.named_modules()).get(owner), "_forward_pre_hooks", {}).values()
-            if any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks):
+            if is_set_by_hook(dict(root.named_modules()).get(owner), attribute):
                 return _NORM_REMEDY
             if library_remedy := remedy_for_library(root, name):
                 return library_remedy
@@ -206,7 +206,6 @@ _GRADIENT_REMEDY = (
     "It is the gradient of a tensor, set by backward(): return what torch.autograd.grad(loss, inputs) gives in place "
     "of calling backward(), or let simplegraph.train_step have the whole step."
 )
-_NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 _NORM_REMEDY = (
     "A hook of torch.nn.utils.weight_norm or spectral_norm sets it at each call: call remove_weight_norm or "
     "remove_spectral_norm on the layer before, or make it by torch.nn.utils.parametrizations."

@@ -14,8 +14,10 @@ import decimal
 import fractions
 import gc
 import operator
+import pathlib
 import sys
 import types
+import uuid
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -47,6 +49,7 @@ from simplegraph.base.walk import (
 ABSENT = object()
 _KEPT = (nn.Module, BaseException)  # which lead to tensors
 _FIXED = (*ATOMS, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta)
+_FIXED += uuid.UUID, pathlib.PurePath
 _FLAGS = (bool, type(None))
 
 
@@ -117,19 +120,23 @@ def is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
         return all(map(is_same, now, before))
-    return type(now) is type(before) and _is_fixed_kind(type(now)) and constant_key(now) == constant_key(before)
+    fixed = type(now) is type(before) and is_fixed(now) and is_fixed(before)
+    return fixed and constant_key(now) == constant_key(before)
 
 
 @by_class
 def _is_fixed_kind(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
-    return issubclass(kind, _FIXED) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
+    if numpy is not None and issubclass(kind, numpy.generic):
+        return not issubclass(kind, (numpy.void, numpy.object_))  # the first can be written, the second holds anything
+    return issubclass(kind, _FIXED)
 
 
 def is_fixed(value: Any) -> bool:
     """True for values that nothing can change inside."""
-    if issubclass(type(value), tuple):
-        return all(map(is_fixed, tuple.__iter__(value)))
+    for base in (tuple, frozenset):
+        if issubclass(type(value), base):
+            return all(map(is_fixed, base.__iter__(value)))
     return _is_fixed_kind(type(value))
 
 

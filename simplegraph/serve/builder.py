@@ -440,7 +440,7 @@ class GraphBuilder:
         elif unknown:
             why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
         elif counted.names and len(summary.failed) < len(jobs):
-            why = counted.refusal
+            why = counted.refusal(call.module)
         else:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))

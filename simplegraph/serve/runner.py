@@ -102,9 +102,7 @@ class CudaGraphWrapper(Sleeps, Graphed):
             self._count_compiled()
             return invoke(self, args, kwargs)  # let the compiler trace the module itself
         runner = self._graph_runner
-        if runner.front is not None:
-            return runner.front.call(runner, self, args, kwargs)
-        return runner.call(self, args, kwargs)
+        return runner.front.call(runner, self, args, kwargs)
 
     def _count_compiled(self) -> bool:
         """Count a call that a compiler traces, and warn; called during the trace, once for each."""
@@ -182,8 +180,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool) -> CaptureSummary:
         runner = self._graph_runner
-        capture = functools.partial(runner.front.capture_all, runner) if runner.front else runner.capture_all
-        summary: CaptureSummary = capture(self, args, kwargs, **how)
+        captures: Any = runner.lengths or type(runner)
+        summary: CaptureSummary = captures.capture_all(runner, self, args, kwargs, **how)
         return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
@@ -242,6 +240,9 @@ class GraphRunner:
         trains: True if it serves calls in training mode, too; builder_kind: the class that builds its graphs.
         replays_per_call: graphs that a call replays, one after the other.
         prove: serves a call eagerly, and compares replays with it.
+        lengths: pads the lengths of calls; None if none is padded.
+        front: has the function `call(runner, module, args, kwargs)`, which serves a call: the runner's class, or an
+            object that passes it other arguments: `lengths`, or the tensors that runs leave in attributes.
     """
 
     trains = False
@@ -267,8 +268,9 @@ class GraphRunner:
     ) -> None:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
-        self.front: Any = extras.installed.lengths(config)
-        self.left = LeftTensors(enabled=self.front is None and type(self) is GraphRunner)
+        self.lengths: Any = extras.installed.lengths(config)
+        self.front: Any = self.lengths or type(self)
+        self.left = LeftTensors(enabled=self.front is GraphRunner)
         self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
@@ -375,7 +377,7 @@ class GraphRunner:
         """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
         with self._lock:
             self.left.stale = False
-            self.front = self.left if self.left.passed else None
+            self.front = self.left if self.left.passed else type(self)
             self._forget()
 
     def clone_from_pool(self, tensor: Any) -> Any:

@@ -21,12 +21,13 @@ from simplegraph.base.errors import CaptureError, InputError
 from simplegraph.base.extras import harmless_step_hooks
 from simplegraph.base.failures import OPTIMIZER_OUTSIDE
 from simplegraph.base.modes import autocast_cache
-from simplegraph.base.nested import ATOMS, TreeSpec, flatten
+from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import wants_grad
 from simplegraph.call.call import Call
 from simplegraph.call.plan import Copies, Plan
 from simplegraph.device.select import graph_device
-from simplegraph.guard.functions import CodePlace, FunctionModule, Reach
+from simplegraph.guard.functions import CodePlace, FunctionModule, Reach, ReachedPlaces
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
@@ -42,6 +43,17 @@ from simplegraph.training.gradients import (
 from simplegraph.training.held_values import Entries, Lengths, users_functions
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
+_MOST_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
+_OFTEN = 8  # calls: a new value within so many after the last counts as soon
+_CHANGING = "takes new values all the time, and each needs a graph of its own"
+_CHANGE_OUTSIDE = (
+    "change it outside the function, pass it as a tensor, or rename it if the code has its name for something else"
+)
+_LET_OPTIMIZER_READ = (
+    "Adam, AdamW and SGD with fused=True take lr from the device, unless the step's own code reads param_groups, which "
+    "can be read outside of it; cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum; and "
+    "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
+)
 _STEP_HOOKS = _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks
 
 
@@ -49,7 +61,7 @@ class StepState(NamedTuple):
     """The Python state in a step's key.
 
     Attributes:
-        values: plain values that it and its optimizers read; objects: other objects that optimizers hold.
+        values: plain values that its optimizers and hooks read; objects: other objects that optimizers hold.
         gradients: which parameters have and require gradients; hooks: the hooks' numbers.
     """
 
@@ -152,7 +164,7 @@ class StepEffects:
         """Refuse a step that leaves its backward to the caller: its results have no autograd graph."""
         gradients = (parameter.grad for parameter in self.gradients.parameters)
         self._trained = self._trained or self.optimizers.stepped or any(gradient is not None for gradient in gradients)
-        if not self._trained and any(map(_wants_grad, flatten(result)[0])):
+        if not self._trained and any(map(wants_grad, flatten(result)[0])):
             raise InputError(
                 "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
                 "Call loss.backward() and optimizer.step() inside of the step; what it returns is detached."
@@ -209,6 +221,52 @@ def _is_of_several(hook: Any) -> bool:
     return isinstance(hook, types.FunctionType) and hook.__globals__ is vars(torch.autograd.graph)
 
 
+class StepPlaces(ReachedPlaces):
+    """Watches the places that a step may read, and makes a key of the plain values that only optimizers and hooks read.
+
+    Attributes:
+        keyed: the places whose values are in the key, as (id of the holder, key).
+        key: the plain values in them.
+    """
+
+    def __init__(self) -> None:
+        self.keyed: set[tuple[int, Any]] = set()
+        self.key: tuple[Any, ...] = ()
+        self._seen: set[Hashable] = set()
+        self._since = self._changes = 0
+        self._often: list[str] = []  # names of the values that changed last
+        super().__init__()
+
+    def moved(self) -> bool:
+        self._since += 1
+        return super().moved()
+
+    def _take(self, holders: list[Any], keys: list[Any], values: list[Any]) -> None:
+        super()._take(holders, keys, values)
+        plain = [
+            (place.name, (type(value), constant_key(value)))
+            for place, value in zip(self.places, values, strict=True)
+            if issubclass(type(value), ATOMS) and (id(place.holder), place.key) in self.keyed
+        ]
+        key = tuple(value for _, value in plain)
+        if key == self.key:
+            return
+        is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
+        self._changes = self._changes + 1 if is_often else 0
+        if self._changes < _MOST_CHANGES:
+            self._seen.add(key)
+        self._often = [name for (name, new), old in zip(plain, self.key, strict=False) if new != old]
+        self._since, self.key = 0, key
+
+    def state(self) -> Hashable:
+        """Return the key, the same object until a value changes. Raises CannotBind."""
+        if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
+            of_optimizer = any("param_groups" in name or name.startswith("optimizers.") for name in self._often)
+            remedy = _LET_OPTIMIZER_READ if of_optimizer else _CHANGE_OUTSIDE
+            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}: {remedy}")
+        return self.key
+
+
 class StepModule(FunctionModule):
     """A module whose forward is a training step.
 
@@ -229,6 +287,7 @@ class StepModule(FunctionModule):
     ) -> None:
         super().__init__(function)
         self.step = StepEffects(optimizers, scaler, modules)
+        self.watched: StepPlaces = StepPlaces()
         self._optimizer_reach = Reach()
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -253,28 +312,33 @@ class StepModule(FunctionModule):
         if not captures:
             self.step.check_trained(result)
             self.step.optimizers.note_returned(leaves)
-        return spec.unflatten([leaf.detach() if _wants_grad(leaf) else leaf for leaf in leaves])
+        return spec.unflatten([leaf.detach() if wants_grad(leaf) else leaf for leaf in leaves])
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
         modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
-        places = self._reach.find([self.function, *step.hooks()])
+        hooks = step.hooks()
+        places = self._reach.find([self.function, *hooks])
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look(step.scaler)
-        places += self._optimizer_reach.find(users_functions(states))
+        of_optimizers = self._optimizer_reach.find(users_functions(states))
+        # What the step itself reads is in the key of every call, but not what hooks read.
+        keyed = *of_optimizers, *states, *(places if hooks else ())
+        self.watched.keyed = {(id(place.holder), place.key) for place in keyed}
         objects = (place for place in states if type(place.holder) not in (Entries, Lengths))
         restore(
             step.optimizer_objects,
             {place.name: place.value for place in objects if not issubclass(type(place.value), ATOMS)},
         )
-        return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
+        trained = (CodePlace(name, modules, name, modules[name]) for name in modules)
+        return [*places, *of_optimizers, *trained, *states]
 
     def _may_hold(self, place: CodePlace) -> bool:
         return place.name not in self.step.optimizer_objects and super()._may_hold(place)
 
     def resolve(self) -> None:
         super().resolve()
-        step, values = self.step, [place.value for place in self.values.places]
+        step, values = self.step, [place.value for place in self.watched.places]
         scalers = (value for value in values if issubclass(type(value), torch.amp.GradScaler))
         if step.scaler is None and (scaler := next(scalers, None)) is not None:
             step.scaler = scaler
@@ -304,7 +368,8 @@ class StepModule(FunctionModule):
         hooks = step.hook_ids()
         if step.refused_hooks:
             raise CannotBind(Reason.HOOKS, step.refused_hooks)
-        return StepState(super().state(), step.optimizers.objects, gradients, hooks)
+        super().state()
+        return StepState(self.watched.state(), step.optimizers.objects, gradients, hooks)
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -314,7 +379,7 @@ class StepModule(FunctionModule):
 
     def is_over(self, context: Any) -> bool:
         """True if the step or its optimizers now read other values, such as the next epoch's weight decay."""
-        return isinstance(context[1], StepState) and context[1][:2] != (self.values.key, self.step.optimizers.objects)
+        return isinstance(context[1], StepState) and context[1][:2] != (self.watched.key, self.step.optimizers.objects)
 
     def with_effects(self, whole: Any) -> Any:
         gradients, self.step.left_gradients = self.step.left_gradients, None
@@ -324,10 +389,6 @@ class StepModule(FunctionModule):
 def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     """List the optimizers that a training step's module calls; none for another module."""
     return module.step.optimizers.all if isinstance(module, StepModule) else []
-
-
-def _wants_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class WithGradients(NamedTuple):

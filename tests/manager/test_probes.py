@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from simplegraph import CudaGraphManager
-from simplegraph.base import extras
 from simplegraph.base.errors import CaptureError
+from simplegraph.manager.observation import engine_probes
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone, undo
 
@@ -71,7 +71,7 @@ def captured(
     manager = CudaGraphManager(device=device, capture_sizes=list(sizes), progress=False)
     x = torch.zeros(max(sizes), WIDTH, device=device)
     jobs = [CaptureJob(key, *key, lambda rows=key[1].num_tokens: forward(x[:rows])) for key in manager.descriptors()]
-    own = extras.installed.engine_probes(manager.table, manager.kept_alive, forward, jobs)
+    own = engine_probes(manager.table, manager.kept_alive, forward)
     capture = manager.new_capture(jobs, probes=[*own, *probes])
     summary = capture.inspect(capture.run(1))
     return manager, summary.failed
@@ -203,7 +203,7 @@ def test_a_capture_that_is_not_inspected_keeps_nothing_alive(device: torch.devic
     manager = CudaGraphManager(device=device, capture_sizes=[2], progress=False)
     x = torch.zeros(2, WIDTH, device=device)
     jobs = [CaptureJob(key, *key, lambda x=x: x + 1) for key in manager.descriptors()]
-    probes = extras.installed.engine_probes(manager.table, [], jobs[0].run, jobs)
+    probes = engine_probes(manager.table, [], jobs[0].run)
     capture = manager.new_capture(jobs, probes=probes)
     assert capture.run(1).captured == 1
     read = weakref.ref(x)

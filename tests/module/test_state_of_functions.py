@@ -7,7 +7,9 @@ import dataclasses
 import datetime
 import decimal
 import functools
+import pathlib
 import types
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -162,12 +164,22 @@ def test_a_module_reads_a_global_by_a_method_and_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "value", [datetime.date(2020, 1, 2), decimal.Decimal(2), np.int64(2), np.float32(2), Pair(1), Pair((1, 2))]
+    "value",
+    [
+        *(datetime.date(2020, 1, 2), decimal.Decimal(2), np.int64(2), np.float32(2), Pair(1), Pair((1, 2))),
+        *(frozenset({2}), uuid.UUID(int=2), pathlib.PurePosixPath("2"), np.datetime64(2, "s")),
+    ],
 )
 @pytest.mark.parametrize("kind", [Box, Slotted, types.SimpleNamespace])
 def test_a_value_that_a_method_stores_again_is_stored_once_a_call(value: Any, kind: Any) -> None:
     def following(value: Any) -> Any:
-        return value._replace(other=value.other + 1) if isinstance(value, Pair) else value + type(value - value)(1)
+        if isinstance(value, Pair):
+            return value._replace(other=value.other + 1)
+        if isinstance(value, frozenset):
+            return value | {len(value)}
+        if isinstance(value, (uuid.UUID, pathlib.PurePath)):
+            return uuid.UUID(int=value.int + 1) if isinstance(value, uuid.UUID) else value / "next"
+        return value + type(value - value)(1)
 
     def step(x: Tensor) -> Tensor:
         held.value = following(held.value)

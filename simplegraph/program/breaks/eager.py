@@ -16,7 +16,15 @@ from torch import Tensor
 
 from simplegraph.base.errors import BreakError
 from simplegraph.base.nested import ATOMS, TreeSpec, flatten
-from simplegraph.base.tensors import has_address, is_wrapper, lies_at, parts, storage_key, wait_collectives
+from simplegraph.base.tensors import (
+    has_address,
+    is_wrapper,
+    lies_at,
+    parts,
+    storage_key,
+    wait_collectives,
+    wants_grad,
+)
 from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.breaks.step import (
     IN_THE_CALL,
@@ -118,9 +126,7 @@ class BreakTracer:
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
         elif torch.is_grad_enabled():
             others = [leaf for leaf in leaves if all(leaf is not argument for argument in arguments)]
-            if any(_wants_grad(leaf) and observer.made(leaf) for leaf in others) or nodes != list(
-                map(_node, arguments)
-            ):
+            if any(wants_grad(leaf) and observer.made(leaf) for leaf in others) or nodes != list(map(_node, arguments)):
                 problem = _GRADIENTS
         results = tuple(result for result in classified if isinstance(result, Result))
         problem = problem or next((said for said in classified if isinstance(said, str)), None)
@@ -189,10 +195,6 @@ def _geometry(leaf: Any) -> Any:
 
 def _node(leaf: Any) -> Any:
     return leaf.grad_fn if issubclass(type(leaf), Tensor) else None
-
-
-def _wants_grad(leaf: Any) -> bool:
-    return issubclass(type(leaf), Tensor) and leaf.requires_grad
 
 
 Differs = Callable[[Tensor, Tensor], str | None]
