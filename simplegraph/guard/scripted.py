@@ -16,7 +16,8 @@ from simplegraph.guard.values import NOT_PLAIN, value_key
 _NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU its kernels are captured."
 _REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
 
-_COMPARED = frozenset({type(None), bool, int, str})  # equal values of one of these are the same
+_CONTAINERS = (dict, list, tuple)
+_EXACT = (type(None), bool, int, str)  # classes of which equal values are the same
 
 CompiledModule: Any = torch._C.ScriptModule  # the object in C++
 SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
@@ -55,7 +56,7 @@ class ScriptedAttributes:
 def _tensors_in(name: str, value: Any, links: tuple[Link, ...]) -> Iterator[tuple[str, tuple[Link, ...]]]:
     if issubclass(type(value), Tensor):
         yield name, links
-    elif type(value) in (list, tuple, dict):
+    elif issubclass(type(value), _CONTAINERS):
         for key, item in items_of(value):
             yield from _tensors_in(f"{name}.{key}", item, (*links, (value, key, item)))
 
@@ -103,6 +104,7 @@ class ScriptedValues:
         self._types: dict[str, _Known] = {}  # by the names of the modules above
         self._names: dict[str, str] = {}
         self._plain: dict[str, Any] = {}  # no tensors, which would be kept alive
+        self._read: dict[str, Any] = {}  # what was read of each attribute whose equal values are the same
 
     def read(self) -> dict[str, Any]:
         """Return tensors and plain values by their dotted names."""
@@ -111,7 +113,7 @@ class ScriptedValues:
         return values
 
     def _add_module(self, prefix: str, compiled: Any, values: dict[str, Any]) -> None:
-        kind, get, plain = compiled._type(), compiled.getattr, self._plain
+        kind, get, read, plain = compiled._type(), compiled.getattr, self._read, self._plain
         known = self._types.get(prefix)
         if known is None or known.kind is not kind:
             attributes = ScriptedAttributes(compiled)
@@ -120,12 +122,16 @@ class ScriptedValues:
             known = self._types[prefix] = _Known(kind, code, names, attributes.has_modules)
         values[known.code[0]] = known.code[1]
         for name, dotted in known.names:
-            value, before = get(name), plain.get(dotted)
+            value = get(name)
             if issubclass(type(value), Tensor):
                 values[dotted] = value
-            elif type(value) in _COMPARED and type(value) is type(before) and value == before:
-                values[dotted] = before
+            elif dotted in read and type(value) is type(read[dotted]) and value == read[dotted]:
+                values[dotted] = plain[dotted]
+            elif _is_exact(value):
+                read[dotted] = value
+                values[dotted] = plain[dotted] = repr(value) if type(value) in _CONTAINERS else value
             else:
+                read.pop(dotted, None)
                 self._add(dotted, _as_tuples(value), values)
         for name, child in torch._C.ModuleDict(compiled).items() if known.has_modules else ():
             self._add_module(f"{prefix}{name}.", child, values)
@@ -153,7 +159,14 @@ def _as_tuples(value: Any) -> Any:
     """Return a value with tuples in place of its containers, which are new at each reading."""
     if type(value) is dict:
         return tuple((key, _as_tuples(item)) for key, item in value.items())
-    return tuple(map(_as_tuples, value)) if type(value) in (list, tuple) else value
+    return tuple(map(_as_tuples, value)) if issubclass(type(value), (list, tuple)) else value
+
+
+def _is_exact(value: Any) -> bool:
+    """True if an equal value of its class is the same to every code, which floats and tensors are not."""
+    if type(value) is dict:
+        return all(map(_is_exact, value)) and all(map(_is_exact, value.values()))
+    return all(map(_is_exact, value)) if issubclass(type(value), (list, tuple)) else type(value) in _EXACT
 
 
 def settling_runs() -> int:

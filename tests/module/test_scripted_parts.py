@@ -5,7 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +17,17 @@ from simplegraph.base.reasons import Reason
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
 
 
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
 class Layer(nn.Module):
     """Reads every kind of state that TorchScript holds: parameters, buffers, other tensors, numbers, and its mode."""
 
     scales: list[float]
+    lines: dict[int, int]
+    pair: Pair
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +37,8 @@ class Layer(nn.Module):
         self.tables = [torch.rand(8), torch.rand(8)]
         self.times, self.factor, self.name = 1000, 0.5, "layer"
         self.scales = [1.0, 2.0]
+        self.pair = Pair(torch.rand(8), torch.rand(8))
+        self.lines = {at: at for at in range(300)}
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x)) * self.table + self.shift * self.factor
@@ -37,7 +46,7 @@ class Layer(nn.Module):
             y = y + table
         if self.training or self.name == "other":
             y = y * 2
-        return y * (self.times // 500) + self.scales[1]
+        return y * (self.times // 500) + self.scales[1] + self.pair.second + self.lines[299]
 
 
 class Old(torch.jit.ScriptModule):
@@ -57,6 +66,7 @@ def scripted(module: nn.Module, device: torch.device) -> Any:
 def moved(module: Layer, device: torch.device) -> Layer:
     """Plain attributes stay where they are when a module is moved."""
     module.table, module.tables = module.table.to(device), [table.to(device) for table in module.tables]
+    module.pair = Pair(*(part.to(device) for part in module.pair))
     return module
 
 
@@ -161,6 +171,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a submodule is replaced": replaced_part,
     "a number": set_to("times", 2000),
     "a float": set_to("factor", 0.25),
+    "a pair of tensors is replaced": lambda layer: setattr(layer, "pair", Pair(*map(torch.rand_like, layer.pair))),
+    "a long dict": set_to("lines", dict.fromkeys(range(300), 0)),
     "a string": set_to("name", "other"),
     "a list": set_to("scales", [1.0, 3.0]),
     "training mode": lambda layer: layer.train(),
