@@ -24,8 +24,9 @@ from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, CallTable, Graphed, Refusal, invoke
+from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
+from simplegraph.call.layouts import CallTable, Refusal
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -308,6 +309,7 @@ class GraphRunner:
                     values = comparison.key
                 else:
                     values, comparison = plain(module), None
+            # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
             for layout in layouts:
                 # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)

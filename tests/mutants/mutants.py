@@ -525,14 +525,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "call/call.py",
+        "call/layouts.py",
         "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "call/call.py",
+        "call/layouts.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
@@ -567,7 +567,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers are remembered of a model that was changed",
-        "call/call.py",
+        "call/layouts.py",
         "binding.numbers.clear()",
         "pass",
         NUMBERS,
@@ -652,7 +652,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rehearsal keeps what it writes outside of the module",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "observe_run(module, run, device, undo.copy)",
         "observe_run(module, run, device)",
         ("tests/module/test_lengths.py",),
@@ -960,14 +960,14 @@ MUTANTS = [
     ),
     Mutant(
         "a step is compared from where the model's own forward ended",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "            self._memory.put(self._copies)\n",
         "",
         PROMPTS,
     ),
     Mutant(
         "a compared step draws other numbers than the forward",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "            put_random_states(self._generators, self._random)\n            self._snapshot",
         "            self._snapshot",
         PROMPTS,
