@@ -149,7 +149,7 @@ class CallTable:
         """Forget plans and which sizes are warm; layouts and signatures are kept."""
         self.plain.forget()
         for binding in self.bindings.values():
-            binding.move()
+            binding.note_moved()
             binding.numbers.clear()  # the stale state may have held some of them
             binding.counted.clear()  # the state may be in other objects by now, or changed by other code
 

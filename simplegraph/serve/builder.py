@@ -150,7 +150,7 @@ class GraphBuilder:
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
         """Run as called to learn how outputs follow the batch size. Raises CannotBind if this batch size ran before."""
         if (call.spec, call.batch) in call.binding.ran:
-            self.record(call).refuse_rows(call.batch)
+            self.record(call).refuse_row_count(call.batch)
             raise CannotBind(reason, f"only batch size {call.batch} has been called")
         return self.run_as_called(call, reason)
 
@@ -182,7 +182,7 @@ class GraphBuilder:
         call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.refusal is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
-        call.binding.learn_call(call.spec, call.batch, call.padded)
+        call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
@@ -341,7 +341,7 @@ class GraphBuilder:
         if following and not jobs:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
-        binding.learn()
+        binding.note_eager_run()
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary

@@ -572,7 +572,7 @@ class GraphRunner:
         try:
             builder.capture(call)
             # This call's own replays do not pay for the capture.
-            self._record.capture(self.stats.replays + self.replays_per_call)
+            self._record.note_captured(self.stats.replays + self.replays_per_call)
             return self._replay_or_prove(builder, call)
         finally:
             self.stats.longest_stall = max(self.stats.longest_stall, time.perf_counter() - begun)
@@ -589,7 +589,7 @@ class GraphRunner:
         # If it moved on this rank only, the others keep replaying: then this one waits until a timeout, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
-        self._record.drop(self.stats.replays)
+        self._record.note_stale(self.stats.replays)
         self.left.check()
         self.stats.recaptures += 1
         self._drop_graphs()
@@ -634,7 +634,7 @@ class GraphRunner:
                         self.relearn()
                         continue
                     if summary.captured:
-                        self._record.capture(self.stats.replays)
+                        self._record.note_captured(self.stats.replays)
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and

@@ -414,8 +414,8 @@ MUTANTS = [
     Mutant(
         "distances between comparisons stay as they are",
         "manager/lifecycle.py",
-        "self.distance = 2 * self.distance or distance",
-        "self.distance = distance",
+        "self.proof_distance = 2 * self.proof_distance or distance",
+        "self.proof_distance = distance",
         PROOFS,
     ),
     Mutant(
@@ -1423,7 +1423,7 @@ MUTANTS = [
     Mutant(
         "a reset keeps failures",
         "manager/table.py",
-        "        for record in self.records.values():\n            record.drop(Event.MOVED)\n"
+        "        for record in self.records.values():\n            record.note_dropped(Event.MOVED)\n"
         "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n        self.records.clear()\n",
         "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n",
         RESET,
