@@ -7,18 +7,14 @@ import dataclasses
 import functools
 import itertools
 import logging
-import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import CALLS
-from simplegraph.base.errors import HostError, InputError
-from simplegraph.base.extras import StateKey
-from simplegraph.base.modes import autocast_dtype
+from simplegraph.base.errors import HostError
 from simplegraph.base.nested import LEAF, TreeSpec, flatten
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
@@ -26,28 +22,23 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.entries import items_of, with_entries, written_mappings
 from simplegraph.call.inputs import (
-    PLAIN_TENSORS,
     Arg,
-    ConstantArg,
     HostArg,
     HostInput,
     InputSet,
     TensorArg,
-    aliasable,
-    aliases,
     batch_dim_of,
     overlap,
     overlaps_itself,
     short_repr,
 )
 from simplegraph.call.outputs import OutputShapes, unreturnable
-from simplegraph.call.signature import CallReader, Signature, argument_rules
+from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.effects import CountedState
-from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.left import LeftTensors
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
-from simplegraph.guard.torch_state import TorchSettings, autograd_hindrance, function_modes
+from simplegraph.guard.torch_state import autograd_hindrance
 from simplegraph.manager.lifecycle import SignatureRecord
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.rows import alike_rows, rows_between
@@ -366,215 +357,3 @@ class Call:
 def is_copied(arg: Arg) -> bool:
     """True if a call's tensor is copied into a static input, rather than read in place."""
     return isinstance(arg, TensorArg) and arg.batch_dim != "reference"
-
-
-_grad_enabled = torch.is_grad_enabled  # looked up once
-# Reasons that depend only on classes and shapes of arguments, before the signature of a call is read.
-_BY_FORM = frozenset(
-    {
-        *(Reason.OPAQUE_ARGUMENT, Reason.BATCH_TOO_LARGE, Reason.SIZE_NOT_CAPTURED, Reason.EMPTY_BATCH),
-        *(Reason.AMBIGUOUS_BATCH_DIM, Reason.BATCH_MISMATCH),
-    }
-)
-_MOST_FORMS = 64
-_MAX_LAYOUTS = 16  # per signature, since keywords can be passed in any order
-
-
-class CallTable:
-    """The layouts and signatures of one module's calls.
-
-    Args:
-        config: how arguments are read, and how many signatures there may be.
-
-    Attributes:
-        bindings: bindings by the values of their signatures.
-        layouts: the layouts of all signatures, the latest first.
-        state_key: reads the module's Python state that is part of the key; None if there is none.
-        plain: reads the plain values that are part of the key.
-    """
-
-    def __init__(self, config: CudaGraphConfig) -> None:
-        self._config = config
-        self.bindings: dict[Hashable, Binding] = {}
-        self.layouts: list[CallLayout] = []
-        self.state_key = config.state_key
-        self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
-        self._reader: CallReader | None = None
-        # By the form of calls that were refused before they were read: why, the reader's lessons at that time, and the
-        # parameter that required gradients, if that was why.
-        self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
-
-    def reader(self, module: Any) -> CallReader:
-        """Return the reader of the module's calls, which names their leaves."""
-        if self._reader is None:
-            self._reader = CallReader(module.forward, self._config, argument_rules(module))
-        return self._reader
-
-    def read(
-        self,
-        module: Any,
-        leaves: list[Any],
-        names: Sequence[str],
-        spec: TreeSpec,
-        device: torch.device,
-        gradients: Hashable = None,
-    ) -> tuple[int, CallLayout]:
-        """Return the batch size and the layout of a call on a device; `use` keeps a new layout.
-
-        `gradients` describes the tensors that require gradients, if graphs make them.
-
-        Raises:
-            CannotBind: a graph cannot serve the call.
-            InputError: an argument, or what `state_key` returned, cannot be a key.
-        """
-        autocast, settings, modes = autocast_dtype(device.type), TorchSettings(device.type), function_modes()
-        # The Python state that is part of the key: as declared, and a function's.
-        key = state_key = self._config.state_key
-        if isinstance(module, FunctionModule):
-            module.resolve()
-            key = _reached_state if state_key is None else lambda called: (_reached_state(called), state_key(called))
-        self.state_key = key
-        state = None if key is None else key(module)
-        try:
-            hash(state)
-        except TypeError:
-            raise InputError(
-                f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
-                "Return numbers, strings, or tuples of them."
-            ) from None
-        context = autocast, state, settings, modes, gradients, self.plain.now(module)
-        size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
-        binding = self.bindings.get(signature.values) or Binding(signature)
-        layout = binding.layouts.get(spec)
-        if layout is None:
-            layout = CallLayout(spec, args, device.type, binding, module.training)
-        if isinstance(module, FunctionModule):
-            module.serve(layout.binding)
-        return size, layout
-
-    def is_outdated(self, module: Any) -> bool:
-        """True if some signatures belong to Python state that has changed since."""
-        contexts = (binding.signature.context for binding in self.bindings.values())
-        return isinstance(module, FunctionModule) and any(map(module.is_over, contexts))
-
-    def use(self, layout: CallLayout) -> None:
-        """Keep a layout, and note that it is the latest."""
-        layouts = layout.binding.layouts
-        self.bindings[layout.binding.signature.values] = layout.binding
-        layouts.pop(layout.spec, None)  # the latest comes last
-        layouts[layout.spec] = layout
-        layout.binding.plans[layout.spec] = layout.plans
-        while len(layouts) > _MAX_LAYOUTS:
-            spec = next(iter(layouts))
-            del layouts[spec], layout.binding.plans[spec]  # its plan is made again at the next such call
-        self.put_first(layout)
-
-    def put_first(self, layout: CallLayout) -> None:
-        """Note that a layout is the latest; in a new list, since other threads may iterate over the old one."""
-        layouts = (other for other in self.layouts if other.binding.layouts.get(other.spec) is other)
-        self.layouts = [layout, *(other for other in layouts if other is not layout)]
-
-    def check_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
-        if not self._refused or (refusal := self._refused.get(_form(args, kwargs))) is None:
-            return
-        why, lessons, wanting = refusal
-        if lessons == self.reader(module).lessons and (wanting is None or _wants_grad(*wanting)):
-            raise CannotBind(*why)
-
-    def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
-        """Remember why a call was refused before it was read, if all such calls are."""
-        wanting = _first_parameter(module) if why.reason is Reason.GRAD and not why.detail else None
-        if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
-            if len(self._refused) >= _MOST_FORMS:
-                self._refused.clear()
-            refusal = (why.reason, why.detail, why.size), self.reader(module).lessons, wanting
-            self._refused[_form(args, kwargs)] = refusal
-
-    def drop_plans(self) -> None:
-        """Forget plans and which sizes are warm; layouts and signatures are kept."""
-        self.plain.forget()
-        for binding in self.bindings.values():
-            binding.move()
-            binding.numbers.clear()  # the stale state may have held some of them
-            binding.counted.clear()  # the state may be in other objects by now, or changed by other code
-
-    def clear(self) -> None:
-        """Forget all layouts and signatures, and how CPU tensors are used."""
-        self.drop_plans()
-        if self._reader is not None:
-            self._reader.hosts.clear()
-        for binding in self.bindings.values():
-            binding.forget()
-            binding.layouts.clear()  # break the cycle, so that static inputs need no garbage collection to be freed
-        self.bindings.clear()
-        self.layouts = []
-
-
-# Not a bound method of the module: only the garbage collector would free that cycle, late.
-_reached_state: StateKey = operator.methodcaller("state")
-
-
-class Refusal:
-    """Takes the place of a plan, and refuses such calls until the module's reader learns something new.
-
-    Args:
-        call: one of these calls; why: why they run eagerly.
-        reader: counts the lessons learnt about the module.
-    """
-
-    def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
-        self._why = why.reason, why.detail, call.batch
-        self._reader, self._lessons = reader, reader.lessons
-        self._grad, self._parameter = _grad_enabled(), _first_parameter(call.module)
-        self._expected = list(zip(call.layout.args, map(_form_of, call.leaves), strict=True))
-        self._tensors = aliasable(call.layout.args)
-        self._aliases = aliases([call.leaves[at] for at in self._tensors])
-
-    def bind(self, leaves: Sequence[Any]) -> None:
-        """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
-        if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
-            return
-        if self._grad:  # eager builds an autograd graph if an argument or the first parameter requires grad
-            wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
-            if wanting or (self._parameter and _wants_grad(*self._parameter)):
-                return
-        try:
-            for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
-                if isinstance(arg, ConstantArg):
-                    if not arg.holds(leaf):
-                        return
-                elif _form_of(leaf) != form or (arg.address is not None and leaf.data_ptr() != arg.address):
-                    return
-            if len(self._tensors) > 1 and aliases([leaves[at] for at in self._tensors]) != self._aliases:
-                return
-        except RuntimeError:  # tensors inside `vmap` have no address
-            return
-        raise CannotBind(*self._why)
-
-
-def _wants_grad(registry: Mapping[str, Any], name: str) -> bool:
-    """True if the parameter of this name requires grad."""
-    return name in registry and bool(getattr(registry[name], "requires_grad", False))
-
-
-def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
-    """Find the first parameter of a module: the dict that holds it, and its name."""
-    registries = (child._parameters for child in module.modules())
-    names = ((registry, name) for registry in registries for name, value in registry.items() if value is not None)
-    return next(names, None)
-
-
-def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Return the form of a call: grad mode, classes of arguments, and dtype, shape, strides and device of tensors."""
-    leaves, spec = flatten((args, dict(kwargs)))
-    return _grad_enabled(), spec, tuple(map(_form_of, leaves))
-
-
-def _form_of(leaf: Any) -> Any:
-    """Return the form of a leaf; containers that are leaves are distinguished by identity: anything may be inside."""
-    kind = type(leaf)
-    if kind in PLAIN_TENSORS:
-        sized = leaf.layout is torch.strided and not leaf.is_nested
-        return (kind, leaf.dtype, leaf.shape, leaf.stride(), leaf.device) if sized else (leaf.layout, leaf.is_nested)
-    return (kind, id(leaf)) if issubclass(kind, (tuple, list, dict)) else kind

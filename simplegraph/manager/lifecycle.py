@@ -160,7 +160,7 @@ class SizeRecord:
         """Note how many warmups remain before the capture."""
         self.happened(Event.COOLED if remaining > 0 else Event.WARMED)
 
-    def capture(self, *, compare: bool) -> None:
+    def note_captured(self, *, compare: bool) -> None:
         """Note that the size is captured; `compare` if calls are to be compared with replays."""
         self.happened(Event.RECORDED)
         self.refusal = self.failure = None
@@ -179,11 +179,11 @@ class SizeRecord:
         if self.refusal is not None:
             raise self.refusal.again()
 
-    def refuse_rows(self, rows: int) -> None:
+    def refuse_row_count(self, rows: int) -> None:
         """Let calls of this row count run eagerly, until another call runs eagerly or the graph is gone."""
         self.rows[rows] = RowVerdict.REFUSED
 
-    def drop(self, event: Event) -> None:
+    def note_dropped(self, event: Event) -> None:
         """Note that the graph is gone; one comparison of the next graph proves all row counts that were proven."""
         self.happened(event)
         self.refusal = self.failure = None
@@ -197,10 +197,10 @@ class CapturedGraph:
         record: the record of the size.
         replays_until_proof: replays until the next comparison with eager; 0 if the next call is compared, or the graph
             was dropped; negative if there will be no comparison.
-        distance: replays between its last such comparison and the next; it doubles. 0 before the first.
-        tries: how many calls could not be compared.
+        proof_distance: replays between its last such comparison and the next; it doubles. 0 before the first.
+        uncompared_runs: how many calls could not be compared.
         operators: a hash of the operators that eager ran on as many rows as the graph has; None before it ran.
-        freed: says which kernel touches memory that was given back since the capture; returns None if none is known to.
+        describe_freed: describes a kernel that uses memory freed since the capture; returns None if there is none.
             Called before the graph's first proof only.
     """
 
@@ -210,10 +210,10 @@ class CapturedGraph:
     counters: GraphCounters
     record: SizeRecord = dataclasses.field(default_factory=SizeRecord)
     replays_until_proof: int = 0
-    distance: int = 0
-    tries: int = 0
+    proof_distance: int = 0
+    uncompared_runs: int = 0
     operators: int | None = None
-    freed: Callable[[], str | None] = lambda: None
+    describe_freed: Callable[[], str | None] = lambda: None
 
     def verdict(self, rows: int) -> RowVerdict:
         """Return the verdict of calls of this row count."""
@@ -231,13 +231,13 @@ class CapturedGraph:
         """
         if self.record.others is not RowVerdict.DUE:
             return None
-        proven = self.record.rows if self.distance else {}
+        proven = self.record.rows if self.proof_distance else {}
         return [rows for rows, verdict in proven.items() if verdict is RowVerdict.PROVEN]
 
     def keeps_writing_elsewhere(self) -> bool:
         """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
-        self.tries += 1
-        return self.tries == _TRIES
+        self.uncompared_runs += 1
+        return self.uncompared_runs == _TRIES
 
     def prove(self, rows: int, distance: int = 0, *, per_row_count: bool = False) -> None:
         """Note that a call equalled eager.
@@ -248,8 +248,8 @@ class CapturedGraph:
             per_row_count: True if each row count is compared; else this comparison stands for all.
         """
         if self.replays_until_proof <= 0:
-            self.distance = 2 * self.distance or distance
-            self.replays_until_proof = self.distance or -1
+            self.proof_distance = 2 * self.proof_distance or distance
+            self.replays_until_proof = self.proof_distance or -1
         if per_row_count:
             self.record.rows[rows] = RowVerdict.PROVEN
         else:
@@ -270,7 +270,7 @@ class CapturedGraph:
         """Free its memory; it serves no call any more."""
         self.program.drop()
         self.replays_until_proof = 0
-        self.record.drop(event)
+        self.record.note_dropped(event)
 
     def _note(self, text: str) -> None:
         if text not in self.counters.proof:
@@ -307,17 +307,17 @@ class SignatureRecord:
                 record.happened(Event.CALLED)
         return record
 
-    def learn(self) -> None:
+    def note_eager_run(self) -> None:
         """Note that a call ran eagerly."""
         self.called = True
         for record in self.sizes.values():
             record.happened(Event.CALLED)
 
-    def learn_call(self, spec: TreeSpec, rows: int, padded: int) -> None:
+    def note_eager_call(self, spec: TreeSpec, rows: int, padded: int) -> None:
         """Note that a call of `rows` rows ran eagerly, which counts as a warmup of its padded size."""
         self.ran.add((spec, rows))
         self.warm[padded] += 1
-        self.learn()
+        self.note_eager_run()
 
     def refuse(self, why: CannotBind) -> None:
         """Let all calls run eagerly."""
@@ -334,7 +334,7 @@ class SignatureRecord:
         for plans in self.plans.values():
             plans.clear()
 
-    def move(self) -> None:
+    def note_moved(self) -> None:
         """Note that what graphs read was moved: sizes need warmups again, and are captured again."""
         self._end(Event.MOVED)
 
@@ -349,7 +349,7 @@ class SignatureRecord:
         self.warm.clear()
         self.ran.clear()
         for record in self.sizes.values():
-            record.drop(event)
+            record.note_dropped(event)
 
 
 class ModuleRecord:
@@ -383,11 +383,11 @@ class ModuleRecord:
         """Let all calls run eagerly."""
         self.disabled = reason
 
-    def capture(self, replays: int) -> None:
-        """Note that graphs were captured; they pay if there are more than `replays` replays until they are dropped."""
+    def note_captured(self, replays: int) -> None:
+        """Note a capture made after `replays` replays; it paid off if more follow before the graphs are dropped."""
         self._served_before = replays
 
-    def drop(self, replays: int) -> None:
+    def note_stale(self, replays: int) -> None:
         """Note that graphs went stale after `replays` replays; if that happens too often, calls run eagerly."""
         self._strikes = 0 if replays > self._served_before else self._strikes + 1
         if self._strikes >= _STALE_LIMIT:

@@ -233,7 +233,7 @@ class ProgramTable:
         if job.key in self.records:
             self._forget_failure(job)
         compare = self.config.verify > 0
-        job.record.capture(compare=compare)
+        job.record.note_captured(compare=compare)
         self.records[job.key] = job.record
         replays_until_proof = 0 if compare else -1
         self.graphs[job.key] = CapturedGraph(
@@ -334,7 +334,7 @@ class ProgramTable:
         for graph in self.graphs.values():
             graph.drop(Event.MOVED)
         for record in self.records.values():
-            record.drop(Event.MOVED)
+            record.note_dropped(Event.MOVED)
         self.stats.dropped(self.graphs)
         self.graphs.clear()
         self.records.clear()

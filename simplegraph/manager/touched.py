@@ -68,7 +68,7 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
     spans = [span for tensor in (*read, *table.foreign) for span in _memory(tensor)]
     inventories: dict[str, Inventory] = {}
     for job in captured:
-        table.graphs[job.key].freed = functools.partial(_freed_since, weakref.ref(table), job.key)
+        table.graphs[job.key].describe_freed = functools.partial(_freed_since, weakref.ref(table), job.key)
     for job in ends.values():
         graph = table.graphs[job.key]
         kept = [*spans, *(span for tensor in graph.program.constants for span in _memory(tensor))]
@@ -113,7 +113,7 @@ def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
 
 
 def _freed_since(table_ref: weakref.ref[ProgramTable], key: Key) -> str | None:
-    """Say which kernel touches memory that was given back since a graph's capture; see `CapturedGraph.freed`."""
+    """Describe a kernel that uses memory freed since a graph's capture; see `CapturedGraph.describe_freed`."""
     table = table_ref()
     graph = None if table is None else table.graphs.get(key)
     if table is None or graph is None or (graph.counters.proof and graph.counters.inventory is not None):

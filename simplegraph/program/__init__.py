@@ -4,7 +4,6 @@ program       a Program: segments and breaks in order, replayed one after the ot
 session       what holds during captures, and is put back
 probes        the events of captures, and the protocol of what looks on
 escapes       Python's state around captures, and tensors that a capture left in it
-index_checks  stops a run at an index out of range
 observe       watches the memory that a forward reads and writes
 snapshot      what objects hold, and how to put it back
 host_modes    CPU tensors of a forward at a warmup and a capture

@@ -149,7 +149,7 @@ class GraphBuilder:
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
         """Run as called to learn how outputs follow the batch size. Raises CannotBind if this batch size ran before."""
         if (call.spec, call.batch) in call.binding.ran:
-            self.record(call).refuse_rows(call.batch)
+            self.record(call).refuse_row_count(call.batch)
             raise CannotBind(reason, f"only batch size {call.batch} has been called")
         return self.run_as_called(call, reason)
 
@@ -181,7 +181,7 @@ class GraphBuilder:
         call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.refusal is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
-        call.binding.learn_call(call.spec, call.batch, call.padded)
+        call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
@@ -340,7 +340,7 @@ class GraphBuilder:
         if following and not jobs:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
-        binding.learn()
+        binding.note_eager_run()
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
@@ -429,19 +429,12 @@ class GraphBuilder:
         if jobs and jobs[0].arguments is not None:  # all jobs share one
             self._learn_hosts(call, jobs[0].arguments)
         self._note_made(call, jobs, observation)
-        unknown = call.never_compared() if any(observer.unseen for observer in observation.observers) else []
-        if refused := kept or (counted.names if len(summary.failed) < len(jobs) else None):
-            try:
-                state.check_left(refused)
-            except PlacesFoundError as error:
-                raise self._pass_left(call, error, observation) from None
-        if kept:
-            why = kept_by(kept), state.remedy(kept)
-        elif unknown:
-            why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
-        elif counted.names and len(summary.failed) < len(jobs):
-            why = counted.refusal(call.module)
-        else:
+        changed = (counted.names or []) if len(summary.failed) < len(jobs) else []
+        try:
+            why = _why_refused(call, state, observation, kept, changed)
+        except PlacesFoundError as error:
+            raise self._pass_left(call, error, observation) from None
+        if why is None:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
@@ -598,6 +591,30 @@ class GraphBuilder:
             return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 
         return run
+
+
+def _why_refused(
+    call: Call, state: ModuleState, observation: Observation, kept: Sequence[str], changed: Sequence[str]
+) -> tuple[str, str] | None:
+    """Say why no graph of a capture may serve, and what to do; None if they may.
+
+    Args:
+        call: the call that was captured.
+        state: the probe that finds places.
+        observation: the probe that observes runs.
+        kept: names of the places that would keep tensors of the graphs.
+        changed: names of the places that the forward changes at every run.
+
+    Raises:
+        PlacesFoundError: calls can pass the tensors that the forward leaves in these places.
+    """
+    if refused := kept or changed:
+        state.check_left(refused)
+    if kept:
+        return kept_by(kept), state.remedy(kept)
+    if any(observer.unseen for observer in observation.observers) and (unknown := call.never_compared()):
+        return f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
+    return call.binding.counted[call.padded].refusal(call.module) if changed else None
 
 
 @dataclasses.dataclass(eq=False)

@@ -108,7 +108,7 @@ class _CallProof:
                 f"unknown memory that {self._label} writes",
                 learn_writes(self._owner, self._call, proof, observer, memory),
             )
-            gone = plan.graph.freed()
+            gone = plan.graph.describe_freed()
             if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
                 unknown, mismatch, freed = False, gone, True  # it may not be replayed at all
             elif not unknown:
@@ -239,11 +239,12 @@ class _CallProof:
             freed: True if the graph touches memory that was given back, which padding does not cause.
         """
         plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
-        if mismatch is not None and graph.distance and not graph.replays_until_proof:
+        if mismatch is not None and graph.proof_distance and not graph.replays_until_proof:
             total = graph.counters.replays
+            proven = total - graph.proof_distance
             mismatch += (
-                f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
-                "does not: answers since then may be wrong"
+                f"; the graph equalled eager after {proven:,} replays, and now, after {total:,}, it does not: answers "
+                "since then may be wrong"
             )
         verdict = proof.agree(mismatch)
         if verdict is None:

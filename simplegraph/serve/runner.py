@@ -24,8 +24,9 @@ from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.call.call import Call, CallTable, Graphed, Refusal, invoke
+from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
+from simplegraph.call.layouts import CallTable, Refusal
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -308,6 +309,7 @@ class GraphRunner:
                     values = comparison.key
                 else:
                     values, comparison = plain(module), None
+            # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
             for layout in layouts:
                 # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
@@ -570,7 +572,7 @@ class GraphRunner:
         try:
             builder.capture(call)
             # This call's own replays do not pay for the capture.
-            self._record.capture(self.stats.replays + self.replays_per_call)
+            self._record.note_captured(self.stats.replays + self.replays_per_call)
             return self._replay_or_prove(builder, call)
         finally:
             self.stats.longest_stall = max(self.stats.longest_stall, time.perf_counter() - begun)
@@ -587,7 +589,7 @@ class GraphRunner:
         # If it moved on this rank only, the others keep replaying: then this one waits until a timeout, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
-        self._record.drop(self.stats.replays)
+        self._record.note_stale(self.stats.replays)
         self.left.check()
         self.stats.recaptures += 1
         self._drop_graphs()
@@ -632,7 +634,7 @@ class GraphRunner:
                         self.relearn()
                         continue
                     if summary.captured:
-                        self._record.capture(self.stats.replays)
+                        self._record.note_captured(self.stats.replays)
                     return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and

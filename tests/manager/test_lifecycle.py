@@ -117,11 +117,11 @@ def test_a_row_count_that_teaches_nothing_more_is_refused_until_another_one_come
     model.capture_graphs(torch.randn(8, 4, device=device))
     binding = next(iter(model._graph_runner._calls.bindings.values()))
     record = SizeRecord()
-    record.refuse_rows(3)
+    record.refuse_row_count(3)
     binding.sizes["another"] = record
     model(torch.randn(8, 4, device=device))  # a proof teaches nothing of batch sizes
     assert record.rows == {3: RowVerdict.REFUSED}
-    binding.learn()
+    binding.note_eager_run()
     assert record.rows == {}
 
 
@@ -136,7 +136,7 @@ def test_every_edge_leads_from_a_stage_to_another() -> None:
 def graph() -> CapturedGraph:
     """A graph that was captured and is compared, without a program."""
     record = SizeRecord()
-    record.capture(compare=True)
+    record.note_captured(compare=True)
     counters = GraphCounters("batch size 4", "FULL", 4, 0.0, 0)
     program: Any = nn.Module()
     program.drop = lambda: None
@@ -148,7 +148,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     captured = graph()
     record = captured.record
     verdicts = [captured.verdict(3)]
-    record.refuse_rows(3)
+    record.refuse_row_count(3)
     verdicts.append(captured.verdict(3))
     record.happened(Event.CALLED)
     verdicts.append(captured.verdict(3))
@@ -160,7 +160,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     captured.leave_unverified("too large")
     verdicts.append(captured.verdict(3))
     captured.drop(Event.MOVED)
-    record.capture(compare=True)
+    record.note_captured(compare=True)
     verdicts.append(captured.verdict(3))
     assert set(itertools.pairwise(verdicts)) == VERDICT_EDGES.keys()
 
@@ -200,8 +200,8 @@ def test_graphs_that_go_stale_before_they_serve_are_given_up() -> None:
     module = ModuleRecord()
     for _ in range(3):
         module.check()
-        module.capture(1)
-        module.drop(1)
+        module.note_captured(1)
+        module.note_stale(1)
     with pytest.raises(CannotBind) as refused:
         module.check()
     assert refused.value.reason is Reason.STALE_TOO_OFTEN
@@ -228,7 +228,7 @@ def set_attributes(node: ast.AST) -> list[str]:
 
 def test_every_change_of_the_lifecycle_is_in_one_file() -> None:
     own = {"stage", "others", "refusal", "padding_refusal", "called", "ran", "warm", "sizes", "disabled"}
-    own |= {"replays_until_proof", "distance", "tries"}
+    own |= {"replays_until_proof", "proof_distance", "uncompared_runs"}
     kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
     rooms = [path for path in PACKAGE if path.parts[1] in ("manager", "call", "serve", "training") and path != HOME]
     changed = {

@@ -407,8 +407,8 @@ MUTANTS = [
     Mutant(
         "distances between comparisons stay as they are",
         "manager/lifecycle.py",
-        "self.distance = 2 * self.distance or distance",
-        "self.distance = distance",
+        "self.proof_distance = 2 * self.proof_distance or distance",
+        "self.proof_distance = distance",
         PROOFS,
     ),
     Mutant(
@@ -518,14 +518,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "call/call.py",
+        "call/layouts.py",
         "self._reader.lessons != self._lessons or ",
         "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "call/call.py",
+        "call/layouts.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
@@ -560,7 +560,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers are remembered of a model that was changed",
-        "call/call.py",
+        "call/layouts.py",
         "binding.numbers.clear()",
         "pass",
         NUMBERS,
@@ -645,7 +645,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rehearsal keeps what it writes outside of the module",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "observe_run(module, run, device, undo.copy)",
         "observe_run(module, run, device)",
         ("tests/module/test_lengths.py",),
@@ -974,14 +974,14 @@ MUTANTS = [
     ),
     Mutant(
         "a step is compared from where the model's own forward ended",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "            self._memory.put(self._copies)\n",
         "",
         PROMPTS,
     ),
     Mutant(
         "a compared step draws other numbers than the forward",
-        "call/rehearsal.py",
+        "integrations/rehearsal.py",
         "            put_random_states(self._generators, self._random)\n            self._snapshot",
         "            self._snapshot",
         PROMPTS,
@@ -1437,7 +1437,7 @@ MUTANTS = [
     Mutant(
         "a reset keeps failures",
         "manager/table.py",
-        "        for record in self.records.values():\n            record.drop(Event.MOVED)\n"
+        "        for record in self.records.values():\n            record.note_dropped(Event.MOVED)\n"
         "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n        self.records.clear()\n",
         "        self.stats.dropped(self.graphs)\n        self.graphs.clear()\n",
         RESET,

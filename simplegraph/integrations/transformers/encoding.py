@@ -17,7 +17,6 @@ from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
-from simplegraph.call.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.lengths import (
     LengthProofs,
@@ -28,6 +27,7 @@ from simplegraph.integrations.lengths import (
     unlike_outputs,
     wrong_since,
 )
+from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.manager.proof import first_difference

@@ -16,8 +16,8 @@ from simplegraph.base.context import CALLS
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import flatten
 from simplegraph.call.memory import Undo
-from simplegraph.call.rehearsal import observe_run
 from simplegraph.device.memory import default_generator, drew, random_states
+from simplegraph.integrations.rehearsal import observe_run
 from simplegraph.integrations.transformers.generate.cache.layers import PLAIN
 from simplegraph.integrations.transformers.generate.decoder import ON_THE_WAY
 from simplegraph.integrations.transformers.graphed_model import ModelStep

@@ -13,8 +13,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.base.errors import CaptureError, StaleGraphError
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.rehearsal import Start
 from simplegraph.device.select import graph_device
+from simplegraph.integrations.rehearsal import Start
 from simplegraph.integrations.transformers.generate.cache.layers import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
 from simplegraph.integrations.transformers.generate.token_step import CACHE_NAMES, ROW_INPUTS, TOKEN_TYPES
