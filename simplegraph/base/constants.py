@@ -180,7 +180,7 @@ def _reader(tensor: Tensor) -> Callable[[], Hashable]:
         return functools.partial(_version_and_samples, tensor, nbytes)
 
     def current_bytes() -> bytes:
-        start = address()
+        start = address() if tensor.is_cpu else 0  # `module.to` moves a tensor itself
         return read(start, nbytes) if start else b""  # its storage may have been resized to nothing
 
     return current_bytes
@@ -190,7 +190,7 @@ _SAMPLES = 8  # of 8 bytes each
 
 
 def _version_and_samples(tensor: Tensor, nbytes: int) -> Hashable:
-    start = tensor.data_ptr()
+    start = tensor.data_ptr() if tensor.is_cpu else 0
     places = (start + (nbytes - 8) * index // (_SAMPLES - 1) for index in range(_SAMPLES)) if start else ()
     samples = tuple(ctypes.string_at(place, 8) for place in places)
     return tensor._version, tensor.untyped_storage().resizable(), samples

@@ -84,6 +84,10 @@ def installed() -> list[str]:
     return list(_changes)
 
 
+class Door(functools.partial[Any]):
+    """A call that stands in front of a method of somebody's object for a while. It is no value of that object."""
+
+
 def replaced(value: Any) -> Any:
     """Return the original of a function that this library replaced; any other value itself."""
     while (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_member, own_dict
-from simplegraph.base.patches import plain, replaced
+from simplegraph.base.patches import Door, plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
     DICTS,
@@ -128,6 +128,8 @@ def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 @by_class
 def _opens(kind: type) -> Any:
     """Return how walks open objects of a class, as `kind_of` does; tensors lead to no plain values."""
+    if kind is Door:
+        return None
     if kind in _VIEWS:
         return _VIEWS[kind]
     if issubclass(kind, SCRIPTS):
@@ -251,7 +253,7 @@ class ValueHolder:
         for key, value in (
             [("its length", _length(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
         ):
-            if not self.counts(key):
+            if not self.counts(key) or type(value) is Door:
                 continue
             # Guards compare tensors of a list if graphs read them, and a log of other tensors is no obstacle.
             is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)

@@ -134,9 +134,8 @@ def _memory(tensor: Tensor) -> Iterator[MemorySpan]:
         start = storage.data_ptr()
         if not start:
             return
-        yield MemorySpan(
-            start, start + storage.nbytes(), f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        )
+        shape = "nested" if tensor.is_nested else list(tensor.shape)
+        yield MemorySpan(start, start + storage.nbytes(), f"{str(tensor.dtype).removeprefix('torch.')}{shape}")
 
 
 def _unseen(inventory: Inventory, place: MemoryKind) -> list[Touch]:

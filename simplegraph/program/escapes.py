@@ -103,7 +103,9 @@ class PythonState(Probe):
         names, undefined = _put_back(kept, self)
         if not (is_gradient or undefined):
             self.note_left(recorded.run, names)
-        remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY if is_returned else self.remedy(names)
+        remedy = self.remedy(names) if names else _UNSEEN_REMEDY
+        if is_gradient or is_returned:
+            remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY
         cause = kept_by(names)
         if undefined:
             remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
@@ -202,6 +204,10 @@ def _put_back(kept: Sequence[_Located], state: PythonState) -> tuple[list[str], 
 
 
 _UNSEEN = "a place that the code does not lead to"
+_UNSEEN_REMEDY = (
+    "Nothing that Python shows holds it: code in C does, such as TorchScript's fused kernels under autograd, which "
+    "torch._C._jit_set_texpr_fuser_enabled(False) before their first run leaves out."
+)
 _GRADIENT_REMEDY = (
     "It is the gradient of a tensor, set by backward(): return what torch.autograd.grad(loss, inputs) gives in place "
     "of calling backward(), or let simplegraph.train_step have the whole step."

@@ -253,7 +253,8 @@ class GraphBuilder:
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
-                leaf.record_stream(torch.cuda.current_stream(leaf.device))
+                for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts are in one memory
+                    part.record_stream(torch.cuda.current_stream(leaf.device))
         return result, observer, trace
 
     def _learn_hosts(self, call: Call, arguments: HostArguments) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean, refuse_inside_capture
 from simplegraph.base.extras import harmless_step_hooks, memory_sources
-from simplegraph.base.patches import plain
+from simplegraph.base.patches import Door, plain
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
@@ -208,7 +208,7 @@ class Nap:
             else:
                 call = functools.partial(_call_weakly, getattr(type(owner), name, vars), weakref.ref(owner))
                 undo = functools.partial(own.pop, name, None)
-            own[name] = functools.partial(self._knock_first, call, part)
+            own[name] = Door(self._knock_first, call, part)
             self._undo.callback(undo)
 
     def _knock_first(self, call: Callable[..., Any], part: str, /, *args: Any, **kwargs: Any) -> Any:

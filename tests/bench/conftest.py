@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,14 @@ import torch
 from bench.tools import fresh
 from bench.tools.measure import few_threads
 from bench.tools.side_by_side import SideBySide
+from tests.support.where import without_gpu
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = pathlib.Path(__file__).parent
+    for item in items:
+        if folder in item.path.parents:
+            item.add_marker(without_gpu)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from simplegraph.attention.backends import flash_attention
 from simplegraph.base.errors import install_command
@@ -87,6 +88,8 @@ def test_the_readme_shows_the_commands_that_people_need_first() -> None:
     "command", [command for command in readmes_commands() if not is_install(command) and command not in run_by_ci()]
 )
 def test_a_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
+    if "bench" in command and torch.cuda.is_available():
+        pytest.skip("of full shapes, which take minutes")
     program, *arguments = shlex.split(SHORT.get(command, command))
     start = [sys.executable] if program == "python" else [sys.executable, "-m", "simplegraph"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}

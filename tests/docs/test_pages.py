@@ -73,6 +73,8 @@ def importable(name: str) -> bool:
 @pytest.mark.proofs
 @pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
+    if page.name == "audit.md" and torch.cuda.is_available():
+        pytest.skip("it audits the emulator")
     if missing := run(page, namespace):
         pytest.skip(f"needs {', '.join(missing)}")
 

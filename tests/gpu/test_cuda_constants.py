@@ -54,6 +54,17 @@ def right(model: Any, calls: int = 4, size: int = 2) -> None:
             assert torch.equal(one, other)
 
 
+OUTSIDE = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_a_module_that_the_forward_moves_is_read_where_it_is() -> None:
+    """`to` moves the tensors themselves, whose values a warmup saw on the CPU."""
+    model = wrapped(lambda m, x: OUTSIDE.to(x.device)(x))
+    for _ in range(3):
+        right(model)
+        OUTSIDE.cpu()
+
+
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
 def _grad_mode(request: pytest.FixtureRequest) -> Any:
     with request.param():

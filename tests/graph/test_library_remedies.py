@@ -190,8 +190,10 @@ def test_layers_of_pytorch_geometric_follow_what_they_are_told(device: torch.dev
         plain.to(device).eval()
         mended.to(device).eval()
         refused: Any = sg.wrap(plain, exact_shapes=True, progress=False)
-        (error,) = refused.capture_graphs(torch.randn(4, WIDTH, device=device)).failed.values()
-        assert said in str(error)
+        failed = refused.capture_graphs(torch.randn(4, WIDTH, device=device)).failed.values()
+        assert all(said in str(error) for error in failed)
+        # The largest index of a tensor that nothing writes is read once, so where there is no mask, nothing is refused.
+        assert len(failed) == (said in ("cached=True", "loops")), failed
         served: Any = sg.wrap(mended, exact_shapes=True, progress=False)
         for _ in range(6):
             x = torch.randn(4, WIDTH, device=device)

@@ -10,6 +10,7 @@ from torch import nn
 import simplegraph as sg
 from tests.module.answers import close, reasons
 from tests.module.models import WIDTH, rows, wrapped_mlp
+from tests.support.where import without_gpu
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -180,6 +181,7 @@ def test_memory_that_cannot_be_viewed_otherwise_is_no_obstacle(device):
     assert nested.unbind()[0].tolist() == [2, 2]
 
 
+@without_gpu
 def test_memory_that_a_rehearsal_gives_back_is_there_again(device):
     class Resizes(nn.Module):
         def __init__(self):

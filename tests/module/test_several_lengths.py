@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from tests.module.answers import reasons
 from tests.module.test_lengths import assert_right
+from tests.support.where import without_gpu
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
 WIDTH = 4
@@ -72,6 +73,7 @@ def test_features_of_two_lengths_are_served_by_a_graph_for_each_captured_length(
     assert model.graph_stats.replays >= 40
 
 
+@without_gpu
 def test_jagged_features_are_served(device: torch.device) -> None:
     whole = {"clicks": None, "views": None, "click_offsets": None, "view_offsets": None}
     dims = {"clicks": (0, "clicks"), "views": (0, "views")}

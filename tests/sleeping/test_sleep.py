@@ -831,6 +831,20 @@ def test_a_write_to_sleeping_memory_is_refused_or_said_to_be_lost(device: torch.
     assert torch.equal(model(x), sg.unwrap(model)(x))
 
 
+def test_calls_while_it_sleeps_are_no_calls_of_another_kind(device: torch.device) -> None:
+    """What stands in front of the module's methods meanwhile is no value of the user's."""
+    model, x, wanted = captured(device)
+    eager = model.graph_stats.eager.copy()
+    for _ in range(20):
+        model.sleep()
+        with pytest.raises(sg.AsleepError):
+            model(x)
+        model.wake()
+    assert len(model._graph_runner._calls.bindings) == 1
+    assert same(answers(model, x), wanted)
+    assert model.graph_stats.eager == eager
+
+
 def test_a_write_to_a_static_input_that_sleeps_is_not_lost_unsaid(device: torch.device) -> None:
     model, x, wanted = captured(device)
     static = model.static_inputs()["input"]

@@ -11,10 +11,12 @@ import torch
 import simplegraph as sg
 from tests.support import host_models
 from tests.support.meta_device import use_meta_device
+from tests.support.where import without_gpu
 
 pytest.importorskip("transformers")
 
 
+@without_gpu
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     ("make", "constants", "watched"),

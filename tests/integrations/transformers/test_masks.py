@@ -15,6 +15,7 @@ import simplegraph as sg
 from simplegraph.base import patches
 from simplegraph.integrations.transformers import graph_encoder
 from simplegraph.integrations.transformers.masks import KnownValues
+from tests.support.where import without_gpu
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -77,6 +78,7 @@ def listed(request: pytest.FixtureRequest, device: torch.device) -> Listed:
     return Listed(tiny.build(request.param, device)).eval()
 
 
+@without_gpu
 @pytest.mark.proofs
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_a_mask_a_graph_has_eagers_operators(listed: Listed, device: torch.device, mode: Any) -> None:

@@ -17,6 +17,7 @@ import tiny_states  # noqa: E402
 from tiny_generation import CACHE, GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
+from tests.support.where import without_gpu  # noqa: E402
 
 
 def check_refused(
@@ -92,6 +93,7 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
         assert graphs.stats.replays == 0
 
 
+@without_gpu
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="needs a newer transformers")
 def test_layers_with_keys_of_an_indexer(device: torch.device) -> None:
     def make() -> Any:
@@ -112,6 +114,7 @@ def test_layers_with_keys_of_an_indexer(device: torch.device) -> None:
     encoder.remove()
 
 
+@without_gpu
 @pytest.mark.parametrize("name", ["Rwkv", "MiniMax"])
 def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(tiny_states.ELSEWHERE[name], device) for _ in range(2))

@@ -19,6 +19,7 @@ from transformers.generation import utils as generation_utils  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+from tests.support.where import without_gpu  # noqa: E402
 
 STEPS, TOKENS = 4, 17  # the first two tokens and three launches leave three
 FREE = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
@@ -375,6 +376,7 @@ def test_a_launch_ends_where_attention_reaches_further(device: torch.device) -> 
         assert len(spans) == 2
 
 
+@without_gpu
 def test_states_that_cannot_be_put_back_are_kept_right(device: torch.device) -> None:
     config = transformers.MambaConfig(
         vocab_size=tiny.VOCABULARY, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4, pad_token_id=0
