@@ -132,8 +132,8 @@ def test_a_scheduled_muon_is_left_outside_as_it_has_no_fused_form(device: torch.
     plain, refused, followed = (Trained(make, device, how, scheduled=True) for how in ("eager", "step", "outside"))
     refused.compare(plain)
     followed.compare(plain)
-    assert "of Adam, AdamW and SGD, fused=True takes lr from the device" in refused.said
-    assert f"{OUTSIDE} leaves another optimizer out" in refused.said
+    assert "Adam, AdamW and SGD with fused=True take lr from the device" in refused.said
+    assert f"{OUTSIDE} leaves the optimizer out of graphs" in refused.said
     assert followed.stats.replays > 0
 
 
