@@ -9,6 +9,7 @@ import dis
 import functools
 import gc
 import itertools
+import operator
 import threading
 import types
 import weakref
@@ -40,7 +41,6 @@ from simplegraph.base.walk import (
 from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
-from simplegraph.guard.reading import parts_of_code
 from simplegraph.guard.scripted import SCRIPTS, CompiledModule, ScriptedValues, python_below
 from simplegraph.guard.values import (
     HEAP_TYPE,
@@ -55,6 +55,7 @@ from simplegraph.guard.values import (
     dotted,
     value_key,
 )
+from simplegraph.program.snapshot import ABSENT
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # those that count for a module that no survey sees
@@ -70,6 +71,7 @@ _WITH_INIT = (
     "getattr(local, name, default), or use a contextvars.ContextVar"
 )
 ALL = object()  # stands for all keys of a container
+_parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 CLASS = "__class__"  # the key of an object's class
 Place = tuple[str, Hashable]  # the name of a value's holder, and the key there
 
@@ -163,6 +165,8 @@ class ValueHolder:
         is_view: True if `find` returns a new object each time.
         owner: returns the object whose attributes the container is; it may get another `__dict__` or class.
         has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
+        names: the only keys that count, whose values are compared by identity: a loop of a script sets its globals all
+            the time, so that the version of their dict says nothing. None for others.
         cell: a closure's cell, whose content is the only value; then there is no container.
         function: a function, whose code and defaults are the only values; then there is no container.
 
@@ -187,10 +191,12 @@ class ValueHolder:
         is_view: bool = False,
         owner: Callable[[], Any] | None = None,
         has_tensors: bool = False,
+        names: Collection[str] | None = None,
         cell: types.CellType | None = None,
         function: types.FunctionType | None = None,
     ) -> None:
         self.cell, self.function, self.has_tensors = cell, function, has_tensors
+        self.names = None if names is None else sorted(names)
         self.gone: Callable[[Any], object] | None = None
         self.surveyed: Collection[int] = ()
         self.keys: tuple[Any, ...] | None = None
@@ -225,7 +231,10 @@ class ValueHolder:
             is_dict = issubclass(type(container), dict)
             has_own_order = issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1
             items: Any
-            if is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
+            if self.names is not None:
+                values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
+                items = list(map(id, values)), list(map(type, values)), None
+            elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when it takes another dict's items.
                 items = versions.dict_version(container)
                 if has_own_order:  # nor does it change in `move_to_end`
@@ -246,7 +255,8 @@ class ValueHolder:
         container = self.find()
         self.is_wide = self.is_container and _length(container) > MAX_WIDTH
         mark = self.marked()
-        by_ids = not issubclass(type(container), dict) or versions.dict_version is None or self._is_view
+        is_versioned = issubclass(type(container), dict) and versions.dict_version is not None
+        by_ids = not is_versioned or self._is_view or self.names is not None
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
@@ -353,7 +363,7 @@ def has_object(entry: Hashable) -> bool:
 
 def _parts_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the code and the defaults of a function."""
-    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), parts_of_code(function), strict=True))
+    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _parts_of_code(function), strict=True))
 
 
 class SearchRoot(NamedTuple):
@@ -604,7 +614,13 @@ class Holders:
             if not is_closed(kind.__module__)
         ]
         holders += [
-            ValueHolder(str(file.get("__name__")), file, counts=names.__contains__, has_tensors=True)
+            ValueHolder(
+                str(file.get("__name__")),
+                file,
+                counts=names.__contains__,
+                has_tensors=True,
+                names=names if file.get("__name__") == "__main__" else None,
+            )
             for file, names in code.files.values()
         ]
         holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]

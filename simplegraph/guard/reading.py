@@ -42,7 +42,6 @@ _tensor_of = operator.attrgetter("tensor")
 _grad = operator.attrgetter("grad")
 _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
-parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
 _VIEWS: tuple[Callable[[Tensor], Any], ...] = (Tensor.stride, Tensor.is_neg, Tensor.is_conj)
 # Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it is valid
@@ -123,6 +122,7 @@ class Reading:
         self._versions: list[int] | None = None  # of all attributes, when they were read last
         self._own_version = 0  # of the module's own attributes
         self._told: object = None  # the mark of a comparison that covered these versions, and fails if one changes
+        self._moment: object = None  # of the clock of versions, when all was read and compared last
         bases, self._levels = levels_of([vars(root), *below], read)
         # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
@@ -257,6 +257,8 @@ class Reading:
                 if any(self._empty_hooks):
                     return False
                 self._handles = RemovableHandle.next_id
+            moment = None if told is None else told.moment
+            is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
             registries = self._registries(attributes)
             values = self._values_of(*registries)
             lengths = [len(values)]
@@ -266,15 +268,18 @@ class Reading:
                 return False
             if self._graded_at is not None:
                 values += map(_grad, self._graded_at(values))
-            # Equal values may have other names: two parameters may have swapped theirs.
-            filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
-            if filled is None or filled != self._filled:
-                if list(map(list, map(self._keys, registries))) != self._names:
-                    return False
-                self._filled = filled
-            if self._ids and list(map(id, self._others_at(values))) != self._ids:
+            if not is_quiet:
+                # Equal values may have other names: two parameters may have swapped theirs.
+                filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
+                if filled is None or filled != self._filled:
+                    if list(map(list, map(self._keys, registries))) != self._names:
+                        return False
+                    self._filled = filled
+            if is_quiet and not self._levels:
+                pass  # what is no tensor stands in registries
+            elif self._ids and list(map(id, self._others_at(values))) != self._ids:
                 return False
-            if self._numbers:
+            elif self._numbers:
                 numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
                 if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
                     return False
@@ -296,7 +301,11 @@ class Reading:
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False
-            return [kind.forward for kind in self._kinds] == self._forwards
+            if [kind.forward for kind in self._kinds] != self._forwards:
+                return False
+            if not is_quiet and self._filled is not None:
+                self._moment = moment
+            return True
         except Exception:  # a survey finds the cause
             return False
 
@@ -367,6 +376,7 @@ class Comparison:
 
     Attributes:
         mark: an object that identifies the comparison, and keeps nothing alive.
+        moment: that of `versions.clock` when it held last; None if there is no clock.
     """
 
     def __init__(self, root: Any, holders: Sequence[Any], key: Any) -> None:
@@ -390,7 +400,7 @@ class Comparison:
         by_items += (holder for holder in quick if holder.cell is not None)
         functions = [holder for holder in quick if holder.function is not None]
         self._functions = [holder.function for holder in functions]
-        self._codes = list(_chain(map(parts_of_code, self._functions)))
+        self._parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._boxes = [holder.container if holder.cell is None else holder.cell for holder in by_items]
         orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in by_items]
         self._ids, self._kinds = (
@@ -417,6 +427,8 @@ class Comparison:
         self._dicts = [holder.container for holder in kept]
         self._by_version = [*children, *objects, *kept]
         self._versions = [holder.mark[1] for holder in self._by_version]
+        self._told_dicts = [holder.container for holder in (*children, *objects)]
+        self.moment: object = None
         self._at: dict[int, list[int]] = {}  # by id of a holder, the indices of its versions
         for at, holder in enumerate(self._by_version):
             self._at.setdefault(id(holder), []).append(at)
@@ -426,9 +438,16 @@ class Comparison:
             self._below = self._children_below(root.find() if self._is_family else {})
 
     def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if nothing moved; `attributes` are the module's own. Changes nothing, so that no lock is needed."""
+        """True if nothing moved; `attributes` are the module's own. It changes only `moment`, so it needs no lock."""
         version: Any = versions.dict_version
+        clock, moment = versions.clock if version is not None else None, None
         try:
+            if clock is not None:  # before any dict is read
+                with clock.lock:
+                    before, clock.last = clock.last, version({})
+                    clock.moment = clock.moment if clock.last == before + 1 else object()
+                    moment = clock.moment
+            is_quiet = moment is not None and moment is self.moment
             if self._version is not None and version(attributes) != self._version:
                 return False
             if version is None and not self.has_children(attributes):
@@ -440,16 +459,22 @@ class Comparison:
                 referents = gc.get_referents(*gc.get_referents(*map(_children, parents)), *objects)
                 if referents[1::2] != self._classes:
                     return False
-                dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version
-            if dicts and list(map(version, dicts)) != self._versions:
+                if is_quiet:
+                    if not all(map(operator.is_, referents[::2], self._told_dicts)):
+                        return False
+                else:
+                    dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version
+            if not is_quiet and dicts and list(map(version, dicts)) != self._versions:
                 return False
             for owner, container, kind in self._owners:
                 thing = owner()
                 if type(thing) is not kind or own_dict(thing) is not container:
                     return False
-            # By identity, past the ``__eq__`` of defaults.
-            if self._functions and not all(map(operator.is_, _chain(map(parts_of_code, self._functions)), self._codes)):
-                return False
+            if self._functions:
+                parts = gc.get_referents(*self._functions)
+                # By identity, past the ``__eq__`` of defaults.
+                if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+                    return False
             if self._boxes:
                 items = gc.get_referents(*self._boxes)
                 if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
@@ -458,7 +483,10 @@ class Comparison:
                     return False
         except Exception:  # a value that cannot be read has moved
             return False
-        return not self._others or [holder.marked() for holder in self._others] == self._marks
+        if self._others and [holder.marked() for holder in self._others] != self._marks:
+            return False
+        self.moment = moment
+        return True
 
     def has_children(self, attributes: dict[str, Any]) -> bool:
         """True if modules have the same children, if versions do not show that."""

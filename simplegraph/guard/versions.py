@@ -1,7 +1,9 @@
-"""Versions of dicts, which say when to read a dict again."""
+"""Versions of dicts, which say when to read a dict again, and a clock, which says when to read their versions."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,3 +15,27 @@ import torch
 dict_version: Callable[[dict[Any, Any]], int] | None = getattr(
     getattr(torch._C._dynamo, "guards", None), "dict_version", None
 )
+
+
+class VersionClock:
+    """Tells by the version of a new dict if any dict whose version was ever taken has changed since.
+
+    Torch takes all versions from one counter, so a new dict's is the next one if none changed. The clock is read where
+    it is used, so that a steady call enters no function for it:
+
+        with clock.lock:
+            before, clock.last = clock.last, dict_version({})
+            clock.moment = clock.moment if clock.last == before + 1 else object()
+            moment = clock.moment
+
+    Attributes:
+        lock: held while the clock is read.
+        last: the version of the latest new dict.
+        moment: the same object until a dict changes.
+    """
+
+    lock, last, moment = threading.Lock(), 0, object()
+
+
+# Before Python 3.12 torch returns Python's own versions, whose counter every dict of the process advances.
+clock = VersionClock() if dict_version is not None and sys.version_info >= (3, 12) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 import types
 
 import pytest
@@ -288,3 +290,66 @@ class Listing(nn.Module):
         for module in self.listed:
             x = module(x)
         return x
+
+
+@pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
+def test_a_steady_call_asks_the_clock_instead_of_each_dict(device, monkeypatch):
+    model, module = captured(device)
+    model_of_others, others = captured(device)
+    for one, two in ((model, module), (model_of_others, others)) * 2:
+        served(one, two, device)
+    taken, take = [], versions.dict_version
+
+    def version(taken_of):
+        taken.extend([taken_of] * bool(taken_of))  # an empty one reads the clock
+        return take(taken_of)
+
+    monkeypatch.setattr(versions, "dict_version", version)
+    both = ((model, module), (model_of_others, others))
+    counts = []
+    for one, two in both * 3:
+        taken.clear()
+        assert served(one, two, device)
+        counts.append(len(taken))
+    assert len(set(counts)) == 1, "the other model's clock disturbs none"
+    MEANINGLESS["there and back"](others)  # of one model, and every model looks once
+    for one, two in both * 2:
+        taken.clear()
+        assert served(one, two, device)
+        counts.append(len(taken))
+    assert min(counts[6:8]) > 2 * counts[0]
+    assert counts[8:] == counts[:2]
+    module.linear.forward = module.linear.forward
+    x = rows(4, device)
+    close(model(x), module(x))
+
+
+LOOP = """
+import sys, torch, simplegraph as sg
+from simplegraph.guard import reading
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * SCALE + len(sys.path) * 0
+
+SCALE, looked = 2.0, []
+moved, torch.backends.mkldnn.enabled = reading.Comparison.moved, False
+reading.Comparison.moved = lambda self, attributes: looked.append(1) or moved(self, attributes)
+model = sg.wrap(Scaled().eval(), capture_sizes=[2], progress=False)
+for number in range(12):
+    y = model(torch.ones(2, 4))
+    assert y.eq(SCALE).all(), (number, y)
+    if number == 5:
+        looked.clear()
+    if number == 8:
+        assert not looked, looked
+        SCALE = 3.0
+assert model.graph_stats.replays >= 5, model.graph_report()
+"""
+
+
+def test_a_loop_at_the_top_of_a_script_sets_globals_and_costs_no_look(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
