@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from tests.gpu.modules import poison
 
-pytestmark = pytest.mark.usefixtures("device_works", "no_grad")
+pytestmark = pytest.mark.usefixtures("device_works")
 WIDTH = 64
 
 
