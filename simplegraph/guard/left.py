@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from simplegraph.base.errors import InputError
-from simplegraph.base.nested import RETURNABLE, Withheld, WithheldError, containers, flatten
+from simplegraph.base.nested import RETURNABLE, Withheld, WithheldError, containers, flatten, map_leaves
 from simplegraph.base.objects import attribute_of, is_set_by_hook, own_dict
 from simplegraph.base.tensors import has_address, storage_key
 from simplegraph.guard.versions import dict_version
@@ -214,9 +214,8 @@ class LeftTensors:
                 continue
             if place.is_read:
                 place.put(passed)
-            elif _tensors_in(value):
-                place.put(Withheld(type(value), f"in {place.name}"))
-                unread.append((place, weakref.ref(place.value)))
+            else:
+                unread += [(place, reference) for reference in _withhold(place)]
         try:
             yield
         except Exception as error:
@@ -290,7 +289,20 @@ def _is_plain(value: tuple[Any, ...]) -> bool:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """List the tensors of a value, also inside containers."""
-    return [leaf for leaf in flatten(value)[0] if issubclass(type(leaf), Tensor) and has_address(leaf)]
+    return list(filter(_is_tensor, flatten(value)[0]))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return issubclass(type(leaf), Tensor) and has_address(leaf)
+
+
+def _withhold(place: LeftPlace) -> list[weakref.ref[Withheld]]:
+    """Replace the tensors in a place by unreadable objects, and return references to these.
+
+    What a tuple holds beside tensors, and its length, are plain values, which are part of a call's key.
+    """
+    place.put(map_leaves(place.value, _is_tensor, lambda leaf: Withheld(type(leaf), f"in {place.name}")))
+    return [weakref.ref(leaf) for leaf in flatten(place.value)[0] if type(leaf) is Withheld]
 
 
 def _differ_in_tensors(now: Any, before: Any) -> bool:

@@ -389,9 +389,8 @@ class GraphRunner:
         if manager is None or self.config.outputs != "static":
             return value
         device, pool = manager.device, manager.pool
-        return map_leaves(
-            value, lambda leaf: issubclass(type(leaf), Tensor) and device.in_pool(pool, leaf), Tensor.clone
-        )
+        clone = functools.cache(Tensor.clone)  # a tensor that is there twice stays one
+        return map_leaves(value, lambda leaf: issubclass(type(leaf), Tensor) and device.in_pool(pool, leaf), clone)
 
     def renew(self, versions: Mapping[int, int]) -> None:
         """Accept new versions of dicts by their old ones: their contents count as unchanged."""

@@ -162,9 +162,46 @@ class InPlace(Policy):
         return h + c
 
 
+class Twice(Policy):
+    """Holds one tensor twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x if self.state is None else x + self.state[1])
+        self.state = h, h
+        return h * 2
+
+
+class AsksForItsForm(Policy):
+    """Asks what is there for nothing but its class and length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len(self.state) if isinstance(self.state, tuple) else 5
+        self.state = x * 2, x * count
+        return x * count
+
+
+class ShiftRegister(Policy):
+    """Passes tuples on, through no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.earlier: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x if self.earlier is None else x + self.earlier[0]
+        self.earlier, self.state = self.state, (x * 2, x * 3)
+        return total
+
+    def left(self) -> Any:
+        return [self.state, self.earlier]
+
+
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Policy, Written, Returned, KeepsOne, WithNone, WithNumber, OfLayers, Named, OfTorch, Below, InPlace)
+    for kind in (
+        *(Policy, Written, Returned, KeepsOne, WithNone, WithNumber, OfLayers, Named, OfTorch, Below, InPlace, Twice),
+        *(AsksForItsForm, ShiftRegister),
+    )
 }
 
 
