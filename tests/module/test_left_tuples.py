@@ -513,6 +513,10 @@ def _list_in_place(m: Any, y: Tensor) -> None:
     m.kept[0] = y
 
 
+def _new_list(m: Any, y: Tensor) -> None:
+    m.kept = [y]
+
+
 def _dict_in_place(m: Any, y: Tensor) -> None:
     m.table["last"] = (y, y + 1)
 
@@ -526,7 +530,13 @@ def _list_in_the_tuple(m: Any, y: Tensor) -> None:
     m.state = y, m.state[1]
 
 
-REFUSED = {"list": _list_in_place, "dict": _dict_in_place, "object": _object, "list in the tuple": _list_in_the_tuple}
+REFUSED = {
+    "list": _list_in_place,
+    "new list": _new_list,
+    "dict": _dict_in_place,
+    "object": _object,
+    "list in the tuple": _list_in_the_tuple,
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
