@@ -317,6 +317,9 @@ def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:
 
 ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)
 ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+# Leaves of outputs that a replay can return.
+RETURNABLE: tuple[type, ...] = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
+RETURNABLE += (torch.dtype, torch.device, torch.Size)
 
 
 # Functions that read the value of a subclass of these types, past its own methods.

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.base.nested import TreeSpec, Withheld
+from simplegraph.base.nested import RETURNABLE, TreeSpec, Withheld
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import is_wrapper, storage_key
 from simplegraph.call.inputs import HostArg, Slot, TensorArg, extent, overlap, overlaps_itself
-
-_RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class OutputShapes:
@@ -121,7 +119,7 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
         if issubclass(type(leaf), Tensor) and leaf.is_nested:
             return "a nested tensor"
         opaque = issubclass(type(leaf), Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
-        if opaque or not issubclass(type(leaf), _RETURNABLE):
+        if opaque or not issubclass(type(leaf), RETURNABLE):
             cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
             return f"a {type(leaf).__name__}{cache}"
     return None

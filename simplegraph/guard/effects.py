@@ -55,8 +55,8 @@ class ModuleState(PythonState):
         self._module, self._passes_left = module, passes_left
         if passes_left:
             self.kept_remedy = (
-                "Return it instead, or give each tensor an attribute of a module, with no tuple, list or dict "
-                "around it: self.last = tensor."
+                "Return it instead, or keep it in an attribute of a module, alone or in a tuple, with no list, dict or "
+                "object around it: self.last = tensor, self.state = (h, c)."
             )
         self._left_places: dict[
             str, LeftPlace

@@ -91,11 +91,13 @@ class Reach:
     """Finds the places that functions, and the user's functions that they reach, may read.
 
     Attributes:
+        exempt: places, by the id of a dict and the key, that do not count, nor does what lies there.
         opened: ids of the objects whose attributes are such places.
         codes: the names in the code of each function; functions: the functions.
     """
 
     def __init__(self) -> None:
+        self.exempt: Collection[tuple[int, Any]] = ()
         self._names = {"__call__"}  # in all code that was read, now or earlier
         self._values: set[str] = set()  # names of attributes that may be plain values
 
@@ -191,6 +193,8 @@ class Reach:
 
     def _add(self, name: str, holder: Any, key: Any, owner: Any = None) -> None:
         """Add a place of a holder, or of the object that it belongs to, and read its value next."""
+        if (id(holder), key) in self.exempt:
+            return
         at = id(holder if owner is None else owner), key
         try:
             value = holder[key]
@@ -275,8 +279,8 @@ class FunctionModule(nn.Module):
 
     def resolve(self) -> None:
         """Find again what the function reaches, since globals and attributes may be bound to other objects by now."""
-        exempt = left_by(self).exempt()
-        places = [place for place in self._find_places() if (id(place.holder), place.key) not in exempt]
+        self._reach.exempt = left_by(self).exempt()
+        places = self._find_places()
         functions = self._reach.functions
         self.watched.use(places, functions)
         self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]

@@ -1,7 +1,8 @@
-"""Tensors that runs of a module leave in attributes of modules, such as ``self.hidden = h``.
+"""Tensors that runs of a module leave in attributes of modules: ``self.hidden = h``, ``self.state = (h, c)``.
 
 A place that a run writes is one more output, and if runs read it first, one more argument, under a name that no
-parameter can have: ``self.hidden``. So graphs copy it, and no graph memory hangs in a module.
+parameter can have: ``self.hidden``. So graphs copy it, and no graph memory hangs in a module. A tuple is taken apart
+as one in an argument or an output is: each replay leaves a new tuple.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from simplegraph.base.errors import InputError
-from simplegraph.base.nested import Withheld, WithheldError
+from simplegraph.base.nested import RETURNABLE, Withheld, WithheldError, containers, flatten, map_leaves
 from simplegraph.base.objects import attribute_of, is_set_by_hook, own_dict
 from simplegraph.base.tensors import has_address, storage_key
 from simplegraph.guard.versions import dict_version
-from simplegraph.program.snapshot import ABSENT, is_untouched
+from simplegraph.program.snapshot import ABSENT, is_same, is_untouched
 
-KEPT = "kept"  # stands for a tensor that a run did not replace
+KEPT = "kept"  # stands for a tensor or a tuple that a run did not replace
 
 
 class WithLeft(NamedTuple):
@@ -33,7 +34,7 @@ class WithLeft(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeftPlace:
-    """An attribute or a buffer of a module, in which runs leave a tensor.
+    """An attribute or a buffer of a module, in which runs leave a tensor or a tuple of tensors.
 
     Attributes:
         name: the name by which calls pass it.
@@ -41,7 +42,7 @@ class LeftPlace:
         key: the name of the attribute.
         is_buffer: True for a registered buffer.
         by_hook: True if a hook of torch's sets it before each use; then the tensor of eager's last run stays there.
-        is_read: True if runs read the tensor before they replace it.
+        is_read: True if runs read the value before they replace it.
     """
 
     name: str
@@ -86,14 +87,17 @@ class PlacesFoundError(InputError):
 
 
 def places_in(module: nn.Module) -> dict[str, LeftPlace]:
-    """Find the attributes and buffers of a module and its submodules that hold a tensor, by their dotted names."""
+    """Find the attributes and buffers of a module and its submodules that hold tensors, by their dotted names.
+
+    Lists, dicts and objects are left out: a run may change them in place.
+    """
     places = {}
     is_function = getattr(type(module), "is_function", False)
     for path, child in module.named_modules():
         if child is module and is_function:
             continue
         for is_buffer, holder in ((False, vars(child)), (True, child._buffers)):
-            for key in [key for key, value in holder.items() if issubclass(type(value), Tensor)]:
+            for key in [key for key, value in holder.items() if _holds_tensors(value)]:
                 dotted = f"{path}.{key}" if path else key
                 name = f"self.{dotted.removeprefix('self.')}"  # of a method, code has that name already
                 places[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, is_set_by_hook(child, key))
@@ -115,7 +119,7 @@ class LeftTensors:
         self.enabled = enabled
         self.places: tuple[LeftPlace, ...] = ()
         self.stale = False
-        self._before: dict[str, int] = {}  # by name, the storage key of the tensor before the latest run
+        self._before: dict[str, set[int]] = {}  # by name, the storage keys of the tensors before the latest run
 
     @property
     def passed(self) -> list[LeftPlace]:
@@ -144,7 +148,7 @@ class LeftTensors:
 
     def note_read(self, read: Collection[int]) -> None:
         """Note which places were read in the latest run, given the storage keys of memory that it read."""
-        self._promote([place for place in self.places if self._before.get(place.name) in read])
+        self._promote([place for place in self.places if not self._before.get(place.name, set()).isdisjoint(read)])
 
     def _promote(self, read: Sequence[LeftPlace]) -> None:
         """Pass the values of these places as inputs of calls from now on."""
@@ -157,8 +161,7 @@ class LeftTensors:
             self.stale = True
 
     def _note_before(self) -> None:
-        values = ((place.name, place.value) for place in self.places)
-        self._before = {name: storage_key(value) for name, value in values if _is_tensor(value)}
+        self._before = {place.name: set(map(storage_key, _tensors_in(place.value))) for place in self.places}
 
     def call(self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that passes the values of its places, and set the places to the values that it leaves."""
@@ -211,9 +214,8 @@ class LeftTensors:
                 continue
             if place.is_read:
                 place.put(passed)
-            elif _is_tensor(value):
-                place.put(Withheld(type(value), f"in {place.name}"))
-                unread.append((place, weakref.ref(place.value)))
+            else:
+                unread += [(place, reference) for reference in _withhold(place)]
         try:
             yield
         except Exception as error:
@@ -247,9 +249,9 @@ class _Dicts:
         self._before = {id(holder): (holder, dict_version(holder), holder.copy()) for holder in holders}  # type: ignore[misc]
 
     def put(self, place: LeftPlace, value: Any) -> None:
-        """Set the value of a place; guards read the dict again if the value's class changes."""
+        """Set the value of a place; guards read the dict again if more than tensors changes."""
         _, _, expected = self._before.get(id(place.holder), (None, 0, {}))
-        if type(expected.get(place.key)) is type(value):
+        if _differ_in_tensors(value, expected.get(place.key)):
             expected[place.key] = value
         place.put(value)
 
@@ -274,8 +276,41 @@ def _arguments(kwargs: Mapping[str, Any], places: Iterable[LeftPlace]) -> dict[s
     return {**kwargs, **{name: None if value is ABSENT else value for name, value in values.items()}}
 
 
-def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), Tensor) and has_address(value)
+def _holds_tensors(value: Any) -> bool:
+    """True for a tensor, and for a tuple of tensors, plain values and such tuples."""
+    kind = type(value)
+    return issubclass(kind, Tensor) or (issubclass(kind, tuple) and _is_plain(value) and bool(_tensors_in(value)))
+
+
+def _is_plain(value: tuple[Any, ...]) -> bool:
+    """True for a tuple that holds nothing but tensors, plain values and such tuples."""
+    return not containers(value) and all(issubclass(type(leaf), RETURNABLE) for leaf in flatten(value)[0])
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors of a value, also inside containers."""
+    return list(filter(_is_tensor, flatten(value)[0]))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return issubclass(type(leaf), Tensor) and has_address(leaf)
+
+
+def _withhold(place: LeftPlace) -> list[weakref.ref[Withheld]]:
+    """Replace the tensors in a place by unreadable objects, and return references to these.
+
+    What a tuple holds beside tensors, and its length, are plain values, which are part of a call's key.
+    """
+    place.put(map_leaves(place.value, _is_tensor, lambda leaf: Withheld(type(leaf), f"in {place.name}")))
+    return [weakref.ref(leaf) for leaf in flatten(place.value)[0] if type(leaf) is Withheld]
+
+
+def _differ_in_tensors(now: Any, before: Any) -> bool:
+    """True for two tensors of one class, and for tuples of one class that hold such tensors and equal plain values."""
+    if type(now) is type(before) and issubclass(type(now), tuple):
+        items, items_before = tuple.__iter__(now), tuple.__iter__(before)
+        return tuple.__len__(now) == tuple.__len__(before) and all(map(_differ_in_tensors, items, items_before))
+    return is_same(now, before) or (type(now) is type(before) and issubclass(type(now), Tensor))
 
 
 def _leaf(place: LeftPlace, before: Any) -> Any:
@@ -285,4 +320,5 @@ def _leaf(place: LeftPlace, before: Any) -> Any:
         return KEPT
     if value is ABSENT or value is None:
         return None
-    return value if issubclass(type(value), Tensor) else Withheld(type(value), f"in {place.name}")
+    is_left = issubclass(type(value), Tensor) or (issubclass(type(value), tuple) and _is_plain(value))
+    return value if is_left else Withheld(type(value), f"in {place.name}")

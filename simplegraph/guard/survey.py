@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,8 @@ class Survey:
             module.resolve()
             roots += module.held()
             policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
+        if self.left:
+            policy = dataclasses.replace(policy, opens=functools.partial(_without_places, policy.opens, self.left))
         self._walk = Walk(roots, policy)
         # By id of an opened object: its name, the attribute that leads to it, and the links to it.
         self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
@@ -129,7 +132,7 @@ class Survey:
         is_module = issubclass(type(thing), nn.Module)
         for key, value in items_of(contents):
             kind = type(value)
-            if is_module and (key in REGISTERED or (id(own_dict(thing)), key) in self.left):
+            if is_module and key in REGISTERED:
                 continue
             if value is not None and value_key(value) is not NOT_PLAIN:  # a part of a call's key
                 continue
@@ -231,6 +234,18 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
     if issubclass(type(thing), ScriptModule):  # its registries are views of C++ objects
         attributes = attributes | {name: {} for name in REGISTERED} | {"_modules": dict(thing._modules.items())}
     return {name: value for name, value in attributes.items() if name not in _OF_TORCH}
+
+
+def _without_places(opens: Callable[[type], Any], places: Collection[tuple[int, str]], kind: type) -> Any:
+    """Return how objects of a class are opened, with these attributes of modules left out."""
+    if not issubclass(kind, nn.Module):
+        return opens(kind)
+
+    def attributes(module: nn.Module) -> dict[str, Any] | None:
+        holder, entries = own_dict(module), _attributes(module)
+        return entries and {name: value for name, value in entries.items() if (id(holder), name) not in places}
+
+    return attributes
 
 
 def _contents(container: Any) -> Any:

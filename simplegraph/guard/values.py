@@ -21,6 +21,7 @@ from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.walk import shown
 
+_name_of = vars(type)["__name__"].__get__  # past a metaclass's own
 NOT_PLAIN = object()
 ORDER = object()  # the key of the entry for the order of a container's keys
 MAX_WIDTH = 256  # entries of a container that count one by one
@@ -39,6 +40,8 @@ class SameObject:
 
     def __init__(self, thing: Any) -> None:
         self._id, self._kind = id(thing), type(thing)
+        is_class = issubclass(self._kind, type)
+        self._name: str = _name_of(thing) if is_class else f"a {self._kind.__name__}"
         self._thing: Callable[[], Any] = _nobody  # then another object of its class may get its id later
         if can_be_referenced(type(thing)):
             self._thing = weakref.ref(thing)
@@ -52,7 +55,7 @@ class SameObject:
         return self._id
 
     def __repr__(self) -> str:
-        return f"a {self._kind.__name__}"
+        return self._name
 
 
 def _nobody() -> None:

@@ -22,6 +22,7 @@ from simplegraph.base.context import CALLS, CallContext, bypassed, described_bat
 from simplegraph.base.errors import CaptureError, CaptureSizeError, ConfigError, InputError, ReplayError
 from simplegraph.base.extras import Sleeps
 from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
+from simplegraph.base.nested import map_leaves
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, invoke
@@ -382,12 +383,14 @@ class GraphRunner:
             self.front = self.left if self.left.passed else type(self)
             self._forget()
 
-    def clone_from_pool(self, tensor: Any) -> Any:
-        """Return a tensor that a call left, in memory that no replay overwrites."""
+    def clone_from_pool(self, value: Any) -> Any:
+        """Return a tensor or a tuple that a call left, in memory that no replay overwrites."""
         manager = self.manager
-        if manager is None or self.config.outputs != "static" or not issubclass(type(tensor), Tensor):
-            return tensor
-        return tensor.clone() if manager.device.in_pool(manager.pool, tensor) else tensor
+        if manager is None or self.config.outputs != "static":
+            return value
+        device, pool = manager.device, manager.pool
+        clone = functools.cache(Tensor.clone)  # a tensor that is there twice stays one
+        return map_leaves(value, lambda leaf: issubclass(type(leaf), Tensor) and device.in_pool(pool, leaf), clone)
 
     def renew(self, versions: Mapping[int, int]) -> None:
         """Accept new versions of dicts by their old ones: their contents count as unchanged."""

@@ -293,16 +293,23 @@ def test_a_tensor_that_ones_own_module_keeps_is_returned_or_an_attribute(device:
             self.state = x * 2
             return self.state + 1
 
+    class SetsTwo(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = (x * 2, x * 3)
+            return self.state[0] + self.state[1]
+
     class Returns(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             state = x * 2
             return state + 1, state
 
     message = refusal(Keeps().to(device).eval(), device)
-    advised = "give each tensor an attribute of a module, with no tuple, list or dict around it: self.last = tensor."
+    advised = "keep it in an attribute of a module, alone or in a tuple, with no list, dict or object around it: "
+    advised += "self.last = tensor, self.state = (h, c)."
     assert f"Return it instead, or {advised}" in message
     check_served(Returns().to(device).eval(), device)
     check_served(Sets().to(device).eval(), device)
+    check_served(SetsTwo().to(device).eval(), device)
 
 
 # Gradients that a function computes itself.

@@ -183,18 +183,28 @@ def test_a_line_beside_a_function_that_is_marked_is_told_to_be_marked(mode: str,
 
 
 class Stream(nn.Module):
+    """Keeps its state in a list that it changes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.LSTMCell(WIDTH, WIDTH)
-        self.state: Any = None
+        self.state: Any = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.state = self.cell(x, self.state)
+        self.state[:] = self.cell(x, tuple(self.state) or None)
+        return self.state[0] * 2
+
+
+class StreamOfTuples(Stream):
+    """Does what the message says: the tensors are in a tuple."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.cell(x, self.state or None)
         return self.state[0] * 2
 
 
 class StreamOfAttributes(Stream):
-    """Does what the message says: each tensor has an attribute of its own."""
+    """Does what the message says: each tensor is in an attribute alone."""
 
     hidden: Any = None
     memory: Any = None
@@ -206,14 +216,15 @@ class StreamOfAttributes(Stream):
         return hidden * 2
 
 
-def test_a_state_in_a_tuple_is_told_to_lie_in_attributes(device: torch.device) -> None:
+@pytest.mark.parametrize("mended_kind", [StreamOfTuples, StreamOfAttributes])
+def test_a_state_in_a_list_is_told_to_lie_in_attributes(mended_kind: type[Stream], device: torch.device) -> None:
     served: Any = sg.wrap(Stream().to(device).eval(), capture_sizes=[4], progress=False)
     for x in batches(device):
         served(x)
     (message,) = served.graph_stats.failures.values()
     assert "`state` would keep a tensor" in message
-    assert "give each tensor an attribute of a module, with no tuple, list or dict around it" in message
-    mended = StreamOfAttributes().to(device).eval()
+    assert "keep it in an attribute of a module, alone or in a tuple, with no list, dict or object around it" in message
+    mended = mended_kind().to(device).eval()
     served, twin = sg.wrap(mended, capture_sizes=[4], progress=False), copy.deepcopy(mended)
     for x in batches(device):
         torch.testing.assert_close(served(x), twin(x))

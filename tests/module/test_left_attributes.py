@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from simplegraph.guard.holders import ValueHolder
 from simplegraph.guard.versions import dict_version
+from tests.module.left_places import WIDTH, compare, compare_left, follow, pair
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-WIDTH = 6
 
 
 class Base(nn.Module):
@@ -199,50 +198,6 @@ KINDS: dict[str, type[Any]] = {
         Updated,
     )
 }
-
-
-def pair(kind: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    module = kind().to(device).eval()
-    return module, copy.deepcopy(module)
-
-
-def poison(model: Any) -> None:
-    """Fill all that graphs wrote with NaN, as the next replay of another size may overwrite it."""
-    manager = model.graph_manager
-    for graph in manager.table.graphs.values() if manager else ():
-        for leaf in graph.program.outputs:
-            if isinstance(leaf, Tensor) and manager.device.in_pool(manager.pool, leaf):
-                with torch.inference_mode():
-                    leaf.fill_(math.nan)
-
-
-def compare(model: Any, module: Any, twin: Any, x: Tensor) -> Tensor:
-    """Call both, and compare answers and what they left, which must be in no graph's memory."""
-    result, expected = model(x), twin(x)
-    torch.testing.assert_close(result, expected)
-    compare_left(model, module, twin)
-    return result
-
-
-def compare_left(model: Any, module: Any, twin: Any) -> None:
-    manager = model.graph_manager
-    for own, others in zip(module.left(), twin.left(), strict=True):
-        assert type(own) is type(others)
-        if own is not None:
-            torch.testing.assert_close(own, others)
-            assert own.requires_grad is others.requires_grad
-            assert own.is_inference() is others.is_inference()
-            assert manager is None or not manager.device.in_pool(manager.pool, own)
-    poison(model)
-    for own, others in zip(module.left(), twin.left(), strict=True):
-        if own is not None:
-            torch.testing.assert_close(own, others)
-
-
-def follow(model: Any, module: Any, twin: Any, rows: Sequence[int], device: torch.device) -> None:
-    for number in rows:
-        compare(model, module, twin, torch.randn(number, WIDTH, device=device))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
