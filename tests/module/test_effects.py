@@ -96,7 +96,7 @@ class Deque(Stateful):
 
 
 REFUSED = [ListAppend, FreshObject, Weights, Deque]
-KEEPING = [*REFUSED, TupleState, FreshDict, TwoNames]  # of which a replay leaves what these three keep
+KEEPING = [*REFUSED, TupleState, FreshDict, TwoNames]  # a replay leaves what `TupleState` keeps
 
 
 def described(module: nn.Module) -> Any:
