@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.objects import by_class, class_member, own_dict
+from simplegraph.base.objects import by_class, class_member, identity, own_dict
 from simplegraph.base.patches import Door, plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
@@ -233,18 +233,18 @@ class ValueHolder:
             items: Any
             if self.names is not None:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
-                items = list(map(id, values)), list(map(type, values)), None
+                items = list(map(identity, values)), list(map(type, values)), None
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when it takes another dict's items.
                 items = versions.dict_version(container)
                 if has_own_order:  # nor does it change in `move_to_end`
-                    items = items, list(map(id, keys_in_order(container)))
+                    items = items, list(map(identity, keys_in_order(container)))
             elif self.is_wide:
                 items = _length(container)
             else:
                 values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
-                keys = list(map(id, keys_in_order(container))) if is_dict else None
-                items = list(map(id, values)), list(map(type, values)), keys
+                keys = list(map(identity, keys_in_order(container))) if is_dict else None
+                items = list(map(identity, values)), list(map(type, values)), keys
         except Exception:  # another thread may change it
             return None
         kind = type(container if owner is None else owner)
@@ -440,12 +440,9 @@ class Holders:
             if holder.name in self._closed:
                 continue
             self.opened.add(id(value))
-            container, name, find = holder.find(), holder.name, holder.find
-            base = kind_of(type(container)) if type(container) is not dict else dict
-            for key in way:
-                name, find, base = dotted(name, key), functools.partial(_item, find, base, key), tuple
+            name = functools.reduce(dotted, way, holder.name)
             keys = None if holder.keys is None else (*holder.keys, *way)
-            self._read(self._add(ValueHolder(name, find=find, is_container=True), keys))
+            self._read(self._add(ValueHolder(name, value, is_container=True), keys))
 
     def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
         """Add a holder; `keys` lead to it from a module, or are None if code does."""

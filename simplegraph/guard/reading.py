@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
-from simplegraph.base.objects import own_dict
+from simplegraph.base.objects import identity, own_dict
 from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
 from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
@@ -166,7 +166,7 @@ class Reading:
         self._numbers = self._numbers_at(values)
         self._number_types = list(map(type, self._numbers))
         self._anchors = self._others_at(values)  # kept alive, so that no other object gets their ids
-        self._ids = list(map(id, self._anchors))
+        self._ids = list(map(identity, self._anchors))
         self._modules_at = getter(modules_at)
         held_modules = self._modules_at(values)
         by_dict: dict[int, tuple[AttributeEntries, dict[str, Any] | None]] = {
@@ -277,7 +277,7 @@ class Reading:
                     self._filled = filled
             if is_quiet and not self._levels:
                 pass  # what is no tensor stands in registries
-            elif self._ids and list(map(id, self._others_at(values))) != self._ids:
+            elif self._ids and list(map(identity, self._others_at(values))) != self._ids:
                 return False
             elif self._numbers:
                 numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
@@ -408,8 +408,15 @@ class Comparison:
             for part in (0, 1)
         )
         compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions)}
-        self._others = [holder for holder in compared if id(holder) not in compared_ids]
-        self._marks = [holder.mark for holder in self._others]
+        others = [holder for holder in compared if id(holder) not in compared_ids]
+        # Dicts that are found anew each time: while no dict changed, and all that leads to them is as it was, they are.
+        self._found = [
+            holder
+            for holder in others
+            if type(holder.mark[1]) is int and holder.owner is None and not (holder.buffers or holder.is_wide)
+        ]
+        self._others = [holder for holder in others if holder not in self._found]
+        self._marks, self._found_marks = ([holder.mark for holder in group] for group in (self._others, self._found))
         self._version = root.mark[1] if root is not None and root not in compared else None
         # Dicts compared by version: first those whose owners are read in every call, children and then objects.
         self._is_parent, self._parents, children = _children_of(root, by_version)
@@ -477,11 +484,13 @@ class Comparison:
                     return False
             if self._boxes:
                 items = gc.get_referents(*self._boxes)
-                if list(map(id, items)) != self._ids or list(map(type, items)) != self._kinds:
+                if list(map(identity, items)) != self._ids or list(map(type, items)) != self._kinds:
                     return False
                 if list(map(len, self._lists)) != self._lengths:
                     return False
         except Exception:  # a value that cannot be read has moved
+            return False
+        if not is_quiet and [holder.marked() for holder in self._found] != self._found_marks:
             return False
         if self._others and [holder.marked() for holder in self._others] != self._marks:
             return False
