@@ -196,7 +196,7 @@ class Undo(contextlib.ExitStack):
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
-            snapshot.take_notes()
+            snapshot.take_done_flags()
             snapshot.put_back(snapshot.changes())
 
         self.callback(put_back)

@@ -71,16 +71,16 @@ class ModuleState(PythonState):
         return bool(self._counted.names)
 
     @property
-    def noted(self) -> bool:  # type: ignore[override]
-        """True if recordings left notes; changes at every run, or in `state_key`, are not notes."""
-        return not self._counted.names and not self._counted.in_key and super().noted
+    def sets_flags(self) -> bool:  # type: ignore[override]
+        """True if recordings set done flags; changes at every run, or in `state_key`, are none."""
+        return not self._counted.names and not self._counted.in_key and super().sets_flags
 
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
         if changes and self._passes_left:
             self._left_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
-        self.put_back_notes()
+        self.put_back_flags()
         self.snapshot.put_back(self._counted.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
         return _names_in_code(self._module, kept)

@@ -155,7 +155,7 @@ class GraphBuilder:
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
-        self.reader.lessons += 1
+        self.reader.num_observed += 1
         self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
@@ -354,7 +354,7 @@ class GraphBuilder:
         The static inputs are loaded first, since Python may read their values. Values that a caller wrote there in
         place are restored: the call's own eager run reads them.
         """
-        self.reader.lessons += 1
+        self.reader.num_observed += 1
         memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
         copies = memory.copy()
         try:
@@ -381,9 +381,9 @@ class GraphBuilder:
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         observation = Observation(manager.table)
-        # Earlier calls may have run with fewer rows, or in another way that an extra noted.
+        # Earlier calls may have run with fewer rows, or in another way that an extra counted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
-        retry = not lazy or not own_size or bool(manager.table.constants.notes)
+        retry = not lazy or not own_size or bool(manager.table.constants.probe_counts)
         passes_left = call.left.enabled and not call.breaks and manager.ranks.size == 1
         state = ModuleState(
             call.module,
