@@ -102,7 +102,7 @@ class PythonState(Probe):
         is_returned, is_gradient = any(address in own_memory for _, address in kept), _holds_gradient(_living(kept))
         names, undefined = _put_back(kept, self)
         if not (is_gradient or undefined):
-            self.note_left(recorded.run, names)
+            self.note_kept(recorded.run, names)
         remedy = self.remedy(names) if names else _UNSEEN_REMEDY
         if is_gradient or is_returned:
             remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY
@@ -111,7 +111,7 @@ class PythonState(Probe):
             remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
-    def note_left(self, run: Run, names: Sequence[str]) -> None:
+    def note_kept(self, run: Run, names: Sequence[str]) -> None:
         """Note which places a recording left tensors in, before that is refused."""
 
     def remedy(self, names: Iterable[str]) -> str:
