@@ -406,15 +406,9 @@ class GraphedFunction(Generic[P, R]):
             self._wrapped._count_compiled()
             return self._plain(*args, **kwargs)
         if self._grad_mode is None:
-            return self._serve(args, kwargs)
+            return self._wrapped(*args, **kwargs)  # type: ignore[no-any-return]
         with self._grad_mode():
-            return self._serve(args, kwargs)
-
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        wrapped = self._wrapped
-        runner = wrapped._graph_runner
-        result: R = runner.front.call(runner, wrapped, args, kwargs)
-        return result
+            return self._wrapped(*args, **kwargs)  # type: ignore[no-any-return]
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> GraphedFunction[P, R]: ...

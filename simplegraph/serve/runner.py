@@ -104,7 +104,9 @@ class CudaGraphWrapper(Sleeps, Graphed):
             self._count_compiled()
             return invoke(self, args, kwargs)  # let the compiler trace the module itself
         runner = self._graph_runner
-        return runner.front.call(runner, self, args, kwargs)
+        if runner.front is not None:
+            return runner.front.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
 
     def _count_compiled(self) -> bool:
         """Count a call that a compiler traces, and warn; called during the trace, once for each."""
@@ -182,8 +184,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool) -> CaptureSummary:
         runner = self._graph_runner
-        captures: Any = runner.lengths or type(runner)
-        summary: CaptureSummary = captures.capture_all(runner, self, args, kwargs, **how)
+        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        summary: CaptureSummary = capture(self, args, kwargs, **how)
         return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
@@ -243,8 +245,8 @@ class GraphRunner:
         replays_per_call: graphs that a call replays, one after the other.
         prove: serves a call eagerly, and compares replays with it.
         lengths: pads the lengths of calls; None if none is padded.
-        front: has the function `call(runner, module, args, kwargs)`, which serves a call: the runner's class, or an
-            object that passes it other arguments: `lengths`, or the tensors that runs leave in attributes.
+        front: passes other arguments to the runner's `call`: `lengths`, or the tensors that runs carry over; None if
+            calls are passed on as they are.
     """
 
     trains = False
@@ -271,8 +273,8 @@ class GraphRunner:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
         self.lengths: Any = extras.installed.lengths(config)
-        self.front: Any = self.lengths or type(self)
-        self.carried = CarriedTensors(enabled=self.front is GraphRunner)
+        self.front: Any = self.lengths
+        self.carried = CarriedTensors(enabled=self.front is None and type(self) is GraphRunner)
         self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
@@ -380,7 +382,7 @@ class GraphRunner:
         """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
         with self._lock:
             self.carried.stale = False
-            self.front = self.carried if self.carried.passed else type(self)
+            self.front = self.carried if self.carried.passed else None
             self._forget()
 
     def clone_from_pool(self, value: Any) -> Any:
