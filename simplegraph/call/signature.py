@@ -473,8 +473,8 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if default is not None:
         devices.insert(0, default)
     if not devices:
-        said = "no argument is a tensor" * bool(leaves) or "nothing was passed: pass an example call, capture_graphs(x)"
-        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, f"{said}; exact_shapes=True needs none")
+        said = "no tensor was passed, so there is no batch dimension: pass an example call, or set exact_shapes=True"
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, said)
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

@@ -64,8 +64,8 @@ OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
 _COMPILED = (
-    "a compiler traces the forward, whose compiled code runs without graphs: wrap what torch.compile returns, "
-    "simplegraph.wrap(torch.compile(module)), and do not compile what has graphs"
+    "torch.compile traces this forward, and compiled code runs without graphs. Compile first, then wrap: "
+    "simplegraph.wrap(torch.compile(module))"
 )
 # Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
 _RUNS_TO_SETTLE = 4
@@ -367,7 +367,7 @@ class GraphRunner:
                     finally:
                         if plan.program.breaks:
                             calls.plain.claim(module)
-            mappings = written_mappings(args, kwargs)  # before it runs, which may put others in them
+            mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
             result = self._call_slowly(module, args, kwargs, context)
             return put_entries(result, mappings) if mappings else result
         except CannotBind as error:
