@@ -42,12 +42,12 @@ class FrozenConstants:
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        notes: notes of extras about eager runs; see `simplegraph.base.extras`.
+        probe_counts: counts of probes of extras, from eager runs; see `simplegraph.base.extras`.
     """
 
     def __init__(self) -> None:
         self.met_host: bool | None = None
-        self.notes: dict[str, int] = {}
+        self.probe_counts: dict[str, int] = {}
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
         self._answers: dict[Hashable, dict[bytes, Answer]] = {}

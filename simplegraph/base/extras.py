@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
-Notes = dict[str, int]
+ProbeCounts = dict[str, int]
 StateKey = Callable[[Any], Hashable]
 
 
@@ -19,12 +19,12 @@ class Extras(abc.ABC):
     """The functions of extras that the core calls."""
 
     @abc.abstractmethod
-    def probes(self, notes: Notes) -> list[Any]:
+    def probes(self, counts: ProbeCounts) -> list[Any]:
         """Make the probes of every run and capture of one model's graphs; see `simplegraph.program.probes`.
 
         Args:
-            notes: notes of probes about eager runs, each under its own name, for later captures. They are kept with the
-                graphs.
+            counts: counts that probes make in eager runs, each under its own name, for later captures. They are kept
+                with the graphs.
         """
 
     @abc.abstractmethod

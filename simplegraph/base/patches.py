@@ -43,6 +43,7 @@ from typing import Any
 _changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many callers made each, and a function that undoes it
 _lock = threading.Lock()
 _ABSENT = object()
+_PACKAGE = f"{__package__.partition('.')[0]}."
 
 
 def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
@@ -90,11 +91,7 @@ class Door(functools.partial[Any]):
 
 def replaced(value: Any) -> Any:
     """Return the original of a function that this library replaced; any other value itself."""
-    while (
-        type(value) is FunctionType
-        and str(value.__module__).startswith("simplegraph.")
-        and "__wrapped__" in vars(value)
-    ):
+    while type(value) is FunctionType and str(value.__module__).startswith(_PACKAGE) and "__wrapped__" in vars(value):
         value = value.__wrapped__  # type: ignore[attr-defined]
     return value
 

@@ -65,8 +65,8 @@ def is_library(name: Any) -> bool:
 # code of these is not followed, and what their objects hold counts. Extras fill it.
 LIBRARY_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {}
 
-# Globals, by the library's name and theirs, to which each class of models adds itself when it is first used: no other
-# class looks there, so that they do not count. Extras fill it.
+# Library globals, as (library, name), with one entry for each class used so far. A class reads only its own, so changes
+# do not count. Extras fill it.
 CLASS_REGISTRIES: set[tuple[str, str]] = set()
 
 

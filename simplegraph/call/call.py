@@ -34,8 +34,8 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
+from simplegraph.guard.carried import CarriedTensors
 from simplegraph.guard.effects import CountedState
-from simplegraph.guard.left import LeftTensors
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import autograd_hindrance
@@ -247,7 +247,7 @@ class Call:
         key: the key of its graph; plan_key: the key of its plan in the layout.
         breaks: True if its graph honours breaks, so that its warmup must trace them.
         plain: reads the plain values that it finds.
-        left: the places in which runs leave tensors.
+        carried: the places of tensors that runs carry over.
     """
 
     module: Any
@@ -260,7 +260,7 @@ class Call:
     dispatch: Dispatch
     size: int
     plain: PlainState
-    left: LeftTensors
+    carried: CarriedTensors
 
     def __post_init__(self) -> None:
         mode, descriptor = self.dispatch[:2]
@@ -281,9 +281,9 @@ class Call:
             with self.plain.run(self.module):
                 mappings = written_mappings(args, kwargs)
                 before = items_of(mappings) if mappings else []
-                if self.left.places:
+                if self.carried.places:
                     run = functools.partial(invoke, self.module, args)
-                    result = self.left.run(run, kwargs, is_call=kwargs is self.kwargs)
+                    result = self.carried.run(run, kwargs, is_call=kwargs is self.kwargs)
                 else:
                     result = invoke(self.module, args, kwargs)
                 return with_entries(result, mappings, before) if mappings else result

@@ -54,7 +54,7 @@ class CallTable:
         self.state_key = config.state_key
         self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
         self._reader: CallReader | None = None
-        # By the form of calls that were refused before they were read: why, the reader's lessons at that time, and the
+        # By the form of calls that were refused before they were read: why, the reader's `num_observed` then, and the
         # parameter that required gradients, if that was why.
         self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
 
@@ -132,8 +132,8 @@ class CallTable:
         """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
         if not self._refused or (refusal := self._refused.get(_form(args, kwargs))) is None:
             return
-        why, lessons, wanting = refusal
-        if lessons == self.reader(module).lessons and (wanting is None or _wants_grad(*wanting)):
+        why, num_observed, wanting = refusal
+        if num_observed == self.reader(module).num_observed and (wanting is None or _wants_grad(*wanting)):
             raise CannotBind(*why)
 
     def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
@@ -142,7 +142,7 @@ class CallTable:
         if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
             if len(self._refused) >= _MOST_FORMS:
                 self._refused.clear()
-            refusal = (why.reason, why.detail, why.size), self.reader(module).lessons, wanting
+            refusal = (why.reason, why.detail, why.size), self.reader(module).num_observed, wanting
             self._refused[_form(args, kwargs)] = refusal
 
     def drop_plans(self) -> None:
@@ -174,12 +174,12 @@ class Refusal:
 
     Args:
         call: one of these calls; why: why they run eagerly.
-        reader: counts the lessons learnt about the module.
+        reader: counts the observed runs of the module.
     """
 
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
         self._why = why.reason, why.detail, call.batch
-        self._reader, self._lessons = reader, reader.lessons
+        self._reader, self._num_observed = reader, reader.num_observed
         self._grad, self._parameter = _grad_enabled(), _first_parameter(call.module)
         self._expected = list(zip(call.layout.args, map(_form_of, call.leaves), strict=True))
         self._tensors = aliasable(call.layout.args)
@@ -187,7 +187,7 @@ class Refusal:
 
     def bind(self, leaves: Sequence[Any]) -> None:
         """Refuse a call with these leaves if it is such a call; see `Plan.bind`. Raises CannotBind."""
-        if self._reader.lessons != self._lessons or _grad_enabled() is not self._grad:
+        if self._reader.num_observed != self._num_observed or _grad_enabled() is not self._grad:
             return
         if self._grad:  # eager builds an autograd graph if an argument or the first parameter requires grad
             wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)

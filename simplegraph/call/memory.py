@@ -196,7 +196,7 @@ class Undo(contextlib.ExitStack):
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
-            snapshot.take_notes()
+            snapshot.take_done_flags()
             snapshot.put_back(snapshot.changes())
 
         self.callback(put_back)
@@ -264,7 +264,7 @@ def invoke_watched(
 ) -> Any:
     """Run the call's module on these arguments; note arguments that it writes, and refuse changes that no replay makes.
 
-    A run that sets gradients of tensors that the module holds does what no replay can, too.
+    It also refuses calls that set `.grad` of the module's tensors.
 
     Args:
         call: the call.

@@ -148,7 +148,7 @@ class SharedOutputs:
 
     Attributes:
         sources: indices of the inputs that outputs are, or are views of.
-        any: True if outputs share memory with each other, or with inputs.
+        shares_memory: True if outputs share memory with each other, or with inputs.
 
     Raises:
         CannotBind: a replay cannot hand out such outputs.
@@ -168,8 +168,8 @@ class SharedOutputs:
         first = {id(leaf): index for index, leaf in reversed(tensors.items())}
         self._repeated = [(index, first[id(leaf)]) for index, leaf in tensors.items() if first[id(leaf)] != index]
         places = {id(leaf): index for index, leaf in enumerate(passed) if issubclass(type(leaf), Tensor)}
-        self._given = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
-        made = tensors.keys() - dict(self._repeated).keys() - dict(self._given).keys()
+        self._passed_through = [(index, places[id(leaf)]) for index, leaf in tensors.items() if id(leaf) in places]
+        made = tensors.keys() - dict(self._repeated).keys() - dict(self._passed_through).keys()
         memory = {
             storage_key(passed[at]): at for at, slot in enumerate(slots) if isinstance(slot.arg, TensorArg | HostArg)
         }
@@ -183,10 +183,10 @@ class SharedOutputs:
         groups = _groups([index for index in sorted(made) if index in cloned], outputs)
         self._groups = [_group(members, outputs) for members in groups]
         self._cloned = sorted(made & set(cloned) - inside.keys() - set(itertools.chain(*groups)))
-        self.sources = sorted({source for _, source in self._given} | set(inside.values()))
+        self.sources = sorted({source for _, source in self._passed_through} | set(inside.values()))
         sources = [(source, slots[source].arg) for source in self.sources]
         self._hosts = [(source, arg) for source, arg in sources if isinstance(arg, HostArg)]
-        self.any = bool(self._repeated or self._given or self._views or self._groups)
+        self.shares_memory = bool(self._repeated or self._passed_through or self._views or self._groups)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why this call's outputs cannot be views of its inputs as at the capture; None if they can.
@@ -209,7 +209,7 @@ class SharedOutputs:
             copy = memory.clone()
             for index, _, shape, stride, offset in views:
                 outputs[index] = copy.as_strided(shape, stride, offset)
-        for index, source in self._given:
+        for index, source in self._passed_through:
             outputs[index] = leaves[source]
         for index, source, shape, stride, offset in self._views:
             leaf = leaves[source]

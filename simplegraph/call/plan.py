@@ -100,7 +100,7 @@ class Plan:
         self._tensors = aliasable(args)
         self._aliases = aliases([call.leaves[at] for at in self._tensors])
         # Otherwise tensors have such aliases only if two copied ones begin at one address.
-        self._shares_memory = any(slot.reference for slot in self.slots) or any(
+        self._inputs_alias = any(slot.reference for slot in self.slots) or any(
             same != at or start not in (at, -1) for at, (same, start) in enumerate(self._aliases)
         )
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
@@ -133,10 +133,10 @@ class Plan:
         self._lent = sorted(self._ours) if self._static else []
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
-        self._shares = self._shared.any
+        self._outputs_alias = self._shared.shares_memory
         self.guarded = bool(self.written_back or self._shared.sources or self._guards)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
-        self._single = single and not self._shares
+        self._single = single and not self._outputs_alias
 
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """Surround a proof, whose eager run must read the same addresses as replays."""
@@ -196,7 +196,7 @@ class Plan:
                 starts.add(address)
                 sources.append(leaf)
                 targets.append(view)
-            if (self._shares_memory or len(starts) < len(sources)) and not self._has_aliases(leaves):
+            if (self._inputs_alias or len(starts) < len(sources)) and not self._has_aliases(leaves):
                 return None
         except RuntimeError:  # a layout without an address, such as sparse
             return None
@@ -310,7 +310,7 @@ class Plan:
             if self._clone:
                 return output.clone()
             return output.detach() if self._lent else output
-        if self._shares:
+        if self._outputs_alias:
             return self._spec.unflatten(self._shared.hand_out(leaves))
         outputs = self.outputs
         if self._clone or self._lent:

@@ -165,7 +165,7 @@ class CallReader:
         rules: rules that need no declaration.
 
     Attributes:
-        lessons: the number of observed eager runs and captures, from which something may have been learnt.
+        num_observed: the number of observed eager runs and captures, from which something may have been learnt.
         hosts: by name, for CPU tensors that a forward on another device is passed, the place in the code that uses it
             on the CPU; empty if it is only moved.
     """
@@ -178,7 +178,7 @@ class CallReader:
     ) -> None:
         self._config, self._argument_rules = config, rules
         self._exact = config.exact_shapes
-        self.lessons = 0
+        self.num_observed = 0
         self.hosts: dict[str, str] = {}
         self._pads = {**rules.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
@@ -473,8 +473,8 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if default is not None:
         devices.insert(0, default)
     if not devices:
-        said = "no argument is a tensor" * bool(leaves) or "nothing was passed: pass an example call, capture_graphs(x)"
-        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, f"{said}; exact_shapes=True needs none")
+        said = "no tensor was passed, so there is no batch dimension: pass an example call, or set exact_shapes=True"
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, said)
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

@@ -50,9 +50,8 @@ logger = logging.getLogger("simplegraph")
 _FILLS = (0, 3, -3, 100)
 _VARIES = "returns results of another shape, or another number, for other inputs"
 _TRIED = (
-    "twice the rows, padded with zeros and with rows times 3, -3 and 100, and half of the rows gave the same answers, "
-    "also for copies of the first row, and wrote the same to the module's memory. "
-    "Rows that depend on each other only for other data were not found"
+    "answers and writes stayed the same with half of the rows and with twice the rows (padding: zeros, and rows times "
+    "3, -3 and 100), also for copies of the first row; dependence that only other data show is not found"
 )
 
 
@@ -571,7 +570,7 @@ class ModuleTrial:
             )
         names = [name for name, _ in self._memory.tensors]
         difference = first_difference(effects.memory, expected.memory, names=names)
-        return difference and f"after a replay {difference} from eager's."
+        return difference and f"after a replay, compared with eager: {difference}."
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:

@@ -12,6 +12,6 @@ survey        lists all tensors and modules of a module, by name
 scripted      the state of TorchScript modules, which lies in C++
 torch_state   settings and modes of torch around a call
 functions     makes a module of a function, from the objects that it reaches
-left          tensors that runs leave in attributes: outputs, and inputs if a run reads them
+carried       tensors that runs carry over in attributes: outputs, and inputs if a run reads them
 effects       Python state that a run changes
 """

@@ -18,8 +18,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.guard.carried import CarriedPlace, PlacesFoundError, places_in
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.left import LeftPlace, PlacesFoundError, places_in
 from simplegraph.guard.scripted import scripted_state
 from simplegraph.program.escapes import PythonState, holds_graph_memory, quoted
 from simplegraph.program.probes import Run, Undone
@@ -37,7 +37,7 @@ class ModuleState(PythonState):
         counted: state that every run of the module changes.
         inputs: storage keys of the static inputs, which the caller never passed: no place may keep one.
         retry: True to try a recording that leaves tensors a second time, since a warmup may fill a cache.
-        passes_left: True if calls can pass the tensors that runs leave in attributes, so that these are not refused.
+        passes_carried: True if calls can pass the tensors that runs leave in attributes, so that these are not refused.
     """
 
     def __init__(
@@ -49,18 +49,17 @@ class ModuleState(PythonState):
         inputs: Collection[int],
         *,
         retry: bool,
-        passes_left: bool,
+        passes_carried: bool,
     ) -> None:
         super().__init__([module])
-        self._module, self._passes_left = module, passes_left
-        if passes_left:
+        self._module, self._passes_carried = module, passes_carried
+        if passes_carried:
             self.kept_remedy = (
                 "Return it instead, or keep it in an attribute of a module, alone or in a tuple, with no list, dict or "
                 "object around it: self.last = tensor, self.state = (h, c)."
             )
-        self._left_places: dict[
-            str, LeftPlace
-        ] = {}  # attributes that a recording left tensors in, by their dotted name
+        # By their dotted names, the attributes that a recording left tensors in.
+        self._carried_places: dict[str, CarriedPlace] = {}
         self._tried: set[str] | None = set() if retry else None  # labels of recordings that left some
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
@@ -71,35 +70,35 @@ class ModuleState(PythonState):
         return bool(self._counted.names)
 
     @property
-    def noted(self) -> bool:  # type: ignore[override]
-        """True if recordings left notes; changes at every run, or in `state_key`, are not notes."""
-        return not self._counted.names and not self._counted.in_key and super().noted
+    def sets_flags(self) -> bool:  # type: ignore[override]
+        """True if recordings set done flags; changes at every run, or in `state_key`, are none."""
+        return not self._counted.names and not self._counted.in_key and super().sets_flags
 
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
-        if changes and self._passes_left:
-            self._left_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
+        if changes and self._passes_carried:
+            self._carried_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
-        self.put_back_notes()
+        self.put_back_flags()
         self.snapshot.put_back(self._counted.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
         return _names_in_code(self._module, kept)
 
-    def note_left(self, run: Run, names: Sequence[str]) -> None:
+    def note_kept(self, run: Run, names: Sequence[str]) -> None:
         """Pass the places as inputs of calls, if all are attributes of modules, and the recording was tried again.
 
         Raises:
             PlacesFoundError: calls can pass the places.
         """
         if self._tried is None or run.label in self._tried:
-            self.check_left(names)
+            self.check_carried(names)
         else:
             self._tried.add(run.label)
 
-    def check_left(self, names: Sequence[str]) -> None:
+    def check_carried(self, names: Sequence[str]) -> None:
         """Raise a PlacesFoundError if calls can pass the tensors in the places of these names."""
-        if self._left_places.keys() >= set(names):
-            places = [self._left_places[name] for name in names]
+        if self._carried_places.keys() >= set(names):
+            places = [self._carried_places[name] for name in names]
             self.undo(Undone.SECOND_TRY, ())
             raise PlacesFoundError(places)
 

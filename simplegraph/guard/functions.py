@@ -29,8 +29,8 @@ from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member
 from simplegraph.base.patches import plain
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
+from simplegraph.guard.carried import carried_by
 from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, is_packaged, names_of
-from simplegraph.guard.left import left_by
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import restore
 
@@ -279,7 +279,7 @@ class FunctionModule(nn.Module):
 
     def resolve(self) -> None:
         """Find again what the function reaches, since globals and attributes may be bound to other objects by now."""
-        self._reach.exempt = left_by(self).exempt()
+        self._reach.exempt = carried_by(self).exempt()
         places = self._find_places()
         functions = self._reach.functions
         self.watched.use(places, functions)
@@ -406,15 +406,9 @@ class GraphedFunction(Generic[P, R]):
             self._wrapped._count_compiled()
             return self._plain(*args, **kwargs)
         if self._grad_mode is None:
-            return self._serve(args, kwargs)
+            return self._wrapped(*args, **kwargs)  # type: ignore[no-any-return]
         with self._grad_mode():
-            return self._serve(args, kwargs)
-
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        wrapped = self._wrapped
-        runner = wrapped._graph_runner
-        result: R = runner.front.call(runner, wrapped, args, kwargs)
-        return result
+            return self._wrapped(*args, **kwargs)  # type: ignore[no-any-return]
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> GraphedFunction[P, R]: ...

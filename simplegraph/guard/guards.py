@@ -136,7 +136,7 @@ class CapturedState:
         owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
         graded = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
-        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.left, graded)
+        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.carried, graded)
 
     def _reads(self, gradient: Tensor | None) -> bool:
         """True if the graphs read a gradient's memory."""

@@ -67,8 +67,8 @@ _PARTS = object()  # begins the entry of a tuple with values that are not plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
-    "is a threading.local whose __init__ a look from another thread would run: leave __init__ out, and read "
-    "getattr(local, name, default), or use a contextvars.ContextVar"
+    "is a threading.local with an __init__, which Python would run when another thread reads it. Remove __init__ and "
+    "read getattr(local, name, default), or use a contextvars.ContextVar"
 )
 ALL = object()  # stands for all keys of a container
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")

@@ -65,9 +65,9 @@ def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Chang
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    Places that every run of the module changes are left out of the key: a call that changes them has no graph. A place
-    counts as soon as a run leaves it unchanged, such as a mode that another call is passed, or other code changes it. A
-    place that takes new values all the time is left out if no code names it; else such calls run eagerly.
+    A place that every run changes is left out of the key; such calls have no graph. It counts again once a run leaves
+    it unchanged or other code changes it. A place with ever new values is left out if no code names it; else its calls
+    run eagerly.
 
     Args:
         breaks: True if values that eager breaks read count as well, since graphs hold them.

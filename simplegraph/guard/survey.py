@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from simplegraph.base.objects import class_member, own_dict
 from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of
+from simplegraph.guard.carried import carried_by
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.left import left_by
 from simplegraph.guard.links import Link
 from simplegraph.guard.scripted import scripted_tensors
 from simplegraph.guard.values import NOT_PLAIN, dotted, value_key
@@ -61,7 +61,7 @@ class Survey:
         generators: random generators in such attributes.
         links: chains of links to modules that are not children, to generators, functions and settings, and to values
             that may become a tensor or get one: None and containers without tensors.
-        left: the places in which its runs leave tensors, which are not listed.
+        carried: the places of tensors that its runs carry over, which are not listed.
         scripted: the TorchScript modules among the modules, by name.
     """
 
@@ -70,15 +70,15 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
-        self.left = left_by(module).exempt()
+        self.carried = carried_by(module).exempt()
         roots: list[Any] = [module]
         policy = _POLICY
         if isinstance(module, FunctionModule):
             module.resolve()
             roots += module.held()
             policy = policy if module.computes_gradients else _WITH_OPTIMIZERS
-        if self.left:
-            policy = dataclasses.replace(policy, opens=functools.partial(_without_places, policy.opens, self.left))
+        if self.carried:
+            policy = dataclasses.replace(policy, opens=functools.partial(_without_places, policy.opens, self.carried))
         self._walk = Walk(roots, policy)
         # By id of an opened object: its name, the attribute that leads to it, and the links to it.
         self._places: dict[int, tuple[str, str, tuple[Link, ...]]] = {}
@@ -108,7 +108,7 @@ class Survey:
         if issubclass(type(holder), nn.Module) and key in REGISTERED:
             self._places[id(thing)] = self._places[above]
             for registered_name, tensor in contents.items() if key != "_modules" else ():
-                if tensor is not None and (id(thing), registered_name) not in self.left:
+                if tensor is not None and (id(thing), registered_name) not in self.carried:
                     place = dotted(name, registered_name)
                     self._add(HeldTensor(place, place, tensor, registered=True))
                     self._add_attributes(place, tensor, ((thing, registered_name, tensor),))

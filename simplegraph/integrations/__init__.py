@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simplegraph.base import extras
-from simplegraph.base.extras import Extras, Notes
+from simplegraph.base.extras import Extras, ProbeCounts
 
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
@@ -19,12 +19,12 @@ _CLASS_REGISTRIES = {("transformers", "_registered_model_output_types"), ("trans
 class LateExtras(Extras):
     """Imports an extra when it is first asked."""
 
-    def probes(self, notes: Notes) -> list[Probe]:
+    def probes(self, counts: ProbeCounts) -> list[Probe]:
         """Make the probes that inspect what graphs touch, and that decide on masks as eager does."""
         from simplegraph.integrations.mask_decisions import MaskDecisions
         from simplegraph.manager.touched import Inspection
 
-        return [Inspection(), MaskDecisions(notes)]
+        return [Inspection(), MaskDecisions(counts)]
 
     def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the runner of whole steps, or that of forward and backward graphs if the settings ask for these."""

@@ -137,7 +137,7 @@ class OutputLengths:
         self._sizes: dict[tuple[int, int], list[SizeRule]] = {}
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
         self._otherwise: set[str] = set()  # places below the module where padding changed what the forward left
-        self._notes: set[str] = set()
+        self._done_flags: set[str] = set()
         self._sizes_at: dict[Lengths, dict[tuple[int, int], int]] = {}
         self._compared: set[Lengths] = set()
         self._least: dict[int, Lengths] = {}  # by captured length, the least ones that were compared with it
@@ -199,12 +199,12 @@ class OutputLengths:
         otherwise = padded_run.differing_tensors(run)
         problem = problem or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
-        if padded_run.notes and self._notes:
-            problem = problem or f"it notes something in {', '.join(sorted(padded_run.notes)[:5])}, as it did before"
-        self._notes |= padded_run.notes
+        if padded_run.done_flags and self._done_flags:
+            problem = problem or f"it sets {', '.join(sorted(padded_run.done_flags)[:5])}, as it did before"
+        self._done_flags |= padded_run.done_flags
         if problem is not None:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {problem}")
-        if not otherwise and not padded_run.notes:  # a single time may be a cache that grew, or the very first run
+        if not otherwise and not padded_run.done_flags:  # a single time may be a cache that grew, or the very first run
             self._compared.add(lengths)
 
 

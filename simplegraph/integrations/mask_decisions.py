@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 
-from simplegraph.base.extras import Notes
+from simplegraph.base.extras import ProbeCounts
 from simplegraph.program.probes import Probe, Run
 
 
@@ -16,10 +16,10 @@ class MaskDecisions(Probe):
     """Counts decisions on masks in eager runs, and answers the questions before them in recordings.
 
     Args:
-        notes: of a table: how many decisions the recordings after an eager run must make.
+        counts: of a table: how many decisions the recordings after an eager run must make.
     """
 
-    notes: Notes
+    counts: ProbeCounts
 
     @contextlib.contextmanager
     def around(self, run: Run) -> Iterator[None]:
@@ -31,7 +31,7 @@ class MaskDecisions(Probe):
 
         counted = run.key is not None and not run.recorded
         with (
-            counting(self.notes) if counted else contextlib.nullcontext(),
-            answering(self.notes) if run.as_recorded else contextlib.nullcontext(),
+            counting(self.counts) if counted else contextlib.nullcontext(),
+            answering(self.counts) if run.as_recorded else contextlib.nullcontext(),
         ):
             yield

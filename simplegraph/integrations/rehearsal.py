@@ -40,7 +40,7 @@ class RunEffects:
         numbers: the numbers that its operators were passed, and that it read back.
         written: storage keys of memory from before it that its operators wrote to.
         arguments: the arguments as a rehearsal left them.
-        notes: the places in which a rehearsal left notes, which were restored.
+        done_flags: the places of done flags that a rehearsal set, which were restored.
     """
 
     leaves: list[Any]
@@ -51,7 +51,7 @@ class RunEffects:
     numbers: NumbersSeen
     written: set[int]
     arguments: list[Any] = dataclasses.field(default_factory=list)
-    notes: set[str] = dataclasses.field(default_factory=set)
+    done_flags: set[str] = dataclasses.field(default_factory=set)
 
     def differing_tensors(self, other: RunEffects) -> set[str]:
         """Name the places in which this run and another left different tensors."""
@@ -103,7 +103,7 @@ def rehearse(module: nn.Module, run: Callable[[], Any], passed: Sequence[Any], d
             outputs=None,
             left_tensors={name: cloned(tensors) for name, tensors in effects.left_tensors.items()},
             arguments=cloned(passed),
-            notes={note.name for note in snapshot.take_notes()},
+            done_flags={flag.name for flag in snapshot.take_done_flags()},
         )
 
 

@@ -38,9 +38,9 @@ _BREAK_IN_STEP = (
     "the step: simplegraph.wrap(part, training=True)."
 )
 
-_NOTE_REMEDY = (
-    "Do it for each batch size before graphs are captured. Or set padding=False and let calls capture, not "
-    "capture_graphs: each batch size then runs eagerly first."
+_FLAG_REMEDY = (
+    "Fill it for each batch size before capture. Or set padding=False and capture lazily (no capture_graphs), so that "
+    "each batch size first runs eagerly."
 )
 
 
@@ -111,7 +111,7 @@ class GraphCapture:
         free_before, before = table.device.free_memory(), table.stats.captures
         with table.releasing_unused_pool():
             self._run_session(num_warmups, rehearsals)
-            if ranks.any("notes of recordings", any(probe.noted for probe in self.probes)):
+            if ranks.any("done flags of recordings", any(probe.sets_flags for probe in self.probes)):
                 self._capture_again()
         memory = any(isinstance(error, torch.OutOfMemoryError) for error in self._raised.values())
         if ranks.size == 1 and not self.lazy and not memory and all(job.label in self._raised for job in jobs):
@@ -158,17 +158,20 @@ class GraphCapture:
             self._failed |= dropped
 
     def _capture_again(self) -> None:
-        """Capture once more: a forward that leaves its note again does so at each run, which no graph repeats."""
+        """Capture a second time: a forward that sets the same flag again sets it at every run, and no replay does."""
         jobs, table = self.jobs, self.table
         table.forget(jobs)
         undo(self.probes, Undone.RECORDINGS)
         self._failed.clear()
         self._run_session(0, 0)
-        names = [name for probe in self.probes for name in probe.noted_twice()]
-        if self._ranks.any("notes of recordings, twice", bool(names)):
+        names = [name for probe in self.probes for name in probe.set_twice()]
+        if self._ranks.any("done flags of recordings, twice", bool(names)):
             table.forget(jobs)
-            cause = f"its recording would note something in {', '.join(names[:5]) or 'Python, on another rank'}"
-            text = f"the graph of {{}} is dropped\n  {cause}, and does not do what the note says.\n  {_NOTE_REMEDY}"
+            flags = ", ".join(names[:5]) or "a flag on another rank"
+            cause = (
+                f"the recording sets {flags}, which tells later calls that work was done, and a recording does no work"
+            )
+            text = f"the graph of {{}} is dropped\n  {cause}.\n  {_FLAG_REMEDY}"
             self._failed |= {job.label: CaptureError(text.format(job.label), cause=cause) for job in jobs}
 
     def _warm_up_often(self, job: CaptureJob, num_warmups: int, *, rehearsed: bool = False) -> None:
@@ -198,7 +201,7 @@ class GraphCapture:
         Ranks meet once for all jobs, so that none waits for the slowest after each job.
         """
         errors: dict[str, CaptureError] = {}
-        undo(self.probes, Undone.RUN)  # notes of earlier runs count for none of these jobs
+        undo(self.probes, Undone.RUN)  # done flags of earlier runs count for none of these jobs
         for job in jobs:
             if bar is not None:
                 bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
@@ -232,8 +235,8 @@ class GraphCapture:
     def _new_run(
         self, job: CaptureJob, *, recorded: bool = False, rehearsed: bool = False, observed: bool = True
     ) -> Run:
-        # Where probes noted that an eager run takes other branches, warmups run as recordings, to make their constants.
-        as_recorded = recorded or bool(self.table.constants.notes)
+        # Where probes counted that eager runs take other branches, warmups run as recordings, to make their constants.
+        as_recorded = recorded or bool(self.table.constants.probe_counts)
         return Run(job.key, job, job.label, job.rows, recorded, as_recorded, rehearsed, observed)
 
     def _capture_one(self, session: CaptureSession, run: Run) -> dict[str, CaptureError]:

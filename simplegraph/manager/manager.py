@@ -140,7 +140,7 @@ class CudaGraphManager(Sleeps):
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
-        self.table.probes += extras.installed.probes(self.table.constants.notes)
+        self.table.probes += extras.installed.probes(self.table.constants.probe_counts)
         self.hooks = self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))

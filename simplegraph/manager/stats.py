@@ -146,7 +146,7 @@ class GraphStats:
         unit: the unit of batch sizes, "rows" or "tokens"; "calls" if each call counts as one.
         eager: eager calls by `Reason`; slower: calls that graphs served, but in a slower way than asked for;
             details: more about the latest call of each reason, or of the largest that was too large, if known.
-        texts: for a library in front of the wrapper, texts of reasons that mention none of the wrapper's settings.
+        texts: replace `Reason.text` for an integration, whose users do not know the wrapper's settings.
         capture_method: name of the user's method that captures before the first call; empty if there is none.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.

@@ -26,7 +26,7 @@ from simplegraph.base.tensors import has_address, is_wrapper, parts
 from simplegraph.base.walk import Policy, Walk, all_tensors, referring_kind, tensors_in
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
-from simplegraph.program.snapshot import Note, Snapshot, in_memory
+from simplegraph.program.snapshot import DoneFlag, Snapshot, in_memory
 
 _Located = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _GRACE = 20  # ms in which other threads may let go of a tensor
@@ -56,18 +56,18 @@ class PythonState(Probe):
         self._roots = list(roots)
         self.snapshot = Snapshot()
         self.collected = False  # all garbage there was
-        # By place and key, what runs noted that are undone: in this pass of captures, and in the one before.
-        self._notes: dict[tuple[int, Any], Note] = {}
-        self._notes_before: dict[tuple[int, Any], Note] = {}
+        # By place and key, the done flags of runs that are undone: in this pass of captures, and in the one before.
+        self._flags: dict[tuple[int, Any], DoneFlag] = {}
+        self._flags_before: dict[tuple[int, Any], DoneFlag] = {}
         self._by_recordings: set[tuple[int, Any]] = set()  # those that a recording made
-        self._recorded = False  # a recording ended, and its notes are still in place
+        self._recorded = False  # a recording ended, and its done flags are still set
         self._earlier: PythonState | None = None  # before a second try
 
     def before_captures(self, *, again: bool = False) -> None:
         """Remember the present state: what real runs changed stays."""
-        self.put_back_notes()  # of a run that was undone, if the state was remembered before
+        self.put_back_flags()  # of a run that was undone, if the state was remembered before
         if not again:
-            self._notes_before, self._notes = self._notes, {}
+            self._flags_before, self._flags = self._flags, {}
             self._by_recordings.clear()
         self.snapshot = Snapshot(*self._roots, code=True)
 
@@ -102,7 +102,7 @@ class PythonState(Probe):
         is_returned, is_gradient = any(address in own_memory for _, address in kept), _holds_gradient(_living(kept))
         names, undefined = _put_back(kept, self)
         if not (is_gradient or undefined):
-            self.note_left(recorded.run, names)
+            self.note_kept(recorded.run, names)
         remedy = self.remedy(names) if names else _UNSEEN_REMEDY
         if is_gradient or is_returned:
             remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY
@@ -111,7 +111,7 @@ class PythonState(Probe):
             remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
-    def note_left(self, run: Run, names: Sequence[str]) -> None:
+    def note_kept(self, run: Run, names: Sequence[str]) -> None:
         """Note which places a recording left tensors in, before that is refused."""
 
     def remedy(self, names: Iterable[str]) -> str:
@@ -128,7 +128,7 @@ class PythonState(Probe):
     def undo(self, stage: Undone, runs: Sequence[Run]) -> None:
         """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
         if stage is Undone.RUN:
-            self.put_back_notes()
+            self.put_back_flags()
         elif stage is Undone.RECORDING:
             for run in runs:
                 if kept := _tensors_at(run.left_addresses):  # what the error's own frames hold stays there
@@ -143,12 +143,12 @@ class PythonState(Probe):
             vars(self).update(vars(earlier))
 
     def inspect(self, capture: Any, summary: Any) -> Any:
-        """Restore another thread's notes, and forget everything, so that nothing is kept alive."""
-        if self._notes_before:
-            for key in self._notes.keys() ^ self._notes_before.keys():
-                note = (self._notes_before | self._notes)[key]
-                note.exchange(note.before, note.now)
-            self._notes, self._notes_before = {}, {}
+        """Restore another thread's flags, and forget everything, so that nothing is kept alive."""
+        if self._flags_before:
+            for key in self._flags.keys() ^ self._flags_before.keys():
+                flag = (self._flags_before | self._flags)[key]
+                flag.exchange(flag.before, flag.now)
+            self._flags, self._flags_before = {}, {}
         self.snapshot, self._earlier = Snapshot(), None
         return summary
 
@@ -156,20 +156,20 @@ class PythonState(Probe):
         """Put modules back as they were; returns the names of places that held memory of a graph."""
         return []
 
-    def put_back_notes(self) -> None:
-        """Put back notes: they say that something is done, such as memory filled, which was undone."""
-        notes = {(id(note.place), note.key): note for note in self.snapshot.take_notes()}
-        self._notes = notes | self._notes
-        self._by_recordings |= notes.keys() if self._recorded else set()
+    def put_back_flags(self) -> None:
+        """Put back done flags: they say that work is done, such as memory filled, and the run was undone."""
+        flags = {(id(flag.place), flag.key): flag for flag in self.snapshot.take_done_flags()}
+        self._flags = flags | self._flags
+        self._by_recordings |= flags.keys() if self._recorded else set()
         self._recorded = False
 
     @property
-    def noted(self) -> bool:  # type: ignore[override]
-        """True if recordings noted something, or another thread meanwhile."""
+    def sets_flags(self) -> bool:  # type: ignore[override]
+        """True if recordings set done flags, or another thread did meanwhile."""
         return bool(self._by_recordings)
 
-    def noted_twice(self) -> list[str]:
-        return sorted({self._notes[key].name for key in self._by_recordings & self._notes_before.keys()})
+    def set_twice(self) -> list[str]:
+        return sorted({self._flags[key].name for key in self._by_recordings & self._flags_before.keys()})
 
     def release(self, runs: Iterable[MakesMemory]) -> None:
         """Restore places that came to hold tensors made by these runs."""

@@ -84,7 +84,7 @@ class RecordedRun:
 class Undone(enum.Enum):
     """Says what is undone, from the smallest to the largest."""
 
-    RUN = "what runs noted as done, of which no later call sees the effect"
+    RUN = "done flags of runs, of whose work no later call sees the effect"
     RECORDING = "a recording that failed"
     RECORDINGS = "all recordings, before one is tried a second time"
     SECOND_TRY = "a warmup and a recording that came to nothing"
@@ -95,12 +95,12 @@ class Probe:
 
     Attributes:
         refuses: True if recordings did what no graph may do, so that second tries are undone as well.
-        noted: True if recordings noted something in Python's objects, or another thread did meanwhile.
+        sets_flags: True if recordings set flags in Python's objects that say that work is done, or another thread did.
         distrusts: True if recordings that were not observed may do other than those that were: all are then observed.
     """
 
     refuses: bool = False
-    noted: bool = False
+    sets_flags: bool = False
     distrusts: bool = False
 
     def before_captures(self, *, again: bool = False) -> None:
@@ -116,8 +116,8 @@ class Probe:
     def after_recording(self, recorded: RecordedRun) -> None:
         """Look at what a run was recorded as; refuse it by raising a CaptureError."""
 
-    def noted_twice(self) -> list[str]:
-        """Name what recordings noted in two passes of captures: the forward does, and no other thread."""
+    def set_twice(self) -> list[str]:
+        """Name the done flags that recordings set in two passes of captures: the forward does, and no other thread."""
         return []
 
     def inspect(self, capture: Any, summary: Any) -> Any:

@@ -98,8 +98,8 @@ class CaptureSession:
         Args:
             run: the forward, on inputs whose addresses stay valid.
             label: what is captured, for messages ("batch size 8"), if `about` does not tell.
-            about: what is captured, for probes. If it is not observed, and has breaks, no tensors that it left behind
-                are looked for: the breaks' own take long to tell from those.
+            about: what is captured, for probes. In an unobserved run with breaks, tensors left behind are not searched
+                for: they are hard to tell from the breaks' own.
             probes: look at the recording, and may refuse it.
             generators: random generators, beside the device's default one, that the run draws from.
             trace: what a warmup saw of the run's eager breaks, which split it; None captures them as part of it.

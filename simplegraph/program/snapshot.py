@@ -3,7 +3,7 @@
 A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
 tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
 say that a replay cannot stand for a call. Other values in containers and objects stay, since another thread may have
-put them there, unless they stop a graph: what a forward changes whenever it runs, and notes.
+put them there, unless they stop a graph: what a forward changes whenever it runs, and flags that say that work is done.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
     return issubclass(type(thing), Tensor) and any(has_address(part) and is_wanted(part) for part in parts(thing))
 
 
-class Note(NamedTuple):
+class DoneFlag(NamedTuple):
     """A plain value that replaced another one in a place; `ABSENT` if there is none.
 
     Attributes:
@@ -264,24 +264,24 @@ class Snapshot:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 
-    def take_notes(self) -> list[Note]:
-        """Put back the plain values of containers and objects, and return them, if one of them may be a note.
+    def take_done_flags(self) -> list[DoneFlag]:
+        """Put back the plain values of containers and objects, and return them, if one of them may be a done flag.
 
-        A note is a flag or a whole number that was not there before or is gone: it may say that memory is filled, while
-        a capture, or a run that is undone, fills none. What another thread may wait for, in a deque or in a list that
-        grew or shrank, stays.
+        A done flag is a flag or a whole number that was not there before or is gone: it may say that memory is filled,
+        while a capture, or a run that is undone, fills none. What another thread may wait for, in a deque or in a list
+        that grew or shrank, stays.
         """
-        notes = [
-            Note(self.walk.path_of(key, place), place, key, now, old)
+        flags = [
+            DoneFlag(self.walk.path_of(key, place), place, key, now, old)
             for place, before in self._touched(code=True)
             for key, now, old in _changed_entries(place, before)
             if all(value is ABSENT or is_fixed(value) for value in (now, old))
         ]
-        if not any(note.tells for note in notes):
+        if not any(flag.tells for flag in flags):
             return []
-        for note in notes:
-            note.exchange(note.now, note.before)
-        return notes
+        for flag in flags:
+            flag.exchange(flag.now, flag.before)
+        return flags
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
         """List the places that hold other objects now, and what they held; with `code` also those beyond code."""

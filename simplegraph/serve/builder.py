@@ -26,10 +26,10 @@ from simplegraph.call.plan import Plan
 from simplegraph.call.signature import CallReader, differences
 from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.guard.carried import PlacesFoundError
 from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.left import PlacesFoundError
 from simplegraph.guard.scripted import refused_script, settling_runs
 from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
@@ -155,7 +155,7 @@ class GraphBuilder:
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
-        self.reader.lessons += 1
+        self.reader.num_observed += 1
         self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
@@ -265,8 +265,8 @@ class GraphBuilder:
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Keep alive what runs were seen to read beside their inputs and the module's tensors; note what they wrote."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
-        if call.left.places:
-            call.left.note_read({key for observer in observers for key in observer.external} - inputs)
+        if call.carried.places:
+            call.carried.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
         # Of a step, gradients and rates are held in ways of its own.
         device = None if computes_gradients(call.module) else self.manager.device.torch_device
@@ -354,7 +354,7 @@ class GraphBuilder:
         The static inputs are loaded first, since Python may read their values. Values that a caller wrote there in
         place are restored: the call's own eager run reads them.
         """
-        self.reader.lessons += 1
+        self.reader.num_observed += 1
         memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
         copies = memory.copy()
         try:
@@ -381,10 +381,10 @@ class GraphBuilder:
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         observation = Observation(manager.table)
-        # Earlier calls may have run with fewer rows, or in another way that an extra noted.
+        # Earlier calls may have run with fewer rows, or in another way that an extra counted.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
-        retry = not lazy or not own_size or bool(manager.table.constants.notes)
-        passes_left = call.left.enabled and not call.breaks and manager.ranks.size == 1
+        retry = not lazy or not own_size or bool(manager.table.constants.probe_counts)
+        passes_carried = call.carried.enabled and not call.breaks and manager.ranks.size == 1
         state = ModuleState(
             call.module,
             manager.device,
@@ -392,7 +392,7 @@ class GraphBuilder:
             counted,
             inputs.storages,
             retry=retry,
-            passes_left=passes_left,
+            passes_carried=passes_carried,
         )
         rehearsals = Rehearsals(self.seen, manager.table, call, observation.observers)
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
@@ -423,7 +423,7 @@ class GraphBuilder:
                 summary = capture.run(0 if lazy or watched else 1, rehearsed)
                 _check_settings(call)
             except PlacesFoundError as error:
-                raise self._pass_left(call, error, observation) from None
+                raise self._pass_carried(call, error, observation) from None
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
@@ -434,14 +434,14 @@ class GraphBuilder:
         try:
             why = _why_refused(call, state, observation, kept, changed)
         except PlacesFoundError as error:
-            raise self._pass_left(call, error, observation) from None
+            raise self._pass_carried(call, error, observation) from None
         if why is None:
             return summary
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
-    def _pass_left(self, call: Call, error: PlacesFoundError, observation: Observation) -> CannotBind:
+    def _pass_carried(self, call: Call, error: PlacesFoundError, observation: Observation) -> CannotBind:
         """Pass the places that a capture found as inputs of later calls; return why this call runs eagerly."""
-        call.left.adopt(error.places, {key for observer in observation.observers for key in observer.external})
+        call.carried.adopt(error.places, {key for observer in observation.observers for key in observer.external})
         return CannotBind(Reason.WARMUP, str(error))
 
     def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
@@ -610,7 +610,7 @@ def _why_refused(
         PlacesFoundError: calls can pass the tensors that the forward leaves in these places.
     """
     if refused := kept or changed:
-        state.check_left(refused)
+        state.check_carried(refused)
     if kept:
         return kept_by(kept), state.remedy(kept)
     if any(observer.unseen for observer in observation.observers) and (unknown := call.never_compared()):

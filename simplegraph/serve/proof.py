@@ -29,8 +29,8 @@ _REMEDY = (
 )
 
 
-_SHARE = 0.01  # the share of the time of replays that comparing some of them again may add, for verify=1
-_COST_WITH_RANKS = 100.0  # the replays that a proof is assumed to last as long as
+_SHARE = 0.01  # time that later proofs may add, as a share of the replays', at verify=1
+_COST_WITH_RANKS = 100.0  # with several ranks a proof counts as this many replays
 
 
 class GraphOwner(Protocol):

@@ -32,9 +32,9 @@ from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
+from simplegraph.guard.carried import CarriedTensors
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import any_requires_grad
-from simplegraph.guard.left import LeftTensors
 from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
     GLOBAL_HOOKS,
@@ -64,8 +64,8 @@ OPTIMIZED = "_simplegraph_optimized"
 _grad_enabled = torch.is_grad_enabled  # looked up once
 
 _COMPILED = (
-    "a compiler traces the forward, whose compiled code runs without graphs: wrap what torch.compile returns, "
-    "simplegraph.wrap(torch.compile(module)), and do not compile what has graphs"
+    "torch.compile traces this forward, and compiled code runs without graphs. Compile first, then wrap: "
+    "simplegraph.wrap(torch.compile(module))"
 )
 # Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
 _RUNS_TO_SETTLE = 4
@@ -104,7 +104,9 @@ class CudaGraphWrapper(Sleeps, Graphed):
             self._count_compiled()
             return invoke(self, args, kwargs)  # let the compiler trace the module itself
         runner = self._graph_runner
-        return runner.front.call(runner, self, args, kwargs)
+        if runner.front is not None:
+            return runner.front.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
 
     def _count_compiled(self) -> bool:
         """Count a call that a compiler traces, and warn; called during the trace, once for each."""
@@ -182,8 +184,8 @@ class CudaGraphWrapper(Sleeps, Graphed):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool) -> CaptureSummary:
         runner = self._graph_runner
-        captures: Any = runner.lengths or type(runner)
-        summary: CaptureSummary = captures.capture_all(runner, self, args, kwargs, **how)
+        capture = functools.partial(runner.lengths.capture_all, runner) if runner.lengths else runner.capture_all
+        summary: CaptureSummary = capture(self, args, kwargs, **how)
         return summary
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
@@ -243,8 +245,8 @@ class GraphRunner:
         replays_per_call: graphs that a call replays, one after the other.
         prove: serves a call eagerly, and compares replays with it.
         lengths: pads the lengths of calls; None if none is padded.
-        front: has the function `call(runner, module, args, kwargs)`, which serves a call: the runner's class, or an
-            object that passes it other arguments: `lengths`, or the tensors that runs leave in attributes.
+        front: passes other arguments to the runner's `call`: `lengths`, or the tensors that runs carry over; None if
+            calls are passed on as they are.
     """
 
     trains = False
@@ -271,8 +273,8 @@ class GraphRunner:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
         self.lengths: Any = extras.installed.lengths(config)
-        self.front: Any = self.lengths or type(self)
-        self.left = LeftTensors(enabled=self.front is GraphRunner)
+        self.front: Any = self.lengths
+        self.carried = CarriedTensors(enabled=self.front is None and type(self) is GraphRunner)
         self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
@@ -365,7 +367,7 @@ class GraphRunner:
                     finally:
                         if plan.program.breaks:
                             calls.plain.claim(module)
-            mappings = written_mappings(args, kwargs)  # before it runs, which may put others in them
+            mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
             result = self._call_slowly(module, args, kwargs, context)
             return put_entries(result, mappings) if mappings else result
         except CannotBind as error:
@@ -379,8 +381,8 @@ class GraphRunner:
     def relearn(self) -> None:
         """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
         with self._lock:
-            self.left.stale = False
-            self.front = self.left if self.left.passed else type(self)
+            self.carried.stale = False
+            self.front = self.carried if self.carried.passed else None
             self._forget()
 
     def clone_from_pool(self, value: Any) -> Any:
@@ -404,9 +406,9 @@ class GraphRunner:
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
         with self._calls.plain.run(module):
-            if not self.left.places:
+            if not self.carried.places:
                 return invoke(module, args, kwargs)
-            return self.left.run(functools.partial(invoke, module, args), kwargs, is_call=True)
+            return self.carried.run(functools.partial(invoke, module, args), kwargs, is_call=True)
 
     def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
         """Finish a call eagerly after an eager break stopped its replay; its size runs eagerly from now on.
@@ -452,7 +454,7 @@ class GraphRunner:
                         call.layout.plans[call.plan_key] = Refusal(call, error, builder.reader)
                     raise
                 finally:
-                    if self.left.stale:
+                    if self.carried.stale:
                         self.relearn()
 
     def _read(
@@ -481,7 +483,9 @@ class GraphRunner:
         if layout.binding not in calls.bindings.values() and len(calls.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size, layout.binding.signature)
         calls.use(layout)
-        return builder, Call(module, args, kwargs, leaves, names, rows, layout, dispatch, size, calls.plain, self.left)
+        return builder, Call(
+            module, args, kwargs, leaves, names, rows, layout, dispatch, size, calls.plain, self.carried
+        )
 
     def _dispatch(
         self, manager: CudaGraphManager, size: int, leaves: Sequence[Any], names: Sequence[str]
@@ -593,7 +597,7 @@ class GraphRunner:
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
         self._record.note_stale(self.stats.replays)
-        self.left.check()
+        self.carried.check()
         self.stats.recaptures += 1
         self._drop_graphs()
         if self._record.disabled is not None:
@@ -626,14 +630,14 @@ class GraphRunner:
             while True:
                 remaining_runs -= 1
                 try:
-                    passed = self.left.arguments(kwargs) if self.left.places else kwargs
+                    passed = self.carried.arguments(kwargs) if self.carried.places else kwargs
                     builder, call = self._read(module, args, passed, largest=True)
                     if following:  # no request waits for it
                         self._record.forgive()
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock, self._calls.plain.serving(module, claims=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
-                    if self.left.stale and remaining_runs:
+                    if self.carried.stale and remaining_runs:
                         self.relearn()
                         continue
                     if summary.captured:
@@ -642,7 +646,7 @@ class GraphRunner:
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
                     # show which device inputs are moved to. A run may keep a mode that the example passes.
-                    if self.left.stale and remaining_runs:
+                    if self.carried.stale and remaining_runs:
                         self.relearn()
                     elif error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not remaining_runs:
                         raise InputError(f"{method} cannot use this call: {error.explained}") from None

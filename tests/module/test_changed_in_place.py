@@ -523,7 +523,7 @@ def test_defaults_that_a_thread_is_given_are_read_like_any_value() -> None:
     for _ in range(4):
         model(torch.randn(2, WIDTH))
     assert model.graph_stats.replays == 0
-    assert "ELSEWHERE is a threading.local whose __init__" in str(model.graph_report())
+    assert "ELSEWHERE is a threading.local with an __init__" in str(model.graph_report())
 
 
 def test_looking_prepares_nothing_for_another_thread() -> None:
@@ -534,7 +534,7 @@ def test_looking_prepares_nothing_for_another_thread() -> None:
         x = torch.randn(2, WIDTH)
         assert torch.equal(model(x), module(x))
     assert model.graph_stats.replays == 0
-    assert "PREPARED is a threading.local whose __init__ a look from another thread would run" in str(
+    assert "PREPARED is a threading.local with an __init__, which Python would run when another thread reads it" in str(
         model.graph_report()
     )
     before = Prepared.prepared

@@ -26,19 +26,19 @@ def test_a_probe_tells_captures_and_the_runs_they_are_compared_with_from_other_r
     entered: list[tuple[bool, int]] = []
 
     class Answering(Probe):
-        def __init__(self, notes: dict[str, int]) -> None:
-            self.notes = notes
+        def __init__(self, counts: dict[str, int]) -> None:
+            self.counts = counts
 
         @contextlib.contextmanager
         def around(self, run: Run) -> Iterator[None]:
-            entered.append((run.as_recorded, self.notes.get("runs", 0)))
+            entered.append((run.as_recorded, self.counts.get("runs", 0)))
             yield
             if not run.as_recorded:
-                self.notes["runs"] = self.notes.get("runs", 0) + 1
+                self.counts["runs"] = self.counts.get("runs", 0) + 1
 
     class Extras(LateExtras):
-        def probes(self, notes: dict[str, int]) -> list[Probe]:
-            return [*super().probes(notes), Answering(notes)]
+        def probes(self, counts: dict[str, int]) -> list[Probe]:
+            return [*super().probes(counts), Answering(counts)]
 
     monkeypatch.setattr(extras, "installed", Extras())
     model = sg.wrap(nn.Linear(3, 3).to(device).eval(), capture_sizes=[2], progress=False)

@@ -507,7 +507,7 @@ def test_a_cache_that_is_filled_once_is_no_such_place(device: torch.device) -> N
     model: Any = sg.wrap(module, capture_sizes=[2], progress=False)
     follow(model, module, twin, [2] * 5, device)
     assert model.graph_stats.replays >= 3
-    assert not model._graph_runner.left.places
+    assert not model._graph_runner.carried.places
     for each in (module, twin):
         each.hidden = each.hidden + 1  # by hand: the graph may not go on with the old one
     follow(model, module, twin, [2] * 5, device)

@@ -464,7 +464,7 @@ def test_a_tuple_that_is_filled_once_is_no_such_place(device: torch.device) -> N
     model: Any = sg.wrap(module, capture_sizes=[2], progress=False)
     follow(model, module, twin, [2] * 5, device)
     assert model.graph_stats.replays >= 3
-    assert not model._graph_runner.left.places
+    assert not model._graph_runner.carried.places
     for each in (module, twin):
         each.state = each.state[0] + 1, each.state[1]
     follow(model, module, twin, [2] * 5, device)

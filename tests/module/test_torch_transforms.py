@@ -96,7 +96,7 @@ def test_a_wrapper_that_is_compiled_says_that_its_graphs_are_not_used(device, ki
     for _ in range(3):
         close(compiled(x), expected)
     assert reasons(served) == {"transformed": 1}
-    assert caplog.text.count("a compiler traces the forward") == 1
+    assert caplog.text.count("torch.compile traces this forward") == 1
     assert "simplegraph.wrap(torch.compile(module))" in str(served.graph_report())
 
 

@@ -519,7 +519,7 @@ MUTANTS = [
     Mutant(
         "calls run eagerly for a reason that is gone",
         "call/layouts.py",
-        "self._reader.lessons != self._lessons or ",
+        "self._reader.num_observed != self._num_observed or ",
         "",
         EAGER,
     ),
@@ -849,7 +849,7 @@ MUTANTS = [
     Mutant(
         "what a capture noted is forgotten when another size fails",
         "guard/effects.py",
-        "        self.put_back_notes()\n        self.snapshot.put_back(self._counted.undone)\n",
+        "        self.put_back_flags()\n        self.snapshot.put_back(self._counted.undone)\n",
         "        self.snapshot.put_back(self._counted.undone)\n",
         ONCE,
     ),
@@ -863,22 +863,22 @@ MUTANTS = [
     Mutant(
         "what a run beside captures noted counts as a recording's",
         "manager/capture.py",
-        "        undo(self.probes, Undone.RUN)  # notes of earlier",
-        "        pass  # notes of earlier",
+        "        undo(self.probes, Undone.RUN)  # done flags of earlier",
+        "        pass  # done flags of earlier",
         FILLED,
     ),
     Mutant(
         "what another thread noted during a capture is lost",
         "program/escapes.py",
-        "                note.exchange(note.before, note.now)\n",
+        "                flag.exchange(flag.before, flag.now)\n",
         "                pass\n",
         FILLED,
     ),
     Mutant(
         "a graph is kept although its recording noted something",
         "manager/capture.py",
-        'if ranks.any("notes of recordings", any(',
-        'if ranks.any("notes of recordings", False and any(',
+        'if ranks.any("done flags of recordings", any(',
+        'if ranks.any("done flags of recordings", False and any(',
         FILLED,
     ),
     Mutant(

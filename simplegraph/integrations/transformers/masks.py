@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base import patches
-from simplegraph.base.extras import Notes
+from simplegraph.base.extras import ProbeCounts
 from simplegraph.base.operators import (
     OperatorMode,
     defined,
@@ -74,24 +74,24 @@ def _watch() -> None:
 
 
 @contextlib.contextmanager
-def counting(notes: Notes) -> Iterator[None]:
+def counting(counts: ProbeCounts) -> Iterator[None]:
     """Note how many decisions depend on a tensor in an eager run, if any does; the most of all runs is kept."""
     _watch()
     before = _THREAD.decisions
     yield
     decisions = _THREAD.decisions - before
     if decisions:
-        notes[__name__] = max(decisions, notes.get(__name__, 0))
+        counts[__name__] = max(decisions, counts.get(__name__, 0))
 
 
 @contextlib.contextmanager
-def answering(notes: Notes) -> Iterator[None]:
+def answering(counts: ProbeCounts) -> Iterator[None]:
     """Answer in the block as in a capture: it is one, or an eager run that replays are compared with.
 
     Values that follow from Python numbers are computed until as many decisions were made as in an eager run.
     """
     _watch()
-    expected = notes.get(__name__, 0)
+    expected = counts.get(__name__, 0)
     values, before = KnownValues(), (_THREAD.values, _THREAD.decisions_left)
     _THREAD.values, _THREAD.decisions_left = values, expected
     if expected:

@@ -25,15 +25,15 @@ from simplegraph.program.snapshot import ABSENT, is_same, is_untouched
 KEPT = "kept"  # stands for a tensor or a tuple that a run did not replace
 
 
-class WithLeft(NamedTuple):
+class WithCarried(NamedTuple):
     """Holds the result of a run, and the values that it left in the places that the call passed."""
 
     result: Any
-    left_values: tuple[Any, ...]
+    carried_values: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LeftPlace:
+class CarriedPlace:
     """An attribute or a buffer of a module, in which runs leave a tensor or a tuple of tensors.
 
     Attributes:
@@ -80,13 +80,13 @@ class PlacesFoundError(InputError):
         places: the places.
     """
 
-    def __init__(self, places: Sequence[LeftPlace]) -> None:
+    def __init__(self, places: Sequence[CarriedPlace]) -> None:
         names = ", ".join(place.name for place in places)
         super().__init__(f"runs leave a tensor in {names}: from now on graphs have it as an input and output")
         self.places = places
 
 
-def places_in(module: nn.Module) -> dict[str, LeftPlace]:
+def places_in(module: nn.Module) -> dict[str, CarriedPlace]:
     """Find the attributes and buffers of a module and its submodules that hold tensors, by their dotted names.
 
     Lists, dicts and objects are left out: a run may change them in place.
@@ -100,11 +100,11 @@ def places_in(module: nn.Module) -> dict[str, LeftPlace]:
             for key in [key for key, value in holder.items() if _holds_tensors(value)]:
                 dotted = f"{path}.{key}" if path else key
                 name = f"self.{dotted.removeprefix('self.')}"  # of a method, code has that name already
-                places[dotted] = LeftPlace(name, weakref.ref(child), key, is_buffer, is_set_by_hook(child, key))
+                places[dotted] = CarriedPlace(name, weakref.ref(child), key, is_buffer, is_set_by_hook(child, key))
     return places
 
 
-class LeftTensors:
+class CarriedTensors:
     """The places in which runs of one wrapped module leave tensors.
 
     Args:
@@ -117,12 +117,12 @@ class LeftTensors:
 
     def __init__(self, *, enabled: bool = False) -> None:
         self.enabled = enabled
-        self.places: tuple[LeftPlace, ...] = ()
+        self.places: tuple[CarriedPlace, ...] = ()
         self.stale = False
         self._before: dict[str, set[int]] = {}  # by name, the storage keys of the tensors before the latest run
 
     @property
-    def passed(self) -> list[LeftPlace]:
+    def passed(self) -> list[CarriedPlace]:
         """The places that calls pass."""
         return [place for place in self.places if not place.by_hook]
 
@@ -130,7 +130,7 @@ class LeftTensors:
         """Return the places as (id of the dict, key); guards ignore their values."""
         return {(id(place.holder), place.key) for place in self.places}
 
-    def adopt(self, places: Iterable[LeftPlace], read: Collection[int]) -> None:
+    def adopt(self, places: Iterable[CarriedPlace], read: Collection[int]) -> None:
         """Add places that a capture found; `read` are the storage keys of memory that it read."""
         by_name = {place.name: place for place in self.places}
         self.places = tuple((by_name | {place.name: place for place in places}).values())
@@ -150,7 +150,7 @@ class LeftTensors:
         """Note which places were read in the latest run, given the storage keys of memory that it read."""
         self._promote([place for place in self.places if not self._before.get(place.name, set()).isdisjoint(read)])
 
-    def _promote(self, read: Sequence[LeftPlace]) -> None:
+    def _promote(self, read: Sequence[CarriedPlace]) -> None:
         """Pass the values of these places as inputs of calls from now on."""
         names = {place.name for place in read if place.by_hook or not place.is_read}
         if names:
@@ -168,9 +168,9 @@ class LeftTensors:
         places = self.passed
         before = _Dicts(places)
         result = runner.call(module, args, _arguments(kwargs, places))
-        if type(result) is not WithLeft:
+        if type(result) is not WithCarried:
             return result
-        for place, value in zip(places, result.left_values, strict=True):
+        for place, value in zip(places, result.carried_values, strict=True):
             if value is not KEPT and type(value) is not Withheld and value is not place.value:
                 before.put(place, runner.clone_from_pool(value))
         runner.renew(before.renewed())
@@ -199,12 +199,12 @@ class LeftTensors:
         with contextlib.nullcontext() if is_call else self._bound(places, kwargs):
             before = [place.value for place in places]
             result = function(own_kwargs)
-            left_values = [_leaf(place, old) for place, old in zip(places, before, strict=True) if place.name in kwargs]
+            values = [_leaf(place, old) for place, old in zip(places, before, strict=True) if place.name in kwargs]
             before.clear()
-        return WithLeft(result, tuple(left_values)) if left_values else result
+        return WithCarried(result, tuple(values)) if values else result
 
     @contextlib.contextmanager
-    def _bound(self, places: Sequence[LeftPlace], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def _bound(self, places: Sequence[CarriedPlace], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Set places to the passed values, or to unreadable ones if none is passed; restore them after the block."""
         values_before = [place.value for place in places]
         unread = []
@@ -230,7 +230,7 @@ class LeftTensors:
         if passed_on:
             raise self._error_of(passed_on)
 
-    def _error_of(self, read: Sequence[LeftPlace]) -> PlacesFoundError:
+    def _error_of(self, read: Sequence[CarriedPlace]) -> PlacesFoundError:
         self._promote(read)
         names = {place.name for place in read}
         return PlacesFoundError([place for place in self.places if place.name in names])
@@ -243,12 +243,12 @@ class _Dicts:
         places: the places.
     """
 
-    def __init__(self, places: Iterable[LeftPlace]) -> None:
+    def __init__(self, places: Iterable[CarriedPlace]) -> None:
         holders = [place.holder for place in places] if dict_version is not None else []
         # By id: the dict, its version, taken before anything is read, and its expected contents after the call.
         self._before = {id(holder): (holder, dict_version(holder), holder.copy()) for holder in holders}  # type: ignore[misc]
 
-    def put(self, place: LeftPlace, value: Any) -> None:
+    def put(self, place: CarriedPlace, value: Any) -> None:
         """Set the value of a place; guards read the dict again if more than tensors changes."""
         _, _, expected = self._before.get(id(place.holder), (None, 0, {}))
         if _differ_in_tensors(value, expected.get(place.key)):
@@ -261,17 +261,17 @@ class _Dicts:
         return {before: after for before, after, holder, copy in now if after != before and is_untouched(holder, copy)}
 
 
-NOTHING_LEFT = LeftTensors()
+NOTHING_CARRIED = CarriedTensors()
 
 
-def left_by(module: Any) -> LeftTensors:
+def carried_by(module: Any) -> CarriedTensors:
     """Return the places in which runs of a wrapped module leave tensors; none for other modules."""
     kept = (own_dict(module) or {}).get("_simplegraph")  # in an instance of a wrapped class; others have a slot
     runner = kept if kept is not None else attribute_of(module, "_graph_runner")
-    return getattr(runner, "left", NOTHING_LEFT)
+    return getattr(runner, "carried", NOTHING_CARRIED)
 
 
-def _arguments(kwargs: Mapping[str, Any], places: Iterable[LeftPlace]) -> dict[str, Any]:
+def _arguments(kwargs: Mapping[str, Any], places: Iterable[CarriedPlace]) -> dict[str, Any]:
     values = {place.name: place.value if place.is_read else None for place in places}
     return {**kwargs, **{name: None if value is ABSENT else value for name, value in values.items()}}
 
@@ -296,7 +296,7 @@ def _is_tensor(leaf: Any) -> bool:
     return issubclass(type(leaf), Tensor) and has_address(leaf)
 
 
-def _withhold(place: LeftPlace) -> list[weakref.ref[Withheld]]:
+def _withhold(place: CarriedPlace) -> list[weakref.ref[Withheld]]:
     """Replace the tensors in a place by unreadable objects, and return references to these.
 
     What a tuple holds beside tensors, and its length, are plain values, which are part of a call's key.
@@ -313,7 +313,7 @@ def _differ_in_tensors(now: Any, before: Any) -> bool:
     return is_same(now, before) or (type(now) is type(before) and issubclass(type(now), Tensor))
 
 
-def _leaf(place: LeftPlace, before: Any) -> Any:
+def _leaf(place: CarriedPlace, before: Any) -> Any:
     """Return the value that a run left in a place, as an output."""
     value = place.value
     if value is before:
