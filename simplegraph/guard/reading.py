@@ -275,8 +275,8 @@ class Reading:
                     if list(map(list, map(self._keys, registries))) != self._names:
                         return False
                     self._filled = filled
-            if is_quiet and not self._levels:
-                pass  # what is no tensor stands in registries
+            if is_quiet and not self._levels and self._graded_at is None:
+                pass  # all that is no tensor stands in registries
             elif self._ids and list(map(identity, self._others_at(values))) != self._ids:
                 return False
             elif self._numbers:

@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         "what stands in slots is not compared before a replay",
         "guard/reading.py",
-        "if self._ids and list(map(id, self._others_at(values))) != self._ids:",
+        "if self._ids and list(map(identity, self._others_at(values))) != self._ids:",
         "if False:",
         STALE,
     ),
