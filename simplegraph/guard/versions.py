@@ -17,6 +17,21 @@ dict_version: Callable[[dict[Any, Any]], int] | None = getattr(
 )
 
 
+class _Thing:
+    """Has an attribute, set below."""
+
+    number = 0
+
+
+# Python 3.13 does not tell who watches the dict of an object that one of its attributes was set. Asked in a loop, since
+# Python specialises a store that is made often.
+_thing, _versions = _Thing(), set()
+for _thing.number in range(64):
+    _versions.add(dict_version(vars(_thing)) if dict_version is not None else 0)
+if len(_versions) < 64:
+    dict_version = None
+
+
 class VersionClock:
     """Tells by the version of a new dict if any dict whose version was ever taken has changed since.
 
