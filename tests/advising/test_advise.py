@@ -462,7 +462,7 @@ def test_many_batch_sizes_are_planned(advise: Advise) -> None:
 
 def test_a_module_that_cannot_be_copied_says_so(advise: Advise) -> None:
     told = advise(POLICY.replace("super().__init__()", "super().__init__(); self.log = open('/dev/null')") + LOOP)
-    assert told.first.endswith("; no graph: TypeError: cannot pickle '_io.TextIOWrapper' object")
+    assert re.search(r"; no graph: TypeError: cannot pickle '(_io\.)?TextIOWrapper' (object|instances)$", told.first)
 
 
 # The program is as it was.
