@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 _Answer = TypeVar("_Answer")
 PROXIES = frozenset(weakref.ProxyTypes)
 # Equal for the same object only, as `id` is; from Python 3.12 on, each `id` is told to audit hooks, which takes longer.
-identity = object.__hash__
+identity_hash = object.__hash__
 _DESCRIPTORS = frozenset({types.GetSetDescriptorType, types.MemberDescriptorType})
 
 

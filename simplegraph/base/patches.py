@@ -7,7 +7,7 @@ While a capture or an observer of one runs, and undone at its end:
     torch.cuda.is_current_stream_capturing  true in the emulator's captures, too (device.emulator)
     torch.get_rng_state                refused in the emulator's captures (device.emulator)
     torch.overrides.has_torch_function  blind to an emulated capture (device.emulator)
-    Optimizer._..._graph_capture_health_check  asks nothing in the emulator's captures where a GPU is there, too
+    Optimizer._..._graph_capture_health_check  asks nothing in the emulator's captures (device.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures (device.emulator)
 
 While an audit is attached (doctor.attach):

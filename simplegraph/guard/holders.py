@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.objects import by_class, class_member, identity, own_dict
+from simplegraph.base.objects import by_class, class_member, identity_hash, own_dict
 from simplegraph.base.patches import Door, plain, replaced
 from simplegraph.base.walk import (
     DEPTH,
@@ -63,6 +63,7 @@ _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are 
 _OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # types of values that lead to code
+_parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PARTS = object()  # begins the entry of a tuple with values that are not plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
@@ -71,7 +72,6 @@ _WITH_INIT = (
     "read getattr(local, name, default), or use a contextvars.ContextVar"
 )
 ALL = object()  # stands for all keys of a container
-_parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 CLASS = "__class__"  # the key of an object's class
 Place = tuple[str, Hashable]  # the name of a value's holder, and the key there
 
@@ -233,18 +233,18 @@ class ValueHolder:
             items: Any
             if self.names is not None:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
-                items = list(map(identity, values)), list(map(type, values)), None
+                items = list(map(identity_hash, values)), list(map(type, values)), None
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when it takes another dict's items.
                 items = versions.dict_version(container)
                 if has_own_order:  # nor does it change in `move_to_end`
-                    items = items, list(map(identity, keys_in_order(container)))
+                    items = items, list(map(identity_hash, keys_in_order(container)))
             elif self.is_wide:
                 items = _length(container)
             else:
                 values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
-                keys = list(map(identity, keys_in_order(container))) if is_dict else None
-                items = list(map(identity, values)), list(map(type, values)), keys
+                keys = list(map(identity_hash, keys_in_order(container))) if is_dict else None
+                items = list(map(identity_hash, values)), list(map(type, values)), keys
         except Exception:  # another thread may change it
             return None
         kind = type(container if owner is None else owner)

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
-from simplegraph.base.objects import identity, own_dict
+from simplegraph.base.objects import identity_hash, own_dict
 from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
 from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
@@ -127,7 +127,7 @@ class Reading:
         # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
         filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
-        empty = [found for attributes in with_registries for name in REGISTRIES if not (found := attributes[name])]
+        empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
         self._sources = [_Sources(below, filled, empty, bases, [(entries[0], None)])]
         sources = self._sources  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
@@ -166,7 +166,7 @@ class Reading:
         self._numbers = self._numbers_at(values)
         self._number_types = list(map(type, self._numbers))
         self._anchors = self._others_at(values)  # kept alive, so that no other object gets their ids
-        self._ids = list(map(identity, self._anchors))
+        self._ids = list(map(identity_hash, self._anchors))
         self._modules_at = getter(modules_at)
         held_modules = self._modules_at(values)
         by_dict: dict[int, tuple[AttributeEntries, dict[str, Any] | None]] = {
@@ -276,8 +276,8 @@ class Reading:
                         return False
                     self._filled = filled
             if is_quiet and not self._levels and self._graded_at is None:
-                pass  # all that is no tensor stands in registries
-            elif self._ids and list(map(identity, self._others_at(values))) != self._ids:
+                pass  # whatever is no tensor is in a registry, and so in a dict that did not change
+            elif self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:
                 return False
             elif self._numbers:
                 numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
@@ -409,14 +409,15 @@ class Comparison:
         )
         compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions)}
         others = [holder for holder in compared if id(holder) not in compared_ids]
-        # Dicts that are found anew each time: while no dict changed, and all that leads to them is as it was, they are.
-        self._found = [
+        # Dicts that are not kept, but found anew each time: they are the same while no dict changed, and nothing else
+        # that leads to them did.
+        self._unkept = [
             holder
             for holder in others
             if type(holder.mark[1]) is int and holder.owner is None and not (holder.buffers or holder.is_wide)
         ]
-        self._others = [holder for holder in others if holder not in self._found]
-        self._marks, self._found_marks = ([holder.mark for holder in group] for group in (self._others, self._found))
+        self._others = [holder for holder in others if holder not in self._unkept]
+        self._marks, self._unkept_marks = ([holder.mark for holder in group] for group in (self._others, self._unkept))
         self._version = root.mark[1] if root is not None and root not in compared else None
         # Dicts compared by version: first those whose owners are read in every call, children and then objects.
         self._is_parent, self._parents, children = _children_of(root, by_version)
@@ -484,13 +485,13 @@ class Comparison:
                     return False
             if self._boxes:
                 items = gc.get_referents(*self._boxes)
-                if list(map(identity, items)) != self._ids or list(map(type, items)) != self._kinds:
+                if list(map(identity_hash, items)) != self._ids or list(map(type, items)) != self._kinds:
                     return False
                 if list(map(len, self._lists)) != self._lengths:
                     return False
         except Exception:  # a value that cannot be read has moved
             return False
-        if not is_quiet and [holder.marked() for holder in self._found] != self._found_marks:
+        if not is_quiet and [holder.marked() for holder in self._unkept] != self._unkept_marks:
             return False
         if self._others and [holder.marked() for holder in self._others] != self._marks:
             return False

@@ -75,7 +75,7 @@ def scripted_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[Link, ...]]
             yield from _tensors_in(name, value, ((attributes, name, value),))
 
 
-class _Known(NamedTuple):
+class _ClassAt(NamedTuple):
     """A TorchScript class at one place of a tree of modules.
 
     Attributes:
@@ -101,7 +101,7 @@ class ScriptedValues:
 
     def __init__(self, compiled: Callable[[], Any]) -> None:
         self._compiled = compiled
-        self._types: dict[str, _Known] = {}  # by the names of the modules above
+        self._types: dict[str, _ClassAt] = {}  # by the names of the modules above
         self._names: dict[str, str] = {}
         self._plain: dict[str, Any] = {}  # no tensors, which would be kept alive
         self._read: dict[str, Any] = {}  # what was read of each attribute whose equal values are the same
@@ -114,14 +114,14 @@ class ScriptedValues:
 
     def _add_module(self, prefix: str, compiled: Any, values: dict[str, Any]) -> None:
         kind, get, read, plain = compiled._type(), compiled.getattr, self._read, self._plain
-        known = self._types.get(prefix)
-        if known is None or known.kind is not kind:
+        class_at = self._types.get(prefix)
+        if class_at is None or class_at.kind is not kind:
             attributes = ScriptedAttributes(compiled)
             names = [(name, prefix + name) for name in attributes.names]
             code = prefix + "__class__", kind.qualified_name()
-            known = self._types[prefix] = _Known(kind, code, names, attributes.has_modules)
-        values[known.code[0]] = known.code[1]
-        for name, dotted in known.names:
+            class_at = self._types[prefix] = _ClassAt(kind, code, names, attributes.has_modules)
+        values[class_at.code[0]] = class_at.code[1]
+        for name, dotted in class_at.names:
             value = get(name)
             if issubclass(type(value), Tensor):
                 values[dotted] = value
@@ -133,7 +133,7 @@ class ScriptedValues:
             else:
                 read.pop(dotted, None)
                 self._add(dotted, _as_tuples(value), values)
-        for name, child in torch._C.ModuleDict(compiled).items() if known.has_modules else ():
+        for name, child in torch._C.ModuleDict(compiled).items() if class_at.has_modules else ():
             self._add_module(f"{prefix}{name}.", child, values)
 
     def _add(self, name: str, value: Any, values: dict[str, Any]) -> None:

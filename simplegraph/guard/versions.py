@@ -23,8 +23,8 @@ class _Thing:
     number = 0
 
 
-# Python 3.13 does not tell who watches the dict of an object that one of its attributes was set. Asked in a loop, since
-# Python specialises a store that is made often.
+# Python 3.13 sets an object's attribute without telling those who watch its dict. Tried in a loop, since Python
+# specialises a store that is made often.
 _thing, _versions = _Thing(), set()
 for _thing.number in range(64):
     _versions.add(dict_version(vars(_thing)) if dict_version is not None else 0)

@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         "what stands in slots is not compared before a replay",
         "guard/reading.py",
-        "if self._ids and list(map(identity, self._others_at(values))) != self._ids:",
+        "if self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:",
         "if False:",
         STALE,
     ),
@@ -912,7 +912,7 @@ MUTANTS = [
     Mutant(
         "attributes of submodules of TorchScript are not compared",
         "guard/scripted.py",
-        "in torch._C.ModuleDict(compiled).items() if known.has_modules else ():",
+        "in torch._C.ModuleDict(compiled).items() if class_at.has_modules else ():",
         "in ():",
         ("tests/module/test_scripted_parts.py",),
     ),
