@@ -169,6 +169,7 @@ class ValueHolder:
             the time, so that the version of their dict says nothing. None for others.
         cell: a closure's cell, whose content is the only value; then there is no container.
         function: a function, whose code and defaults are the only values; then there is no container.
+        variable: returns a context variable, whose value is the only one; then there is no container.
 
     Attributes:
         entries: the keys of values, by the key in the container.
@@ -194,8 +195,9 @@ class ValueHolder:
         names: Collection[str] | None = None,
         cell: types.CellType | None = None,
         function: types.FunctionType | None = None,
+        variable: Callable[[], contextvars.ContextVar[Any]] | None = None,
     ) -> None:
-        self.cell, self.function, self.has_tensors = cell, function, has_tensors
+        self.cell, self.function, self.variable, self.has_tensors = cell, function, variable, has_tensors
         self.names = None if names is None else sorted(names)
         self.gone: Callable[[Any], object] | None = None
         self.surveyed: Collection[int] = ()
@@ -490,10 +492,14 @@ class Holders:
             elif (context := _context_of(type(thing))) is not None:
                 if context is _unseen:
                     self.refused = f"{name} {_WITH_INIT}"
-                find = functools.partial(_viewed, context, self._reference(thing))
+                reference = self._reference(thing)
+                find = functools.partial(_viewed, context, reference)
+                variable = reference if context is _in_context else None
                 counts = functools.partial(_counts, names if context is _in_thread else None, (self._uncounted,))
                 ways[id(thing)] = name, find
-                self._add(ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True), keys)
+                self._add(
+                    ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True, variable=variable), keys
+                )
                 unseen.add(id(thing))
             elif issubclass(type(thing), SCRIPTS):
                 self._functions |= {id(function): function for function in contents.values()}
@@ -564,7 +570,7 @@ class Holders:
         reference = self._reference(thing)
         if type(thing) is LRU:  # its dict is never replaced
             return make(container=attributes)
-        if has_slots or not can_be_referenced(type(thing)):
+        if has_slots:
             return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
         if thing is self._module:
             self.root = make(find=functools.partial(_viewed, own_dict, reference))

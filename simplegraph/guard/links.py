@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simplegraph.base.objects import own_dict
+from simplegraph.base.objects import identity_hash, own_dict
 
+_get = object.__getattribute__  # past the object's own class
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and the value there
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -53,10 +54,12 @@ class AttributeEntries:
 
 def split(
     modules: Sequence[nn.Module], links: Iterable[Sequence[Link]]
-) -> tuple[list[AttributeEntries], list[Sequence[Link]]]:
-    """Divide links into entries of modules' attributes, whose changes versions show, and links to read in every call.
+) -> tuple[list[AttributeEntries], list[Sequence[Link]], list[Sequence[Link]]]:
+    """Divide links by what shows a change of what they lead to.
 
-    Tensors move, containers are filled, and modules get another class without a change of the attribute.
+    Returns:
+        The entries of modules' attributes, whose changes versions show; links to tensors and modules, which are read in
+        every call, since they move and get another class without a change of the attribute; all other links.
     """
     entries: list[dict[str, Any]] = []
     for module in modules:
@@ -66,17 +69,18 @@ def split(
         empty = {name: attributes[name] for name in REGISTRIES if not attributes.get(name, True)}
         entries.append(mode_and_hooks | empty)
     by_holder = {id(vars(module)): module_entries for module, module_entries in zip(modules, entries, strict=True)}
-    read = []
+    always, others = [], []
     for chain in links:
         holder, name, value = chain[0]
         entry = by_holder.get(id(holder))
-        if len(chain) > 1 or entry is None or issubclass(type(value), (Tensor, nn.Module)) or _is_opened(value):
-            read.append(chain)
+        if issubclass(type(chain[-1][-1]), (Tensor, nn.Module)):
+            always.append(chain)
+        elif len(chain) > 1 or entry is None or _is_opened(value):
+            others.append(chain)
         else:
             entry[name] = value
-    return [
-        AttributeEntries(module_entries, vars(module)) for module, module_entries in zip(modules, entries, strict=True)
-    ], read
+    compared = zip(entries, map(vars, modules), strict=True)
+    return [AttributeEntries(expected, attributes) for expected, attributes in compared], always, others
 
 
 def _is_opened(value: Any) -> bool:
@@ -119,6 +123,74 @@ def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]])
                 if container == len(containers):
                     containers.append(step)
     return bases, levels
+
+
+class Slots:
+    """Reads the slots that links lead to, each once.
+
+    Args:
+        attributes: the attributes of modules at which links may begin.
+        links: the links.
+
+    Attributes:
+        bases: other containers at which links begin; first: the index of the first link's among all.
+        opened: the indices of values that are containers: what they hold counts, instead of their identity.
+    """
+
+    def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:
+        self.bases, self._levels = levels_of(attributes, links)
+        self.first: int = self._levels[0][0][0]
+        self.opened: set[int] = set()
+        start = 0
+        for _, keys, containers in self._levels:
+            self.opened |= {start + at for at, _ in containers}
+            start += len(keys)
+
+    def read(self, attributes: list[dict[str, Any]], values: list[Any]) -> list[Any]:
+        """Add all slots' values to `values`; return the opened containers. Raises any exception if a place is gone."""
+        containers: list[Any] = []
+        holders: Sequence[Any] = [*attributes, *self.bases]
+        for parents, keys, opened in self._levels:
+            slots = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
+            values += slots
+            holders = [_get(slots[at], "__dict__") if by_attributes else slots[at] for at, by_attributes in opened]
+            containers += holders
+        return containers
+
+
+class SlotValues:
+    """Compares what stands in slots: settings by type and value, containers by length, everything else by identity.
+
+    Args:
+        attributes: the attributes of modules.
+        links: the links to the slots, which begin at one attribute.
+    """
+
+    def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:
+        self._slots = slots = Slots(attributes, links)
+        values: list[Any] = []
+        containers = slots.read(attributes, values)
+        self._lengths = list(map(len, containers))
+        rest = [at for at in range(len(values)) if at not in slots.opened]
+        self._settings_at = getter([at for at in rest if type(values[at]) in SETTINGS])
+        self._others_at = getter([at for at in rest if type(values[at]) not in SETTINGS])
+        self._settings = self._settings_at(values)
+        self._types = list(map(type, self._settings))
+        self._others = self._others_at(values)  # kept alive, so that no other object gets their ids
+        self._ids = list(map(identity_hash, self._others))
+
+    def hold(self, attributes: list[dict[str, Any]]) -> list[Any] | None:
+        """Return all containers if nothing changed, else None. Raises any exception if a place is gone."""
+        values: list[Any] = []
+        containers = self._slots.read(attributes, values)
+        settings = self._settings_at(values)  # their types first: a tensor of one element may equal a number
+        is_same = (
+            list(map(len, containers)) == self._lengths
+            and list(map(identity_hash, self._others_at(values))) == self._ids
+            and list(map(type, settings)) == self._types
+            and settings == self._settings
+        )
+        return [[*attributes, *self._slots.bases][self._slots.first], *containers] if is_same else None
 
 
 def getter(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -7,6 +7,7 @@ values.
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import gc
 import itertools
@@ -25,14 +26,22 @@ from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
 from simplegraph.base.objects import identity_hash, own_dict
 from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
-from simplegraph.base.walk import keys_in_order, values_in_order
+from simplegraph.base.walk import keys_in_order, slots_of, values_in_order
 from simplegraph.guard import versions
-from simplegraph.guard.links import HOOKS, REGISTRIES, SETTINGS, AttributeEntries, Link, getter, levels_of, split
+from simplegraph.guard.links import (
+    HOOKS,
+    REGISTRIES,
+    SETTINGS,
+    AttributeEntries,
+    Link,
+    Slots,
+    SlotValues,
+    getter,
+    split,
+)
+from simplegraph.program.snapshot import ABSENT
 
-_children = operator.itemgetter("_modules")
 _READERS = tuple(map(operator.itemgetter, REGISTRIES))
-_ITERATED = frozenset({list, set})  # whose items, and nothing else, the garbage collector sees
-_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # the garbage collector's order in lists
 _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past the object's own class
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
@@ -50,6 +59,9 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 
 # Compares the addresses of many tensors by one call. Private to torch, and only in builds with CUDA.
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_children = operator.itemgetter("_modules")
+_ITERATED = frozenset({list, set})  # whose items, and nothing else, the garbage collector sees
+_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # the garbage collector's order in lists
 
 
 def _values_of(*registries: dict[str, Any]) -> list[Any]:
@@ -69,22 +81,24 @@ class _Sources(NamedTuple):
         attributes: the attributes of each module below.
         filled: those of modules that have parameters, of modules that have buffers, and of modules that have children.
         empty: empty registries.
-        bases: other containers that links start at.
+        leading: slots that lead to tensors and modules; None if there are none.
+        values: what stands in all other slots, those below one attribute together.
         entries: the expected attributes of modules, in the order in which the modules are read, and their dicts.
     """
 
     attributes: list[dict[str, Any]]
     filled: list[list[dict[str, Any]]]
     empty: list[dict[str, Any]]
-    bases: list[Any]
+    leading: Slots | None
+    values: list[SlotValues]
     entries: list[tuple[AttributeEntries, dict[str, Any] | None]]
 
 
 class Reading:
     """Reads the state of a module, and compares it with the state when this was made.
 
-    Versions of the modules' attributes say where to read settings, functions and modes again; if a `Comparison` has
-    compared these for the same call, they are not read again. Tensors are read in every call, since they move without
+    Versions of the modules' attributes say where to read settings, functions and modes again; what a `Comparison` has
+    compared for the same call is not read again. Tensors are read in every call, since they move without
     a change of their holder.
 
     It keeps dicts of submodules alive, but no tensor; once a submodule is gone, it keeps nothing and reads as changed.
@@ -118,17 +132,24 @@ class Reading:
         self._owned, self._watched = owned, watched
         self._kinds = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
         self._forwards = [kind.forward for kind in self._kinds]
-        entries, read = split(modules, links)
+        entries, leading, to_values = split(modules, links)
         self._versions: list[int] | None = None  # of all attributes, when they were read last
         self._own_version = 0  # of the module's own attributes
         self._told: object = None  # the mark of a comparison that covered these versions, and fails if one changes
+        self._values_told: object = None  # the same for what stands in slots, but for these
+        self._untold: list[SlotValues] = []
         self._moment: object = None  # of the clock of versions, when all was read and compared last
-        bases, self._levels = levels_of([vars(root), *below], read)
+        attributes = [vars(root), *below]
+        slots = Slots(attributes, leading) if leading else None
+        below_one: dict[tuple[int, Any], list[Sequence[Link]]] = {}
+        for chain in to_values:
+            below_one.setdefault((id(chain[0][0]), chain[0][1]), []).append(chain)
+        values_of_slots = [SlotValues(attributes, chains) for chains in below_one.values()]
         # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
         filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
         empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
-        self._sources = [_Sources(below, filled, empty, bases, [(entries[0], None)])]
+        self._sources = [_Sources(below, filled, empty, slots, values_of_slots, [(entries[0], None)])]
         sources = self._sources  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
         registries = self._registries(vars(root))
@@ -158,7 +179,8 @@ class Reading:
             if at not in ignored and issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
         # Containers are compared by their length and the slots that are read, not by identity.
-        others = sorted(set(range(len(values))) - set(tensors) - ignored - self._opened(registered))
+        opened = {registered + at for at in slots.opened} if slots is not None else set()
+        others = sorted(set(range(len(values))) - set(tensors) - ignored - opened)
         numbers = [at for at in others if type(values[at]) in SETTINGS]
         modules_at = [at for at in others if issubclass(type(values[at]), nn.Module)]
         others = sorted(set(others) - {*numbers, *modules_at})
@@ -191,14 +213,6 @@ class Reading:
         self._layouts, self._views = list(map(_layout, once)), [list(map(read, once)) for read in _VIEWS]
         self._checks: dict[tuple[bool, bool], Any] = {}
 
-    def _opened(self, start: int) -> set[int]:
-        """Return the indices of the containers among all values; the values of slots begin at `start`."""
-        indices: set[int] = set()
-        for _, keys, opened in self._levels:
-            indices |= {start + at for at, _ in opened}
-            start += len(keys)
-        return indices
-
     def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]]:
         """Read everything that has no version: the values, and the lengths of containers.
 
@@ -206,8 +220,9 @@ class Reading:
         """
         values = self._values_of(*self._registries(attributes))
         lengths = [len(values)]
-        if self._levels:
-            self._read_links(attributes, values, lengths)
+        sources = self._sources[0]
+        if sources.leading is not None:
+            lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
         if self._graded_at is not None:
             values += map(_grad, self._graded_at(values))
         return values, lengths
@@ -215,15 +230,6 @@ class Reading:
     def _registries(self, attributes: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the module's own registries, and the other registries that had entries."""
         return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources[0].filled))]
-
-    def _read_links(self, attributes: dict[str, Any], values: list[Any], lengths: list[int]) -> None:
-        sources = self._sources[0]
-        holders: Sequence[Any] = [attributes, *sources.attributes, *sources.bases]
-        for parents, keys, opened in self._levels:
-            slots = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
-            values += slots
-            holders = [_get(slots[at], "__dict__") if by_attributes else slots[at] for at, by_attributes in opened]
-            lengths += map(len, holders)
 
     def _of(self, values: list[Any]) -> Sequence[Tensor]:
         tensors = self._tensors_at(values)
@@ -262,12 +268,21 @@ class Reading:
             registries = self._registries(attributes)
             values = self._values_of(*registries)
             lengths = [len(values)]
-            if self._levels:
-                self._read_links(attributes, values, lengths)
+            if sources.leading is not None:
+                lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
             if lengths != self._lengths:
                 return False
             if self._graded_at is not None:
                 values += map(_grad, self._graded_at(values))
+            is_new, untold = told is None or told.mark is not self._values_told, []
+            for slot_values in sources.values if is_new else self._untold:
+                containers = slot_values.hold([attributes, *sources.attributes])
+                if containers is None:
+                    return False
+                if told is None or not told.compares(containers, attributes):
+                    untold.append(slot_values)
+            if is_new and told is not None:
+                self._untold, self._values_told = untold, told.mark
             if not is_quiet:
                 # Equal values may have other names: two parameters may have swapped theirs.
                 filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
@@ -275,7 +290,7 @@ class Reading:
                     if list(map(list, map(self._keys, registries))) != self._names:
                         return False
                     self._filled = filled
-            if is_quiet and not self._levels and self._graded_at is None:
+            if is_quiet and sources.leading is None and self._graded_at is None:
                 pass  # whatever is no tensor is in a registry, and so in a dict that did not change
             elif self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:
                 return False
@@ -355,6 +370,7 @@ class MarkedHolder(Protocol):
     owner: Callable[[], Any] | None
     cell: types.CellType | None
     function: types.FunctionType | None
+    variable: Callable[[], contextvars.ContextVar[Any]] | None
     is_wide: bool
     buffers: list[Any]
     mark: Any
@@ -407,17 +423,30 @@ class Comparison:
             list(_chain(holder.mark[1][part][::order] for holder, order in zip(by_items, orders, strict=True)))
             for part in (0, 1)
         )
-        compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions)}
+        slotted = [holder for holder in quick if holder.owner is not None and _shows_slots(holder)]
+        variables = [holder for holder in quick if holder.variable is not None]
+        self._slotted: list[Any] = [holder.owner for holder in slotted]
+        self._variables: list[Any] = [holder.variable for holder in variables]
+        self._no_attributes = [entries for holder in slotted if (entries := own_dict(_owner_of(holder))) is not None]
+        items = self._slot_values()
+        self._ids += map(identity_hash, items)
+        self._kinds += map(type, items)
+        # What changed meanwhile is compared by its mark, which shows it.
+        by_values = [holder for holder in (*slotted, *variables) if holder.marked() == holder.mark]
+        compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions), *map(id, by_values)}
         others = [holder for holder in compared if id(holder) not in compared_ids]
         # Dicts that are not kept, but found anew each time: they are the same while no dict changed, and nothing else
-        # that leads to them did.
-        self._unkept = [
+        # that leads to them did. The order of an OrderedDict may change without its version.
+        self._by_clock = [
             holder
             for holder in others
-            if type(holder.mark[1]) is int and holder.owner is None and not (holder.buffers or holder.is_wide)
+            if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
         ]
-        self._others = [holder for holder in others if holder not in self._unkept]
-        self._marks, self._unkept_marks = ([holder.mark for holder in group] for group in (self._others, self._unkept))
+        self._others = [holder for holder in others if holder not in self._by_clock]
+        self._marks, self._clock_marks = ([holder.mark for holder in group] for group in (self._others, self._by_clock))
+        ordered = [holder for holder in self._by_clock if type(holder.mark[1]) is tuple]
+        self._orders = [(weakref.ref(holder.find()), holder.mark[1][1]) for holder in ordered]
+        self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
         self._version = root.mark[1] if root is not None and root not in compared else None
         # Dicts compared by version: first those whose owners are read in every call, children and then objects.
         self._is_parent, self._parents, children = _children_of(root, by_version)
@@ -483,15 +512,22 @@ class Comparison:
                 # By identity, past the ``__eq__`` of defaults.
                 if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
                     return False
-            if self._boxes:
+            if self._ids or self._lists:
                 items = gc.get_referents(*self._boxes)
+                if self._slotted or self._variables:
+                    items += self._slot_values()
                 if list(map(identity_hash, items)) != self._ids or list(map(type, items)) != self._kinds:
                     return False
                 if list(map(len, self._lists)) != self._lengths:
                     return False
+            if any(self._no_attributes):
+                return False
+            for container, order in self._orders if is_quiet else ():
+                if list(map(identity_hash, keys_in_order(container()))) != order:
+                    return False
         except Exception:  # a value that cannot be read has moved
             return False
-        if not is_quiet and [holder.marked() for holder in self._unkept] != self._unkept_marks:
+        if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
             return False
         if self._others and [holder.marked() for holder in self._others] != self._marks:
             return False
@@ -506,6 +542,20 @@ class Comparison:
         """Return the ids of all children of modules; `attributes` are the module's own."""
         families = [attributes, *self._families] if self._is_family else self._families
         return list(map(id, _chain(map(values_in_order, map(_children, families)))))
+
+    def _slot_values(self) -> list[Any]:
+        """Read objects with slots, by the garbage collector, and context variables."""
+        values = gc.get_referents(*[owner() for owner in self._slotted])
+        values += map(contextvars.ContextVar.get, [find() for find in self._variables], itertools.repeat(ABSENT))
+        return values
+
+    def compares(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
+        """True if this compares all that these containers hold; `attributes` are the module's own."""
+        by_own_version = attributes if self._version is not None else None
+        return all(
+            container is by_own_version or id(container) in self._containers or issubclass(type(container), tuple)
+            for container in containers
+        )
 
     def tells(self, dicts: Iterable[dict[str, Any]]) -> bool:
         """True if this compares the versions of these dicts, and that each still belongs to its object and class."""
@@ -603,3 +653,19 @@ def _tells_dict(thing: Any, holder: MarkedHolder) -> bool:
 def _owner_of(holder: MarkedHolder) -> Any:
     """Return the object whose attributes are in a holder; None if it is gone."""
     return None if holder.owner is None else holder.owner()
+
+
+def _has_version(holder: MarkedHolder) -> bool:
+    """True if the mark of a holder has the version of a dict."""
+    return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
+
+
+def _shows_slots(holder: MarkedHolder) -> bool:
+    """True if an object has nothing but slots, and the garbage collector sees all that they hold."""
+    if holder.container is not None or holder.mark is None or holder.mark[0] is not False:
+        return False
+    thing, values = _owner_of(holder), holder.find()
+    if own_dict(thing) or len(slots_of(type(thing))) != len(values):  # an empty slot might take another one's value
+        return False
+    shown = set(map(id, gc.get_referents(thing)))
+    return all(value is None or id(value) in shown for value in values.values())  # C's empty slots read as None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import subprocess
 import sys
 import types
@@ -322,6 +323,97 @@ def test_a_steady_call_asks_the_clock_instead_of_each_dict(device, monkeypatch):
     module.linear.forward = module.linear.forward
     x = rows(4, device)
     close(model(x), module(x))
+
+
+class Slotted:
+    __slots__ = ("scale", "shift")
+
+    def __init__(self, scale: float, shift: float) -> None:
+        self.scale, self.shift = scale, shift
+
+
+LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("LEVEL", default=1.0)
+STAGES = collections.OrderedDict(double=lambda x: x * 2, more=lambda x: x + 1)  # not kept: it holds functions
+
+
+class InPlaces(nn.Module):
+    """Reads what has no version: slots, a context variable and an order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Slotted(2.0, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.config.scale + self.config.shift + LEVEL.get()
+        for stage in STAGES.values():
+            x = stage(x)
+        return x
+
+
+def swap(config: Slotted) -> None:
+    config.scale, config.shift = config.shift, config.scale
+
+
+CHANGES_OF_PLACES = {
+    "a slot": lambda module: setattr(module.config, "scale", 3.0),
+    "slots that are swapped": lambda module: swap(module.config),
+    "a slot that becomes an equal number of another type": lambda module: setattr(module.config, "scale", 2),
+    "another object": lambda module: setattr(module, "config", Slotted(4.0, 0.5)),
+    "a context variable": lambda _: LEVEL.set(5.0),
+    "an order": lambda _: STAGES.move_to_end(next(iter(STAGES))),
+}
+
+
+@pytest.fixture
+def places():
+    token, order = LEVEL.set(1.0), list(STAGES)
+    yield InPlaces().eval()
+    LEVEL.reset(token)
+    for name in order:
+        STAGES.move_to_end(name)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_PLACES)
+def test_changes_of_what_has_no_version_are_noticed(device, places, change):
+    model = sg.wrap(places, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, places, device)
+    assert served(model, places, device)
+    CHANGES_OF_PLACES[change](places)
+    for _ in range(5):
+        served(model, places, device)
+    assert served(model, places, device)
+
+
+@pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
+def test_a_steady_call_reads_no_place_by_itself(device, places, monkeypatch):
+    model = sg.wrap(places, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, places, device)
+    read, marked = [], holders.ValueHolder.marked
+    monkeypatch.setattr(holders.ValueHolder, "marked", lambda self: read.append(self.name) or marked(self))
+    assert all(served(model, places, device) for _ in range(3))
+    assert read == []
+
+
+@needs_versions
+def test_a_steady_call_reads_no_slot_that_a_comparison_covers(device, monkeypatch):
+    module = nn.Sequential(nn.Linear(8, 8)).eval().requires_grad_(False)
+    module.config = types.SimpleNamespace(names=["a", "b"], inner={"c": [1, 2]}, empty={}, nothing=None)
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    read, hold = [], links.SlotValues.hold
+    monkeypatch.setattr(links.SlotValues, "hold", lambda self, attributes: read.append(self) or hold(self, attributes))
+    for _ in range(5):
+        model(torch.randn(4, 8))
+    assert read != []
+    read.clear()
+    for _ in range(3):
+        model(torch.randn(4, 8))
+    assert read == []
+    module.config.nothing = torch.ones(8)  # no graph reads it, but the next one might
+    for _ in range(5):
+        model(torch.randn(4, 8))
+    assert read != []
 
 
 LOOP = """
