@@ -85,7 +85,7 @@ def all_rows() -> str:
 
 
 def names() -> str:
-    """List the models by what serves them, each with how many times faster than eager it runs, or why it is no graph."""
+    """List the models by what serves them, each with how many times faster than eager it runs, or why not."""
     served: dict[tuple[str, str], list[str]] = {}
     for category in CATEGORIES:
         for name, row in rows().items():
