@@ -85,21 +85,20 @@ def all_rows() -> str:
 
 
 def names() -> str:
-    """List the models of each category by how they run, each with how many times faster than eager."""
-    lines = []
+    """List the models by what serves them, each with how many times faster than eager it runs, or why not."""
+    served: dict[tuple[str, str], list[str]] = {}
     for category in CATEGORIES:
-        served: dict[tuple[str, str], list[str]] = {}
         for name, row in rows().items():
             if row["category"] == category:
-                short = name.removeprefix(f"{category}/")
-                served.setdefault((_served(row), row["column"]), []).append(f"{short} ({_said(row)})")
-        lines += [[category, *way, ", ".join(models)] for way, models in served.items()]
-    return grid(["from", "served by", "runs", "models"], lines).replace("---:", "---")  # words, not numbers
+                models = served.setdefault((category, _served(row)), [])
+                models.append(f"{name.removeprefix(f'{category}/')} ({_said(row)})")
+    lines = [[*way, ", ".join(models)] for way, models in served.items()]
+    return grid(["from", "served by", "models"], lines).replace("---:", "---")  # words, not numbers
 
 
 def _said(row: Row) -> str:
-    parts = f"{row['in_parts']:.0%} of its layers" if "in_parts" in row else ""
-    return "; ".join(filter(None, [_faster(row), parts, _because(row)]))
+    runs = "" if row["column"] == FULL else row["column"]
+    return ", ".join(filter(None, [_faster(row), runs, _because(row)]))
 
 
 def _cells(name: str, row: Row) -> list[str]:

@@ -39,9 +39,9 @@ class Reason(str, enum.Enum):
         "first_call",
         "one of the first calls with such arguments: it runs eagerly, and shows what the forward reads and writes",
     )
-    WARMUP = "warmup", "a warmup run: the size is captured after it"
+    WARMUP = "warmup", "a warmup run before the capture"
     PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
-    CAPTURE_FAILED = "capture_failed", "an earlier capture of this size failed"
+    CAPTURE_FAILED = "capture_failed", "an earlier capture of this size, or of these shapes, failed"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "such a call was not among those that were captured up front"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (

@@ -41,7 +41,7 @@ from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.breaks.step import BreakTrace, ResultChanged, same_results
 from simplegraph.program.index_checks import IndexChecks
-from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 from simplegraph.serve.wrap import wrap
 
 logger = logging.getLogger("simplegraph")
@@ -99,7 +99,10 @@ class CheckReport:
         independent = {
             None: "unknown, since two eager runs on the same inputs differ",
             True: f"yes, as far as these inputs show: {_TRIED}",
-            False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
+            False: (
+                f"no ({self.mixing}); use padding=False, which captures exact sizes only. See: "
+                f"{Reason.PADDING_SHOWS.command}"
+            ),
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
         lists = self.state_written, self.inputs_written, self.output_aliases, self.counts
@@ -139,8 +142,8 @@ def check(
 ) -> CheckReport:
     """Try if a module or function can be captured, in one graph or in pieces, and if padding would change its outputs.
 
-    It runs the forward several times eagerly (as called, padded with four different contents, and on half of the rows;
-    the same with copies of the first row), captures it, and compares replays with eager on new inputs. It runs once
+    It runs the forward several times eagerly (as called, padded with different contents, and on half of the rows; the
+    same with copies of the first row), captures it, and compares replays with eager on new inputs. It runs once
     more, as called and padded, on other values in memory of the module that the forward writes: a write shows then that
     leaves a value as it was, as that of zeros to an empty slot of a cache. Let nothing else use that memory meanwhile.
     If a module with eager breaks cannot be one full graph, each break is tried inline separately, to name those that
@@ -400,8 +403,35 @@ class ModuleTrial:
         first, second = (self._effects(self._leaves).outputs for _ in range(2))
         if first_difference(first, second) is not None:
             return None
-        mixed = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
+        mixed = self._number_of_rows() or self._mixed(self._leaves)
+        mixed = mixed or self._mixed(self._part(self._leaves, [0] * self._rows))
         return mixed or self._written_by_padding() or ""
+
+    def _number_of_rows(self) -> str | None:
+        """Name the operator and the line that use a number of the batch size, as a graph's proof does, or None."""
+        runs, half = NumbersBySize(), self._rows // 2
+        first, second = (self._numbers(self._rows, self._leaves) for _ in range(2))
+        if first.other(second) is not None:
+            return None  # they change from run to run
+        runs.learn(first)
+        tried = [(2 * self._rows, self._padded(self._leaves, 1))]
+        tried += [(half, self._part(self._leaves, range(half)))] if half else []
+        for rows, leaves in tried:
+            try:
+                found = runs.learn(self._numbers(rows, leaves))
+            except Exception as error:
+                logger.debug("the forward fails with %d rows: %s", rows, error)
+                continue
+            if found is not None:
+                return found[0]
+        return None
+
+    def _numbers(self, rows: int, leaves: Sequence[Any]) -> NumbersSeen:
+        """Run eagerly, and return the Python numbers that operators are passed outside of eager breaks."""
+        observer = MemoryObserver(rows=rows)
+        with self._undone(self._memory), IndexChecks():
+            self._traced(cloned(leaves), observer)
+        return observer.numbers
 
     def _written_by_padding(self) -> str | None:
         """Say what memory padding rows write differently from real rows, if it holds other values before."""
@@ -430,9 +460,14 @@ class ModuleTrial:
                 return f"it fails with {rows} rows: {type(error).__name__}: {error}"
             if len(outputs) != len(alone):
                 return f"it returns {len(outputs)} values for {rows} rows, and {len(alone)} for {self._rows}"
-            pairs = list(zip(outputs, alone, strict=True))
-            difference = first_difference([_head(*pair) for pair in pairs], [_head(*pair[::-1]) for pair in pairs])
-            if difference is not None:
+            for index, pair in enumerate(zip(outputs, alone, strict=True)):
+                name, (leaf, like) = f"output {index}", pair
+                difference = first_difference([_head(*pair)], [_head(*pair[::-1])], names=[name])
+                if difference is None:
+                    continue
+                if isinstance(leaf, (bool, int, float)):
+                    values = f"{like} for {self._rows} rows and {leaf} for {rows} rows"
+                    return f"{name} is {values}: leave out what follows the batch size"
                 return difference
         return None
 

@@ -10,9 +10,7 @@ from simplegraph.base.errors import ConfigError, did_you_mean
 
 _PACKAGED = Path(__file__).with_name("troubleshooting.md")
 _IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-_SECTION = re.compile(
-    r"^\((?P<name>[\w-]+)\)=\n### [^\n]*\n(?P<text>.*?)(?=^\([\w-]+\)=$|^## |\Z)", re.DOTALL | re.MULTILINE
-)
+_SECTION = re.compile(r"^### (?P<name>\w+)\n(?P<text>.*?)(?=^###? |\Z)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -21,7 +19,7 @@ def sections() -> dict[str, str]:
     """Return the text of each section of the troubleshooting page, by its name."""
     page = _PACKAGED if _PACKAGED.is_file() else _IN_CHECKOUT
     matches = _SECTION.finditer(page.read_text(encoding="utf-8"))
-    return {section["name"]: _LINK.sub(_named, section["text"]).strip() for section in matches}
+    return {section["name"].replace("_", "-"): _LINK.sub(_named, section["text"]).strip() for section in matches}
 
 
 def explain(name: str) -> str:

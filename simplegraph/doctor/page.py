@@ -74,7 +74,7 @@ def _body(report: GraphReport) -> Iterator[str]:
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
     )
     yield _tiles(stats)
-    yield from _sizes(graphs, stats.unit)
+    yield from _sizes(graphs, stats)
     costly, normal = stats.eager_by_cost()
     yield from _reasons("Eager calls that cost speed", stats, costly)
     yield from _reasons("Eager calls in the normal course", stats, normal)
@@ -82,7 +82,7 @@ def _body(report: GraphReport) -> Iterator[str]:
     if stats.failures:
         yield heading("Captures that failed")
         yield from (f"<pre>{text(message)}</pre>" for _, message in merged_failures(stats.failures))
-    if stats.unit != "calls":
+    if not stats.exact:
         yield from _padding(graphs, stats)
     if stats.lengths:
         yield paragraph(f"{stats.padded_lengths().strip()}.")
@@ -95,12 +95,13 @@ def _body(report: GraphReport) -> Iterator[str]:
 def _tiles(stats: GraphStats) -> str:
     rows = stats.replayed_tokens + stats.padded_tokens
     costly, normal = stats.eager_by_cost()
+    padding = f"of the {stats.unit} in replays are padding"
     shown = {
         "graphs": f"{len(stats.graphs):,}",
         "replays": f"{stats.replays:,}",
         "eager calls that cost speed": f"{costly.total():,}",
         "eager calls in the normal course": f"{normal.total():,}",
-        f"of the {stats.unit} in replays are padding": f"{_ratio(stats.padded_tokens, rows):.1%}",
+        **({} if stats.exact else {padding: f"{_ratio(stats.padded_tokens, rows):.1%}"}),
         "device memory": amount(stats.graph_bytes),
         "capturing": f"{stats.capture_seconds:.2f} s",
         "proofs": f"{stats.proof_seconds:.2f} s",
@@ -117,7 +118,7 @@ def tiles(shown: Mapping[str, str]) -> str:
     )
 
 
-def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
+def _sizes(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:
     yield heading("Graphs and their use")
     if not graphs:
         yield paragraph("Nothing is captured.")
@@ -126,10 +127,10 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
     inputs, *told = told_apart(graphs)  # none if they do not differ
     rows = [
         (
-            f"{graph.mode} {graph.size}",
+            graph.mode if stats.exact else f"{graph.mode} {graph.size}",
             graph.replays,
             Bar(_ratio(graph.replays, most)),
-            graph.padded_tokens,
+            *[graph.padded_tokens] * (not stats.exact),
             amount(graph.bytes),
             Bar(_ratio(graph.bytes, memory)),
             Measure(f"{graph.seconds * 1e3:.1f} ms"),
@@ -139,7 +140,8 @@ def _sizes(graphs: Sequence[GraphCounters], unit: str) -> Iterator[str]:
         for at, graph in enumerate(graphs)
     ]
     last = "captured in", "compared with eager", *[inputs] * bool(inputs)
-    yield table(("graph", "replays", "", f"padded {unit}", "memory", "", *last), rows)
+    padded = [f"padded {stats.unit}"] * (not stats.exact)
+    yield table(("graph", "replays", "", *padded, "memory", "", *last), rows)
 
 
 def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:

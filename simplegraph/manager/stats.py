@@ -27,6 +27,13 @@ _eager_listeners: list[Callable[[str, Reason, str], object]] = []
 # Reasons of calls on the way to a graph, of calls that were asked to run eagerly, and of calls with nothing to compute.
 _NORMAL = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.SWITCHED_OFF, Reason.NESTED, Reason.EMPTY_BATCH}
 _WARNED = {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}  # by the capture or the proof that failed
+# Refusals that stay after their cause is removed, until graphs are reset.
+_LASTING = frozenset(
+    {
+        *(Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.CHANGED_ARGUMENTS, Reason.UNSUPPORTED_OUTPUT),
+        *(Reason.UNTRAINABLE, Reason.STALE_TOO_OFTEN),
+    }
+)
 _MOST_LOGGED = 100  # causes of one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
 _MOST_SIZES = 1 << 16  # different batch sizes of eager calls that are counted
@@ -143,11 +150,12 @@ class GraphStats:
     Attributes:
         number: distinguishes wrappers of one process that have the same name.
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
-        unit: the unit of batch sizes, "rows" or "tokens"; "calls" if each call counts as one.
+        unit: the unit of batch sizes, "rows" or "tokens"; "calls" if shapes are exact, so that there are none.
         eager: eager calls by `Reason`; slower: calls that graphs served, but in a slower way than asked for;
             details: more about the latest call of each reason, or of the largest that was too large, if known.
         texts: replace `Reason.text` for an integration, whose users do not know the wrapper's settings.
         capture_method: name of the user's method that captures before the first call; empty if there is none.
+        reset_method: name of the user's method that drops all graphs and refusals.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
@@ -163,6 +171,7 @@ class GraphStats:
     details: dict[Reason, str] = dataclasses.field(default_factory=dict)
     texts: dict[Reason, str] = dataclasses.field(default_factory=dict)
     capture_method: str = "capture_graphs"
+    reset_method: str = "reset"
     captures: int = 0
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
@@ -236,6 +245,11 @@ class GraphStats:
         costly = collections.Counter({why: count for why, count in counts.items() if why not in _NORMAL | learns})
         return costly, counts - costly
 
+    @property
+    def exact(self) -> bool:
+        """True if each combination of shapes has a graph of its own, without batch sizes and padding."""
+        return self.unit == "calls"
+
     def padded_lengths(self) -> str:
         """Say how much longer calls became by padding to captured lengths."""
         counts = self.lengths.most_common()  # copied once: another thread may add one
@@ -306,6 +320,7 @@ _TOTALS = (
     ),
 )
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
+_OF_SIZES = {"size", "padded"}  # columns of graphs that serve batches
 _MOST_SHOWN = 12  # sizes of batches, in one line
 
 
@@ -371,14 +386,18 @@ class GraphReport:
         stats = self.stats
         lines = [
             f"{stats.name} ({self.device}{', emulated: no speed' * self.emulated}): "
-            f"{counted(len(stats.graphs), 'graph')}, {stats.capture_seconds:.3f} s, "
+            f"{counted(len(stats.graphs), 'graph')}{' for exact shapes' * stats.exact}, {stats.capture_seconds:.3f} s, "
             f"{_mib(stats.graph_bytes)} MiB; {counted(stats.replays, 'replay')}, "
-            f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, "
-            f"{counted(stats.eager.total(), 'eager call')}"
+            + f"{counted(stats.padded_tokens, 'padded ' + stats.unit.removesuffix('s'))}, " * (not stats.exact)
+            + counted(stats.eager.total(), "eager call")
         ]
         graphs = self.graphs()
-        lines += _table([_COLUMNS, *map(_row, graphs)], told_apart(graphs)) if graphs else []
-        lines += [_shares(graph) for graph in graphs if graph.breaks]
+        rows = [_COLUMNS, *map(_row, graphs)]
+        if stats.exact:
+            kept = [name not in _OF_SIZES for name in _COLUMNS]
+            rows = [tuple(itertools.compress(row, kept)) for row in rows]
+        lines += _table(rows, told_apart(graphs)) if graphs else []
+        lines += [_shares(graph, stats) for graph in graphs if graph.breaks]
         lines += self.touched
         costly, normal = stats.eager_by_cost()
         for title, counts in (
@@ -388,6 +407,9 @@ class GraphReport:
         ):
             why = [(count, reason.value, stats.explained(reason)) for reason, count in counts.most_common()]
             lines += [f"  {title}:"] * bool(why) + [f"  {count:>5} x {reason}: {text}" for count, reason, text in why]
+        if not _LASTING.isdisjoint(costly):
+            removed = f"call {stats.reset_method}() once the cause is removed"
+            lines.append(f"  such calls are not tried again by themselves: {removed}")
         lines += [f"  eager calls explained: {explain_command('NAME')}"] * bool(stats.eager or stats.slower)
         lines += [f"  still to run eagerly before replays: {self._shown_ahead()}"] * bool(self.ahead)
         seconds = stats.proof_seconds
@@ -395,12 +417,12 @@ class GraphReport:
         lines += [
             f"  the longest call that had to capture took {stats.longest_stall:.3f} s"
             + f"; {stats.capture_method} does that before the first call"
-            * (stats.unit != "calls" and bool(stats.capture_method))  # a step has none
+            * (not stats.exact and bool(stats.capture_method))  # a step has none
         ] * bool(stats.longest_stall)
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
-        if sizes and stats.unit != "calls":
+        if sizes and not stats.exact:
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
             more = f", and {more_sizes} other sizes" if (more_sizes := len(stats.batch_sizes) - len(sizes)) else ""
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
@@ -440,7 +462,7 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
 
-def _shares(graph: GraphCounters) -> str:
+def _shares(graph: GraphCounters, stats: GraphStats) -> str:
     """Divide a piecewise replay's time between all segments together and each break function."""
     parts: dict[str, list[float | None]] = {}
     for cost in graph.costs():
@@ -451,7 +473,8 @@ def _shares(graph: GraphCounters) -> str:
         f"{name} x {len(part_times)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
         for name, part_times in parts.items()
     ]
-    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{'' if times else ' (timed at the second replay)'}"
+    name = graph.mode if stats.exact else f"{graph.mode} {graph.size}"
+    return f"  {name}: {', '.join(shown)}{'' if times else ' (timed at the second replay)'}"
 
 
 def _mib(count: int) -> str:

@@ -261,7 +261,8 @@ class GraphRunner:
         ranks: SingleRank | None = None,
         stats: GraphStats | None = None,
     ) -> None:
-        self.stats = stats or GraphStats(unit="calls" if config.exact_shapes else "rows")
+        unit = "calls" if config.exact_shapes else "rows"
+        self.stats = stats or GraphStats(unit=unit, reset_method="reset_graphs")
         self._lock = threading.RLock()
         self._use(config, _settings_of_wrapper(config), pool, ranks)
         if stats is None:
@@ -612,7 +613,6 @@ class GraphRunner:
         config = _settings_of_wrapper(settings)  # refuses before anything is dropped
         with self._lock:
             self.reset("configuring graphs")
-            self.stats.failures.clear()
             self._use(settings, config, pool or self._pool, ranks or self._ranks)
 
     def capture_all(
@@ -689,6 +689,7 @@ class GraphRunner:
         with self._lock:
             self._forget()
             self._record.reset()
+            self.stats.failures.clear()
 
     def _forget(self) -> None:
         """Drop the programs, static inputs, layouts and signatures."""

@@ -52,6 +52,7 @@ class BackwardNotes:
         device_type: the type of the device that they ran on.
         outputs: the layouts of the outputs of the last call.
         seen: the numbers of outputs that backwards were given gradients of; None before the first backward.
+        calls_before: calls after the first one that ran before the first backward.
         twice: True if a backward is to be differentiated itself.
         needs: the needs of the last backward, and `retained` if any kept what it reads; graphs of backwards differ by
             these.
@@ -61,6 +62,7 @@ class BackwardNotes:
         self.device_type = device_type
         self.outputs: list[OutputLook] = []
         self.seen: set[int] | None = None
+        self.calls_before = 0
         self.twice = False
         self.needs = Needs()
 

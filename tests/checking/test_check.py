@@ -104,6 +104,40 @@ def test_a_module_that_padding_would_make_wrong_is_found(device, name, seed):
     assert "padding=False" in str(report)
 
 
+@pytest.mark.parametrize("faint", [1.0, 1e-9], ids=["plain", "faint"])
+def test_a_number_of_the_batch_size_is_named_with_its_line_and_values(device, faint):
+    report = sg.check(module_of(device, lambda m, x: x + faint * len(x)), rows(device))
+    assert report.rows_independent is False
+    assert report.mixing.startswith("a number that the forward computes from the batch size goes into aten.add.Tensor")
+    assert "test_check.py:" in report.mixing
+    assert "x + faint * len(x)" in report.mixing
+    five, ten = (f"{faint * count:.6g}" for count in (ROWS, 2 * ROWS))
+    assert report.mixing.endswith(f": {five} for 5 rows, {ten} for 10 rows")
+    assert f"rows independent: no ({report.mixing}); use padding=False" in str(report)
+
+
+def test_a_number_of_the_batch_size_may_be_passed_as_a_tensor(device):
+    def scaled(m, x, count):
+        return x / count
+
+    report = sg.check(module_of(device, scaled), rows(device), torch.tensor(5.0, device=device))
+    assert report, str(report)
+
+
+def test_a_number_of_the_batch_size_in_an_eager_break_does_not_matter(device):
+    @sg.eager_break
+    def scaled(x):
+        return x * (len(x) > 0)
+
+    report = sg.check(module_of(device, lambda m, x: scaled(x) + 1), rows(device))
+    assert report.rows_independent is True
+
+
+def test_a_returned_number_of_the_batch_size_is_named_with_its_values(device):
+    report = sg.check(module_of(device, lambda m, x: (x + 1, x.shape[0])), rows(device))
+    assert report.mixing == "output 1 is 5 for 5 rows and 10 for 10 rows: leave out what follows the batch size"
+
+
 def test_what_check_advises_for_a_mixing_module_is_right(device):
     module = module_of(device, MIXING["mean over the batch"])
     assert sg.check(module, rows(device)).capturable

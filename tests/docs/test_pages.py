@@ -129,8 +129,8 @@ def _is_plain(block: Block) -> bool:
 
 
 def test_commands_name_modules_that_exist() -> None:
-    commands = "".join(block.text for page in PAGES for block in blocks(page) if block.kind == "bash")
-    modules = set(re.findall(r"(?:python|nproc-per-node \d) -m ([\w.]+)", commands))
+    pages = "".join(map(text_of, PAGES))
+    modules = {name.rstrip(".") for name in re.findall(r"(?:python|nproc-per-node \d) -m ([\w.]+)", pages)}
     ours = [name for name in modules if name.partition(".")[0] in ("bench", "docs", "simplegraph", "tests")]
     assert len(ours) >= 8
     assert [name for name in ours if importlib.util.find_spec(name) is None] == []
@@ -159,7 +159,7 @@ def test_the_readme_is_short_and_has_the_command_that_ci_runs() -> None:
 
 def test_every_reason_has_its_part_in_troubleshooting() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    missing = [r for r in Reason if f"({r.value.replace('_', '-')})=\n### {r.value}\n" not in page]
+    missing = [r for r in Reason if f"\n### {r.value}\n" not in page]
     assert missing == [], "add a section to docs/troubleshooting.md, which `simplegraph explain` prints"
 
 

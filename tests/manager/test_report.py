@@ -213,6 +213,55 @@ def test_failures_of_one_size_for_different_inputs_are_all_reported_until_they_a
     assert model.graph_report().to_dict()["failures"] == {}
 
 
+def failing(x):
+    return x if x.sum().item() > 1e9 else x * 2
+
+
+def mixing(x):
+    return x / x.abs().amax()
+
+
+def changing(x):
+    return x.unsqueeze_(1) * 1
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(failing, "capture_failed"), (mixing, "padding_shows"), (changing, "changed_arguments")],
+)
+def test_a_refusal_outlives_its_cause_until_graphs_are_reset_as_the_report_says(device, fault, reason):
+    faulty = torch.ones(100).numpy()  # of so large an array no value is part of the key
+
+    class Faulty(nn.Module):
+        def forward(self, x):
+            return fault(x) if faulty[0] else x * 2
+
+    model = sg.wrap(Faulty().eval(), capture_sizes=[4], progress=False)
+    refusals = model.graph_stats.eager
+
+    def call(times):
+        with torch.no_grad():
+            for number in range(times):
+                x = torch.randn(2 + number % 2, WIDTH, device=device)
+                torch.testing.assert_close(model(x.clone()), model.forward(x.clone()))
+
+    call(10)
+    refused = refusals[sg.Reason(reason)]
+    assert refused
+    assert model.graph_stats.replays == 0
+    faulty[0] = False
+    call(3)
+    assert refusals[sg.Reason(reason)] == refused + 3
+    said = "  such calls are not tried again by themselves: call reset_graphs() once the cause is removed"
+    assert said in str(model.graph_report()).splitlines()
+    model.reset_graphs()
+    assert model.graph_report().to_dict()["failures"] == {}
+    call(10)
+    assert refusals[sg.Reason(reason)] == refused + 3
+    assert model.graph_stats.replays
+
+
 def test_what_all_rows_have_alike_is_left_out_of_the_table(served):
     assert "float32" not in str(served.graph_report())
     assert all(graph["inputs"] == {"x": "float32[n, 6]"} for graph in served.graph_report().to_dict()["graphs"])

@@ -707,12 +707,24 @@ def test_a_missing_gradient_of_an_output_counts_as_zeros(device):
 
 def test_without_a_backward_nothing_is_captured(device):
     _, model = twins(linear, device)
-    for x, _ in batches(3, device):
+    for x, _ in batches(7, device):
         model(x)
-    assert reasons(model) == {"first_call": 1, "grad": 2}
+    assert reasons(model) == {"first_call": 1, "warmup": 3, "grad": 3}
+    assert "after the first backward of such a call" in model.graph_stats.explained(sg.Reason.GRAD)
     step(model, x)
     step(model, x)
     assert replays(model) == {"FORWARD": 1, "BACKWARD": 1}
+
+
+@pytest.mark.proofs
+def test_calls_before_the_first_backward_are_the_normal_course(device, caplog):
+    _, model = twins(linear, device)
+    for x, _ in batches(2, device):
+        (model(x) - model(x + 1)).sum().backward()
+    costly, normal = model.graph_stats.eager_by_cost()
+    assert normal == {sg.Reason.FIRST_CALL: 1, sg.Reason.WARMUP: 1, sg.Reason.PROOF: 1}
+    assert costly == {sg.Reason.BACKWARD_PENDING: 1}
+    assert "grad mode is on" not in caplog.text
 
 
 def test_a_failed_capture_in_the_middle_of_training_loses_nothing(device):

@@ -49,6 +49,24 @@ def making(optimizer="adamw", model=small_model, **more):
 
 
 @pytest.mark.proofs
+def test_the_report_of_a_step_has_no_batch_sizes_and_no_padding(tmp_path):
+    training = Training(making(), graphed=True)
+    for number in range(5):
+        training.step(*batch(number))
+    report = training.step.graph_report()
+    first, columns, row, *_ = str(report).splitlines()
+    assert re.search(r"1 graph for exact shapes, .*; 2 replays, 3 eager calls$", first)
+    assert columns.split() == ["mode", "segments", "breaks", "nodes", "capture", "ms", "MiB", "replays", "proven"]
+    assert row.split()[0] == "FULL"
+    assert "batch size" not in str(report)
+    assert "padded" not in str(report)
+    report.save(tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text()
+    assert "padded" not in page
+    assert "padding" not in page.partition("</style>")[2]
+
+
+@pytest.mark.proofs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_a_graph_trains_as_eager(name):
     twins = Twins(making(name))

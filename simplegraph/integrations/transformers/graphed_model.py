@@ -47,7 +47,7 @@ class GraphedModel(Handle):
         self._step = step
         self.stats.name = type(model).__name__
         self.stats.texts.update(_TEXTS)
-        self.stats.capture_method = "capture"
+        self.stats.capture_method, self.stats.reset_method = "capture", "reset"
         override_methods(model, self, methods)
 
     @property
