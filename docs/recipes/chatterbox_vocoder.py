@@ -1,4 +1,4 @@
-"""The vocoder of chatterbox: two graphs for each length of a chunk, with the inverse transform between them."""
+"""The vocoder of chatterbox: graphs for each length of a chunk; phases and the inverse transform stay eager."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import simplegraph as sg
 def add_graphs(vocoder: HiFTGenerator) -> None:
     """Give a vocoder graphs, such as `tts.s3gen.mel2wav`; speak in chunks of few lengths."""
     vocoder._istft = sg.eager_break(vocoder._istft)  # `torch.istft` reads a check of its window back
+    sines = vocoder.m_source.l_sin_gen
+    sines.forward = sg.eager_break(sines.forward)  # draws phases on the CPU
     vocoder.inference = sg.wrap(vocoder.inference, mode="PIECEWISE", exact_shapes=True)
 
 

@@ -12,6 +12,7 @@ import simplegraph as sg
 
 torch.serialization.add_safe_globals([slice])  # which e3nn 0.4.4 loads its constants with
 e3nn.set_optimization_defaults(jit_script_fx=False)  # before a model is made, or its layers are TorchScript
+torch._C._jit_set_texpr_fuser_enabled(False)  # spherical harmonics are TorchScript, whose fused backward hides tensors
 from e3nn import o3  # noqa: E402
 from mace import modules  # noqa: E402
 
