@@ -103,9 +103,11 @@ class GraphBuilder:
         Raises:
             CannotBind: it runs eagerly.
         """
+        config, binding = self.manager.config, call.binding
+        if call.padding and self._has_own_size(call):
+            call = call.at_exact_size()
         call.check()
         self.seen.check(call)
-        config, binding = self.manager.config, call.binding
         again = call.padding > 0 and (call.spec, call.batch) in binding.ran
         if again and config.capture == "lazy" and not call.confirmed(self.reader):
             # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
@@ -118,6 +120,18 @@ class GraphBuilder:
             self.module_record.check_settled()
             record.count_warmups(self.warmups_left(binding, call.batch, *call.dispatch[:2]))
         return call, record
+
+    def _has_own_size(self, call: Call) -> bool:
+        """True if a call that must not be padded gets a graph of exactly its size, beside the default sizes.
+
+        Sizes that were configured, and those of several ranks, stay as they are.
+        """
+        binding, config = call.binding, self.manager.config
+        if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
+            return False
+        listed = {descriptor for _, descriptor in self.manager.descriptors()}
+        own = {key[2] for key in binding.sizes if key[2] not in listed}
+        return call.at_exact_size().key in binding.sizes or len(own) < config.max_signatures
 
     def missing_upfront(self, call: Call) -> str:
         """Describe what should have been captured up front for a call."""
@@ -180,7 +194,7 @@ class GraphBuilder:
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
         if call.binding.refusal is None:  # else the run may have given arguments other shapes
-            self.reader.learn(call.batch, call.leaves, call.spec)
+            call.learn_shapes(self.reader)
         call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result
 
@@ -342,7 +356,7 @@ class GraphBuilder:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
         binding.note_eager_run()
-        self.reader.learn(call.batch, call.leaves, call.spec)
+        call.learn_shapes(self.reader)
         table.raise_failure(summary.failed)
         return summary
 

@@ -33,7 +33,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.carried import CarriedTensors
-from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.functions import computes_gradients, decorated_mode
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
@@ -103,6 +103,9 @@ class CudaGraphWrapper(Sleeps, Graphed):
         if is_dynamo_compiling():
             self._count_compiled()
             return invoke(self, args, kwargs)  # let the compiler trace the module itself
+        if _grad_enabled() and (grad_mode := decorated_mode(self.forward)) is not None:
+            with grad_mode():  # before anything looks: the forward enters it only once it runs
+                return self.__call__(*args, **kwargs)
         runner = self._graph_runner
         if runner.front is not None:
             return runner.front.call(runner, self, args, kwargs)
@@ -475,7 +478,11 @@ class GraphRunner:
         if hindered is not None:
             raise CannotBind(*hindered)
         gradients = self._gradients(builder, module, leaves)
-        size, layout = calls.read(module, leaves, names, spec, manager.device.torch_device, gradients)
+        # A batch that is described, or shared with other ranks, has a size of its own.
+        adds_sizes = self.config.adds_sizes and not largest and not any(described_batch()) and manager.ranks.size == 1
+        size, layout = calls.read(
+            module, leaves, names, spec, manager.device.torch_device, gradients, adds_sizes=adds_sizes
+        )
         rows, dispatch = self._dispatch(manager, size, leaves, names)
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
