@@ -323,11 +323,6 @@ class Call:
         """True if no batch dimension of the call is a guess from one batch size."""
         return reader.confirmed(self.batch, self.leaves, self.names, self.spec)
 
-    def learn_shapes(self, reader: CallReader) -> None:
-        """Let a reader learn batch dimensions, unless the call was read without any."""
-        if self.layout.anchor >= 0:
-            reader.learn(self.batch, self.leaves, self.spec)
-
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensor leaves that have static inputs, by name."""

@@ -69,6 +69,18 @@ _MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
+# Operators that read back if every standard deviation is valid before they draw.
+_CHECKED_DRAWS = {_aten.normal.Tensor_Tensor, _aten.normal.float_Tensor}
+
+
+def _draw_unchecked(mean: Any, std: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draw what `torch.normal` draws, by the operators that it is made of, without its check."""
+    first = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(first.shape, std.shape)  # type: ignore[no-untyped-call]
+    drawn = torch.empty(shape, dtype=first.dtype, device=first.device)
+    return drawn.normal_(generator=generator).mul_(std).add_(mean)
+
+
 class HostArguments:
     """The CPU tensors that a forward on another device is passed, and what a run does with each.
 
@@ -240,6 +252,8 @@ class HostMode(OperatorMode, abc.ABC):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and follow what it does with tensors on the CPU."""
+        if func in _CHECKED_DRAWS and (self._emulated or not any(tensor.is_cpu for tensor in strided_tensors(args))):
+            return _draw_unchecked(*args, **kwargs)
         if is_higher_order(func) or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:

@@ -130,7 +130,7 @@ class GraphBuilder:
         if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
             return False
         listed = {descriptor for _, descriptor in self.manager.descriptors()}
-        own = {key[2] for key in binding.sizes if key[2] not in listed}
+        own = [key for key in binding.sizes if isinstance(key, tuple) and key[2] not in listed]
         return call.at_exact_size().key in binding.sizes or len(own) < config.max_signatures
 
     def missing_upfront(self, call: Call) -> str:
@@ -193,8 +193,9 @@ class GraphBuilder:
         self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
-        if call.binding.refusal is None:  # else the run may have given arguments other shapes
-            call.learn_shapes(self.reader)
+        # A refused run may have given arguments other shapes; a call without batch dimensions teaches none.
+        if call.binding.refusal is None and call.layout.anchor >= 0:
+            self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result
 
@@ -356,7 +357,7 @@ class GraphBuilder:
             return CaptureSummary(0, {}, 0.0, 0)
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
         binding.note_eager_run()
-        call.learn_shapes(self.reader)
+        self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
 
