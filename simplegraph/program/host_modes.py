@@ -252,8 +252,6 @@ class HostMode(OperatorMode, abc.ABC):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and follow what it does with tensors on the CPU."""
-        if func in _CHECKED_DRAWS and (self._emulated or not any(tensor.is_cpu for tensor in strided_tensors(args))):
-            return _draw_unchecked(*args, **kwargs)
         if is_higher_order(func) or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:
@@ -482,6 +480,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        on_device = self._emulated or not any(tensor.is_cpu for tensor in strided_tensors(args))
+        if func in _CHECKED_DRAWS and on_device:
+            return _draw_unchecked(*args, **kwargs)
+        return super()._follow(func, args, kwargs)
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""

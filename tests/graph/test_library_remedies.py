@@ -91,6 +91,9 @@ def test_a_sample_of_a_normal_distribution_is_drawn_as_in_eager(around: Any, dev
             torch.manual_seed(seed)
             assert all(map(torch.equal, found, draw(x)))
         assert served.graph_stats.replays >= 4
+        wrong: Any = sg.wrap(lambda x: torch.normal(0.0, x), capture_sizes=[4], progress=False)
+        with pytest.raises(RuntimeError, match="std"):  # eager calls are checked
+            wrong(torch.full((4, 2), -1.0, device=device))
 
 
 def test_a_distribution_that_decides_by_what_it_draws_is_not_told_of_checks(device: torch.device) -> None:
