@@ -201,6 +201,11 @@ class CudaGraphConfig:
                 above = f"{name} is {size}, above max_num_tokens={self.max_num_tokens}"
                 raise ConfigError(f"{above}; no batch could ever use it. Lower it, or raise the limit.")
 
+    @property
+    def adds_sizes(self) -> bool:
+        """True if calls that cannot be padded may have graphs of exactly their shapes: no sizes were chosen."""
+        return self.capture_sizes is None and self.capture == "lazy" and self.padding and not self.lengths
+
     def replace(self, **changes: Any) -> CudaGraphConfig:
         """Return a copy with some fields changed, validated again.
 

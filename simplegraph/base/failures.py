@@ -25,6 +25,8 @@ from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, Hos
 _DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
 # Functions of torch.linalg that check on the host if they succeeded, and have a variant, named with _ex, that does not.
 _CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
+# Functions that wait for the device in a batch, where solving two triangular systems does not.
+_TRIANGULAR = {"cholesky_solve", "cholesky_inverse"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
 _OF_MASKS = (ast.Compare, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
 _MASKS = (torch.bool, torch.uint8)
@@ -119,7 +121,16 @@ def checked_solver(lines: Sequence[CalledLine]) -> str | None:
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _CHECKED and "linalg" in ast.unparse(node.func):
             return f"torch.linalg.{_name(node.func)}"
+        if isinstance(node, ast.Call) and _name(node.func) == "inverse":  # of torch, or a tensor's own
+            return "torch.linalg.inv" if not node.args or ast.unparse(node.func) == "torch.inverse" else None
     return None
+
+
+def triangular_solver(lines: Sequence[CalledLine]) -> str | None:
+    """Name the function in the failing line that waits for the device, and that two triangular systems replace."""
+    index = _innermost_users(lines)
+    calls = (node for node in _expressions(lines[index].summary) if isinstance(node, ast.Call)) if index >= 0 else ()
+    return next((f"torch.{_name(call.func)}" for call in calls if _name(call.func) in _TRIANGULAR), None)
 
 
 def dynamic_shape(lines: Sequence[CalledLine]) -> str | None:
@@ -370,11 +381,6 @@ _COUNTS = (
 _READERS = (
     ("torch/distributions/distribution.py", "__init__", _CHECKS),
     ("torch/distributions/distribution.py", "_validate_sample", _CHECKS),
-    (
-        "torch/distributions/normal.py",
-        "sample",
-        "Call rsample() under torch.no_grad() in its place: sample() looks at every standard deviation.",
-    ),
     ("nn/modules/transformer.py", "_detect_is_causal_mask", "Pass is_causal=True, or False, beside the mask."),
     (
         "torch_geometric/utils/loop.py",
@@ -399,6 +405,7 @@ _HOLD_MORE = Remedy(
     "Let the break hold more: mark a function around it, or break at the module around it (simplegraph.break_at)."
 )
 _EAGERLY = "Such calls run as they do without graphs."
+MODE_OUTSIDE = "Call train() and eval() outside, before the call: a replay sets no mode."
 OPTIMIZER_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer out of graphs"
 
 
@@ -487,6 +494,10 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     if checked is not None:
         cause = f"{checked} reads back from the device if it succeeded"
         return f"{cause}{said}.", Remedy(f"Call {checked}_ex, which returns that in a tensor.", breaks=True)
+    solver = triangular_solver(lines)
+    if solver is not None:
+        cause = f"{solver} of a batch waits for the device"
+        return f"{cause}{said}.", Remedy("Solve by torch.linalg.solve_triangular, twice, in its place.", breaks=True)
     library_remedy = next((Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name)), None)
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:

@@ -72,10 +72,13 @@ class CallTable:
         spec: TreeSpec,
         device: torch.device,
         gradients: Hashable = None,
+        *,
+        adds_sizes: bool = False,
     ) -> tuple[int, CallLayout]:
         """Return the batch size and the layout of a call on a device; `use` keeps a new layout.
 
-        `gradients` describes the tensors that require gradients, if graphs make them.
+        `gradients` describes the tensors that require gradients, if graphs make them. With `adds_sizes` a call whose
+        batch dimensions are ambiguous is read without any, for a graph of exactly its shapes.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -97,7 +100,13 @@ class CallTable:
                 "Return numbers, strings, or tuples of them."
             ) from None
         context = autocast, state, settings, modes, gradients, self.plain.now(module)
-        size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
+        reader = self.reader(module)
+        try:
+            size, args, signature = reader.read(leaves, names, spec, context, device)
+        except CannotBind as error:
+            if error.reason is not Reason.AMBIGUOUS_BATCH_DIM or not adds_sizes:
+                raise
+            size, args, signature = reader.read(leaves, names, spec, context, device, exact=True)
         binding = self.bindings.get(signature.values) or Binding(signature)
         layout = binding.layouts.get(spec)
         if layout is None:

@@ -219,10 +219,13 @@ class CallReader:
         spec: TreeSpec,
         context: tuple[Any, ...],
         device: torch.device | None = None,
+        *,
+        exact: bool = False,
     ) -> tuple[int, list[Arg], Signature]:
         """Return the batch size of a call, its arguments in order, and its signature.
 
-        Without batch dimensions (`exact_shapes`) the size is 1. `device` is the call's device if no tensor is passed.
+        Without batch dimensions (`exact_shapes`, or `exact`) the size is 1. `device` is the call's device if no tensor
+        is passed.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -237,7 +240,7 @@ class CallReader:
         beside = len(hosted) < len(tensors)
         by_value = {index for index in hosted if self._is_told_by_value(names[index], leaves[index], beside=beside)}
         tensors = [index for index in tensors if index not in by_value]
-        exact = self._exact
+        exact = exact or self._exact
         anchor, anchor_dim = (-1, 0) if exact else self.anchor(leaves, names, tensors)
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:

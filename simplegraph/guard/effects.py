@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from simplegraph.base.failures import MODE_OUTSIDE
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
@@ -251,6 +252,11 @@ class CountedState:
         """Say why there can be no graph of the module, and what to do."""
         names = quoted(_names_in_code(module, self.names or []))
         cause = f"the forward changes {names} whenever it runs, and a replay runs no Python"
+        places = {name.rpartition(".")[2] if name.endswith(".training") else name for name in self.names or ()}
+        if places == {"training"}:
+            return cause, MODE_OUTSIDE
+        if places <= places_in(module).keys():
+            return cause, "Return the tensor, with the result, in place of keeping it there."
         return cause, (
             "Keep a number in a buffer that the forward writes in place; do all else outside the forward, and pass "
             "what comes of it as a tensor."

@@ -399,7 +399,7 @@ class GraphedFunction(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._wrapped, self._plain, self._again = wrapped, function, again
-        self._grad_mode = _decorated_mode(function)
+        self._grad_mode = decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_compiling():
@@ -514,7 +514,7 @@ def check_function(function: Any, caller: str) -> None:
         raise ConfigError(f"{caller} got {function!r}, whose body runs after the call returns; pass a plain function.")
 
 
-def _decorated_mode(function: Any) -> Callable[[], Any] | None:
+def decorated_mode(function: Any) -> Callable[[], Any] | None:
     """Return the factory of a function's ``@torch.no_grad()`` or ``@torch.inference_mode()``; None if it has none."""
     while isinstance(function, functools.partial):
         function = function.func

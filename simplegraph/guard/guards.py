@@ -214,9 +214,17 @@ class CapturedState:
             module = now.get(name)
             if module is None or module is not module_ref():
                 names.append(f"submodule {name} (replaced)")
-            elif not is_same(tuple(code_of(module)), code):
+            elif not is_same(code_now := tuple(code_of(module)), code):
+                if is_same(_without_mode(code_now), _without_mode(code)):
+                    names.append(f"{name or 'the module'} (train() or eval())")
+                    continue
                 names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
+
+
+def _without_mode(code: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what `code_of` yields but for the mode, which comes third."""
+    return (*code[:2], *code[3:])
 
 
 def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:

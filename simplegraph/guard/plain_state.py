@@ -89,6 +89,7 @@ class PlainState:
         self._opened: set[int] = set()
         self._refused = ""  # why there is no key
         self._containers: set[str] = set()  # the names of holders that are containers
+        self._objects: set[str] = set()  # the names of holders that are the attributes of objects
         self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
@@ -310,6 +311,7 @@ class PlainState:
         self._refused = holders.refused
         self._entries = {holder.name: holder.entries for holder in holders.all}
         self._containers = {holder.name for holder in holders.all if holder.is_container}
+        self._objects = {holder.name for holder in holders.all if holder.owner is not None}
         self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive
         self._hold(Comparison(holders.root, holders.all, None))
@@ -436,11 +438,21 @@ class PlainState:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
     def _is_named(self, place: Place) -> bool:
-        """True if code may lead to a place: it names the place, or a key that leads to it."""
-        names, keys = self._code.names if self._code is not None else (), self._keys_to.get(place[0], ())
-        return keys is None or any(
-            part in names for part in (*keys, *place[0].split(".")[-1:], place[1]) if type(part) is str
-        )
+        """True if code may lead to a place: it names the place, or a key that leads to it.
+
+        Of a module, and of an object that code leads to, only attributes count that the code names, other than to call
+        them as methods: no plain value is one.
+        """
+        name, key = place
+        code, keys, attribute = self._code, self._keys_to.get(name, ()), name.split(".")[-1]
+        if code is None:
+            return keys is None
+        if keys is None:
+            is_attribute = name in self._containers and name.rpartition(".")[0] in self._objects
+            return not is_attribute or code.computes_names or attribute in code.values
+        if not keys and name not in self._containers and not code.computes_names:
+            return key in code.values
+        return any(part in code.names for part in (*keys, attribute, key) if type(part) is str)
 
     def _why(self, place: Place) -> str:
         values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import CaptureError, EscapeError, InputError
-from simplegraph.base.failures import capture_error, release_locals
+from simplegraph.base.failures import MODE_OUTSIDE, capture_error, release_locals
 from simplegraph.base.nested import WithheldError
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.protocol import GraphDevice
@@ -171,7 +171,8 @@ class GraphCapture:
             cause = (
                 f"the recording sets {flags}, which tells later calls that work was done, and a recording does no work"
             )
-            text = f"the graph of {{}} is dropped\n  {cause}.\n  {_FLAG_REMEDY}"
+            remedy = MODE_OUTSIDE if names and all(name.endswith("training") for name in names) else _FLAG_REMEDY
+            text = f"the graph of {{}} is dropped\n  {cause}.\n  {remedy}"
             self._failed |= {job.label: CaptureError(text.format(job.label), cause=cause) for job in jobs}
 
     def _warm_up_often(self, job: CaptureJob, num_warmups: int, *, rehearsed: bool = False) -> None:

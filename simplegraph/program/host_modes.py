@@ -69,6 +69,18 @@ _MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
+# Operators that read back if every standard deviation is valid before they draw.
+_CHECKED_DRAWS = {_aten.normal.Tensor_Tensor, _aten.normal.float_Tensor}
+
+
+def _draw_unchecked(mean: Any, std: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draw what `torch.normal` draws, by the operators that it is made of, without its check."""
+    first = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(first.shape, std.shape)  # type: ignore[no-untyped-call]
+    drawn = torch.empty(shape, dtype=first.dtype, device=first.device)
+    return drawn.normal_(generator=generator).mul_(std).add_(mean)
+
+
 class HostArguments:
     """The CPU tensors that a forward on another device is passed, and what a run does with each.
 
@@ -468,6 +480,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        on_device = self._emulated or not any(tensor.is_cpu for tensor in strided_tensors(args))
+        if func in _CHECKED_DRAWS and on_device:
+            return _draw_unchecked(*args, **kwargs)
+        return super()._follow(func, args, kwargs)
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""

@@ -103,9 +103,11 @@ class GraphBuilder:
         Raises:
             CannotBind: it runs eagerly.
         """
+        config, binding = self.manager.config, call.binding
+        if call.padding and self._has_own_size(call):
+            call = call.at_exact_size()
         call.check()
         self.seen.check(call)
-        config, binding = self.manager.config, call.binding
         again = call.padding > 0 and (call.spec, call.batch) in binding.ran
         if again and config.capture == "lazy" and not call.confirmed(self.reader):
             # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
@@ -118,6 +120,18 @@ class GraphBuilder:
             self.module_record.check_settled()
             record.count_warmups(self.warmups_left(binding, call.batch, *call.dispatch[:2]))
         return call, record
+
+    def _has_own_size(self, call: Call) -> bool:
+        """True if a call that must not be padded gets a graph of exactly its size, beside the default sizes.
+
+        Sizes that were configured, and those of several ranks, stay as they are.
+        """
+        binding, config = call.binding, self.manager.config
+        if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
+            return False
+        listed = {descriptor for _, descriptor in self.manager.descriptors()}
+        own = [key for key in binding.sizes if isinstance(key, tuple) and key[2] not in listed]
+        return call.at_exact_size().key in binding.sizes or len(own) < config.max_signatures
 
     def missing_upfront(self, call: Call) -> str:
         """Describe what should have been captured up front for a call."""
@@ -179,7 +193,8 @@ class GraphBuilder:
         self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
-        if call.binding.refusal is None:  # else the run may have given arguments other shapes
+        # A refused run may have given arguments other shapes; a call without batch dimensions teaches none.
+        if call.binding.refusal is None and call.layout.anchor >= 0:
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result

@@ -33,7 +33,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.carried import CarriedTensors
-from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.functions import computes_gradients, decorated_mode
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
@@ -103,6 +103,10 @@ class CudaGraphWrapper(Sleeps, Graphed):
         if is_dynamo_compiling():
             self._count_compiled()
             return invoke(self, args, kwargs)  # let the compiler trace the module itself
+        module: Any = self
+        if _grad_enabled() and (grad_mode := decorated_mode(module.forward)) is not None:
+            with grad_mode():  # before anything looks: the forward enters it only once it runs
+                return module.__call__(*args, **kwargs)
         runner = self._graph_runner
         if runner.front is not None:
             return runner.front.call(runner, self, args, kwargs)
@@ -242,6 +246,7 @@ class GraphRunner:
 
     Attributes:
         trains: True if it serves calls in training mode, too; builder_kind: the class that builds its graphs.
+        carries: True if its graphs may carry over the tensors that runs leave in attributes of modules.
         replays_per_call: graphs that a call replays, one after the other.
         prove: serves a call eagerly, and compares replays with it.
         lengths: pads the lengths of calls; None if none is padded.
@@ -251,6 +256,7 @@ class GraphRunner:
 
     trains = False
     builder_kind = GraphBuilder
+    carries = True
     replays_per_call = 1
     prove: Callable[[Any, Call, Any], Any] = staticmethod(prove)  # called with the builder, the call and its plan
 
@@ -275,7 +281,7 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.lengths: Any = extras.installed.lengths(config)
         self.front: Any = self.lengths
-        self.carried = CarriedTensors(enabled=self.front is None and type(self) is GraphRunner)
+        self.carried = CarriedTensors(enabled=self.front is None and self.carries)
         self._calls = CallTable(config)
         self._record = ModuleRecord(Reason.SWITCHED_OFF if config.mode is CudaGraphMode.NONE else None)
 
@@ -474,8 +480,12 @@ class GraphRunner:
         hindered = hindrance()
         if hindered is not None:
             raise CannotBind(*hindered)
-        gradients = self._gradients(builder, module, leaves)
-        size, layout = calls.read(module, leaves, names, spec, manager.device.torch_device, gradients)
+        gradients = self._gradients(builder, module, leaves, names)
+        # A batch that is described, or shared with other ranks, has a size of its own.
+        adds_sizes = self.config.adds_sizes and not largest and not any(described_batch()) and manager.ranks.size == 1
+        size, layout = calls.read(
+            module, leaves, names, spec, manager.device.torch_device, gradients, adds_sizes=adds_sizes
+        )
         rows, dispatch = self._dispatch(manager, size, leaves, names)
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
@@ -494,11 +504,13 @@ class GraphRunner:
         """Return how many rows a call has, and how to run them; `size` is its batch size. Raises CannotBind."""
         return size, manager.dispatcher.dispatch(size, *described_batch())
 
-    def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any]) -> Hashable:
+    def _gradients(self, builder: GraphBuilder, module: Any, leaves: Sequence[Any], names: Sequence[str]) -> Hashable:
         """Describe the gradients that a call's graphs make: none here. Raises CannotBind if eager would make some."""
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
-            argument = "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
-            raise CannotBind(Reason.GRAD, argument if any_requires_grad(leaves) else "")
+            wanting = next((name for leaf, name in zip(leaves, names, strict=True) if any_requires_grad([leaf])), "")
+            if wanting and computes_gradients(module):
+                wanting += ", which a training step is passed, or reads before it sets it: detach it"
+            raise CannotBind(Reason.GRAD, wanting)
         return None
 
     def _make_room(self, builder: GraphBuilder, module: Any, size: int, signature: Signature) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -124,6 +125,7 @@ class Gradients:
         self._replaced: collections.Counter[int] = collections.Counter()  # how often the user replaced that gradient
         self._counts: list[int] = []  # reference counts of the gradients in `entry`
         self._made: set[int] = set()  # storage keys of gradients that graphs make
+        _OF_STEPS.add(self)
         self._wanting: list[bool] = []
         self._key: Hashable = ()
 
@@ -215,7 +217,7 @@ class Gradients:
         if not has_address(gradient):  # a sparse gradient
             return False
         key = storage_key(gradient)
-        if key in self._made:
+        if any(key in gradients._made for gradients in list(_OF_STEPS)):  # by graphs of this step, or of another one
             return False
         sharing = sum(other is not None and has_address(other) and storage_key(other) == key for other in self.entry)
         base = gradient._base
@@ -264,6 +266,9 @@ class Gradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+_OF_STEPS: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
 def shows_the_same(gradient: Tensor, other: Tensor) -> bool:

@@ -53,6 +53,7 @@ class PairRunner(GraphRunner):
     """
 
     trains = True
+    carries = False
     builder_kind = PairBuilder
     replays_per_call = 2
 
@@ -60,7 +61,7 @@ class PairRunner(GraphRunner):
         exact = {"mode": CudaGraphMode.FULL, "exact_shapes": True, "lengths": None, "length_dims": {}}
         super().__init__(config.replace(**exact, progress=False), stats=stats)
 
-    def _gradients(self, builder: Any, module: Any, leaves: Sequence[Any]) -> Hashable:
+    def _gradients(self, builder: Any, module: Any, leaves: Sequence[Any], names: Sequence[str]) -> Hashable:
         """Describe the tensors that require gradients, and whether autocast caches casts, which affects a backward."""
         if not builder.seen.read.wants_grad(module, leaves):
             raise NothingToDifferentiate
@@ -87,6 +88,8 @@ class PairRunner(GraphRunner):
 
 class TrainingRunner(GraphRunner):
     """The graphs of a module wrapped with ``training=True``."""
+
+    carries = False
 
     def _use(
         self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: SingleRank | None

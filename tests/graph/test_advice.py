@@ -39,6 +39,18 @@ ADVICE: dict[str, tuple[Callable[[Tensor], Tensor], str, Callable[[Tensor], Tens
         "torch.linalg.inv_ex",
         lambda x: x @ torch.linalg.inv_ex(matrix(x)).inverse,
     ),
+    "inverse of a tensor": (
+        lambda x: x @ matrix(x).inverse(),
+        "torch.linalg.inv_ex",
+        lambda x: x @ torch.linalg.inv_ex(matrix(x)).inverse,
+    ),
+    "cholesky_solve": (
+        lambda x: torch.cholesky_solve(x[..., None], matrix(x).expand(len(x), 4, 4))[..., 0],
+        "torch.linalg.solve_triangular",
+        lambda x: torch.linalg.solve_triangular(
+            matrix(x), torch.linalg.solve_triangular(matrix(x), x[..., None], upper=False), upper=True
+        )[..., 0],
+    ),
     "distribution": (
         # The default is False once torch.compile has run in the process.
         lambda x: torch.distributions.Normal(x, x.abs() + 1, validate_args=True).variance,

@@ -124,3 +124,48 @@ def test_arguments_that_a_forward_cannot_combine_raise_what_eager_raises(device)
         model(rows(4, device), rows(3, device))
     x, y = rows(4, device), rows(4, device)
     close(model(x, y), x + y)
+
+
+class Mixes(nn.Module):
+    def forward(self, x, positions):
+        return x + positions.sum(0).unsqueeze(-1)
+
+
+def test_an_ambiguous_call_has_a_graph_of_its_shapes_unless_sizes_were_chosen(device):
+    model = sg.wrap(Mixes().eval())
+    make = lambda size: ((rows(size, device), rows(3, device, size)), {})  # noqa: E731
+    assert check_sizes(model, make, (3, 3, 3, 3)) >= 2
+    assert check_sizes(model, make, (5, 6, 5, 5, 3, 3, 3, 7, 7, 3)) > 4
+    assert "ambiguous_batch_dim" not in reasons(model)
+
+
+def test_capture_graphs_refuses_an_ambiguous_example(device):
+    model = sg.wrap(Mixes().eval(), progress=False)
+    with pytest.raises(sg.InputError, match="more than one dimension of 3"):
+        model.capture_graphs(rows(3, device), rows(3, device, 3))
+
+
+@pytest.mark.proofs
+def test_sizes_that_must_not_be_padded_have_graphs_of_their_own_unless_sizes_were_chosen(device):
+    """Up to `max_signatures`, so that traffic of any size does not fill the memory."""
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    for module in (Noisy(), Centred()):
+        model = sg.wrap(module.eval(), max_signatures=2)
+        for call in range(24):
+            x = rows((3, 5, 6, 4)[call % 4], device)
+            torch.manual_seed(call)
+            answer = model(x)
+            torch.manual_seed(call)
+            assert torch.allclose(answer, module(x), atol=1e-5)
+        served = {graph.size for graph in model.graph_stats.graphs.values() if graph.replays}
+        assert 4 in served
+        assert len(served & {3, 5, 6}) == 2
+        assert reasons(model).keys() & {"size_not_captured", "padding_shows"}

@@ -128,3 +128,25 @@ def test_an_output_in_inference_mode_is_an_inference_tensor_as_in_eager(device):
         for _ in range(4):
             assert model(x).is_inference()
         assert model.graph_stats.replays == 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_forward_that_is_decorated_is_served_under_grad_mode(mode, training, device):
+    class Decorated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        @mode()
+        def forward(self, x):
+            return self.layer(x)
+
+    model = sg.wrap(Decorated().to(device).eval(), training=training)
+    with torch.enable_grad():
+        for _ in range(6):
+            x = rows(4, device)
+            answer, expected = model(x), sg.unwrap(model)(x)
+            close(answer, expected)
+            assert (answer.requires_grad, answer.is_inference()) == (False, expected.is_inference())
+    assert model.graph_stats.replays >= 4

@@ -524,3 +524,57 @@ def test_what_lies_in_a_container_that_calls_fill_counts() -> None:
         x = torch.randn(2, 4)
         assert torch.equal(model(x), sg.unwrap(model)(x))
     assert model.graph_stats.replays >= 6
+
+
+def test_a_count_that_a_submodule_keeps_for_others_makes_no_call_eager() -> None:
+    """Running statistics: code names the submodule, and not its count."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = Reads(lambda self: 1.0, count=0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.statistics(x) - [1, 2].count(1)
+
+    model: Any = wrapped(Normalised())
+    for _ in range(14):
+        model.statistics.count += 4.0
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays >= 8
+
+
+class Trainer:
+    """Logs beside what its method reads."""
+
+    def __init__(self) -> None:
+        self.log: list[float] = []
+        self.scales = [1.0]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x.abs().log() * self.scales[0]
+
+
+@pytest.mark.parametrize(("fills", "served"), [("log", True), ("scales", False)])
+def test_a_list_beside_what_a_method_reads_makes_no_call_eager(fills: str, served: bool) -> None:
+    trainer = Trainer()
+    method: Any = sg.wrap(trainer.scaled, exact_shapes=True)
+    for number in range(14):
+        getattr(trainer, fills).insert(0, float(number))
+        x = torch.rand(2, 4) + 1
+        assert torch.equal(method(x), trainer.scaled(x))
+    assert (method.graph_stats.replays >= 8) is served
+
+
+def test_what_a_closure_reads_counts_whatever_its_name() -> None:
+    log, count = [1.0], 0
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * log[0] + count
+
+    method: Any = sg.wrap(scaled, exact_shapes=True)
+    for number in range(14):
+        log[0], count = (float(number), count) if number % 2 else (log[0], number)
+        x = torch.randn(2, 4)
+        assert torch.equal(method(x), scaled(x))

@@ -85,6 +85,8 @@ CAPTURES: dict[str, Function] = {
     "to y.device": lambda m, x: x.to(m.weight.device) + 1,
     "to dtype": lambda m, x: x.to(torch.float64),
     "normal(mean, number)": lambda m, x: torch.normal(x, 1.0),
+    "normal(mean, std)": lambda m, x: torch.normal(x, x.abs()),
+    "normal(number, std)": lambda m, x: torch.normal(0.0, x.abs()),
     "normal_": lambda m, x: x.clone().normal_(),
     "bernoulli": lambda m, x: torch.bernoulli(x.sigmoid()),
     "dropout": lambda m, x: F.dropout(x, 0.5, training=True),
@@ -173,8 +175,6 @@ CAPTURES: dict[str, Function] = {
 
 # What a capture on a GPU is refused, since the host would have to wait for the device.
 REFUSES: dict[str, Function] = {
-    "normal(mean, std)": lambda m, x: torch.normal(x, x.abs()),
-    "normal(number, std)": lambda m, x: torch.normal(0.0, x.abs()),
     "matrix_exp": lambda m, x: torch.matrix_exp(_square(x) / 99),
     "matrix_exp of a batch": lambda m, x: torch.linalg.matrix_exp(_batch(x) / 99),
     "svd": lambda m, x: torch.linalg.svd(x)[1],

@@ -307,5 +307,5 @@ def test_mistakes_are_told_in_words_of_training(device: torch.device) -> None:
     kept, read, wanting = (str(step.graph_report()) for step in steps)
     assert "`losses` would keep a tensor" in kept
     assert "reached" not in kept
-    assert "an argument of a training step: detach it" in wanting
+    assert "(x, which a training step is passed, or reads before it sets it: detach it)" in wanting
     assert "read back" in read

@@ -1240,3 +1240,21 @@ def test_gradients_and_outputs_that_are_no_number_are_proven(device):
         assert model.weight.grad.isnan().all()
         assert number == 7
     assert reasons(model) == {"first_call": 1, "proof": 1}
+
+
+def test_a_tensor_that_a_forward_keeps_beside_its_result_is_to_be_returned(device: torch.device) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.aux = nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            self.aux = out.square().mean()
+            return out
+
+    model = sg.wrap(Keeps().to(device), training=True)
+    for _ in range(4):
+        (model(torch.randn(2, 4, device=device)).sum() + model.aux).backward()
+    assert "the forward changes `aux` whenever it runs" in (report := str(model.graph_report()))
+    assert "Return the tensor, with the result" in report

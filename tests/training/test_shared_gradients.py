@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import simplegraph as sg
 from tests.training.twins import Twins
 
 
@@ -65,3 +66,39 @@ def _gradients_of_one_call() -> list[Tensor]:
     model = Recurrent()
     model(torch.randn(4, 6)).sum().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_that_another_step_made_are_added_to(device: torch.device) -> None:
+    """As in TD3 and DDPG: the actor's backward adds to the critic's gradients, which the critic's step drops."""
+    trained: list[list[Tensor]] = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        actor, critic = nn.Linear(4, 2).to(device), nn.Linear(6, 1).to(device)
+        of_actor, of_critic = (torch.optim.SGD(m.parameters(), 0.1, fused=True) for m in (actor, critic))
+
+        def learn(x: Tensor, a: Tensor, critic: Any = critic, optimizer: Any = of_critic) -> Tensor:
+            loss = critic(torch.cat([x, a], 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def act(x: Tensor, actor: Any = actor, critic: Any = critic, optimizer: Any = of_actor) -> Tensor:
+            loss = -critic(torch.cat([x, actor(x)], 1)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        steps: list[Any] = [learn, act]
+        if graphed:
+            steps = [sg.train_step(learn, optimizers=of_critic), sg.train_step(act, optimizers=of_actor)]
+        for _ in range(12):
+            x, a = torch.randn(4, 4, device=device), torch.randn(4, 2, device=device)
+            steps[0](x, a)
+            steps[1](x)
+        trained.append([p.detach() for m in (actor, critic) for p in m.parameters()])
+        trained[-1] += [p.grad.detach() for p in critic.parameters() if p.grad is not None]
+        if graphed:
+            assert [step.graph_stats.replays >= 6 for step in steps] == [True, True], steps[1].graph_report()
+    torch.testing.assert_close(*trained)

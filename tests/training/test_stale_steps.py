@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from tests.training.models import square_step
 
@@ -242,3 +243,28 @@ def test_steps_are_served_again_once_a_nodes_hook_is_removed(device: torch.devic
         kept.append((node_of(model), node_of(model).register_hook(nothing)))
 
     assert_trains_as_eager(lambda *_: kept.pop()[1].remove(), device, "steps", replays=3, begin=begin)
+
+
+def test_a_mode_that_changes_is_named_and_told_to_be_set_before(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        model.train()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed = sg.train_step(step, optimizers=optimizer)
+    for number in range(24):
+        if number > 4 and number % 2:
+            model.eval()
+        graphed(torch.randn(2, 4, device=device))
+    assert "0 (train() or eval())" in graphed.graph_stats.explained(Reason.STALE_TOO_OFTEN)
+    always = sg.train_step(step, optimizers=optimizer)
+    for _ in range(4):
+        model.eval()
+        always(torch.randn(2, 4, device=device))
+    assert "Call train() and eval() outside, before the call" in str(always.graph_report())

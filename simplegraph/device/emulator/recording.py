@@ -217,6 +217,8 @@ class EmulatedCapture(OperatorMode):
     ) -> Any:
         """Run an operator, and record it where it does work on a device."""
         for tensor in inputs:
+            if tensor._is_zerotensor():  # of forward mode: it has no memory
+                continue
             memory = self._memory_of(tensor, func)
             if facts.name == "lift_fresh" and memory.pool is None:
                 memory.freeze()
@@ -230,7 +232,8 @@ class EmulatedCapture(OperatorMode):
         else:
             unchecked = rules.UNCHECKED_INDICES.match(facts.name) is not None
             result = _run_for_shapes(call, args, kwargs, written, unchecked)
-        results = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
+        made = [(place, leaf) for place, leaf in enumerate(rules.leaves(result)) if isinstance(leaf, Tensor)]
+        results = [(place, leaf) for place, leaf in made if not leaf._is_zerotensor()]
         if any(tensor.is_meta for _, tensor in results):
             return result
         other = next((tensor.device for _, tensor in results if not tensor.is_cpu), None)
@@ -319,9 +322,9 @@ class EmulatedCapture(OperatorMode):
             self._storages.append(storage)
         return memory
 
-    def view(self, func: Any, tensor: Tensor) -> MemoryView:
-        """Return a tensor as the graph sees it."""
-        return MemoryView.of(tensor, self._memory_of(tensor, func))
+    def view(self, func: Any, tensor: Tensor) -> MemoryView | Tensor:
+        """Return a tensor as the graph sees it; one of zeros without memory as it is."""
+        return tensor if tensor._is_zerotensor() else MemoryView.of(tensor, self._memory_of(tensor, func))
 
     def _create(self, func: Any, results: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Take what an operator allocated into the pool; return those results with their places."""
@@ -336,10 +339,13 @@ class EmulatedCapture(OperatorMode):
         return [result for key, result in keyed if key in new]
 
     def _fills_by_mask(self, args: Sequence[Any]) -> bool:
-        """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
-        if len(args) <= 2 or len(rules.tensors(args[1])) != 1:
+        """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA, or its backward.
+
+        The backward puts a zero that it makes beside the number from Python; of another value the forward is refused.
+        """
+        if len(args) <= 2 or len(rules.tensors(args[1])) != 1 or args[2].numel() != 1:
             return False
-        return self.is_host(args[2]) and args[2].numel() == 1
+        return self.is_host(args[2]) or (torch._C._current_graph_task_id() >= 0 and not args[2].dim())
 
     def is_host(self, value: Any) -> bool:
         """True for a tensor that follows from Python data alone: beside a GPU, too, it is on the CPU."""
