@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from simplegraph.manager.proof import EXACT, OTHER_SIZE, by_least_precise, difference, first_difference
+from simplegraph.manager.proof import (
+    EXACT,
+    OTHER_SIZE,
+    Effects,
+    ReplayProof,
+    by_least_precise,
+    difference,
+    first_difference,
+    gap,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -84,9 +95,51 @@ def test_to_the_bit_rounding_is_a_difference_and_nan_equals_itself(device):
 def test_what_two_runs_differ_by_is_allowed_and_no_more(device):
     one = torch.tensor([1.0, 2.0], device=device)
     noise = one + 1e-3
-    assert difference(one, one + 2e-3, tolerance=EXACT, noise=noise) is None
-    assert difference(one, one + 2e-2, tolerance=EXACT, noise=noise) is not None
-    assert difference(one, one + 2e-3, tolerance=EXACT, noise=one.clone()) is not None
+    assert difference(one, one + 2e-3, tolerance=EXACT, noise=gap(one, noise)[0]) is None
+    assert difference(one, one + 2e-2, tolerance=EXACT, noise=gap(one, noise)[0]) is not None
+    assert difference(one, one + 2e-3, tolerance=EXACT, noise=0.0) is not None
+
+
+class OneRank:
+    """Stands for the ranks of a single process."""
+
+    def any(self, _: str, wants: bool) -> bool:
+        return wants
+
+
+def proof_of_one_output() -> ReplayProof:
+    """Make a proof that compares outputs alone."""
+    proof = object.__new__(ReplayProof)
+    proof._table = types.SimpleNamespace(ranks=OneRank())
+    proof._graph = types.SimpleNamespace(counters=types.SimpleNamespace(label="a graph"))
+    proof._memory = types.SimpleNamespace(tensors=(), inputs=())
+    return proof
+
+
+def outcome(replays: list[list[torch.Tensor]], eager: list[torch.Tensor]) -> tuple[str | None, int]:
+    """Compare the first of some replays with eager; return the difference, and how many more were asked for."""
+    runs = iter([Effects(outputs, (), ()) for outputs in replays])
+    asked = []
+    found = proof_of_one_output().differs_beyond_noise(
+        next(runs), Effects(eager, (), ()), lambda: asked.append(1) or next(runs)
+    )
+    return found, len(asked)
+
+
+def test_replays_that_vary_are_repeated_before_a_difference_counts(device):
+    large, few = torch.ones(100, device=device), torch.ones(2, device=device)
+    varied = [[large + 1e-4 * at, few] for at in range(5)]
+    assert outcome(varied, [large, few]) == (None, 0)
+    lucky = [[large, few], [large + 1e-4, few], [large, few + 1e-3], [large, few], [large, few]]
+    assert outcome(lucky, [large, few + 2e-3]) == (None, 2)
+    text, asked = outcome(varied, [large, few + 2e-3])
+    assert (asked, str(text).partition(" differs")[0]) == (4, "output 1")
+
+
+def test_replays_that_are_equal_to_the_bit_are_not_repeated_twice(device):
+    one = torch.ones(100, device=device)
+    text, asked = outcome([[one]] * 5, [one + 1e-3])
+    assert (asked, str(text).partition(" differs")[0]) == (1, "output 0")
 
 
 def test_another_size_may_round_more_but_integers_stay(device):
