@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributions import Distribution
 
 from bench.advise.programs import PROGRAMS, Call
-from bench.tools import command
+from bench.tools import command, fresh
 from bench.tools.measure import Figures, synchronize
 from bench.tools.options import Options, count, name_list
 from bench.tools.tables import grid
 
 ENGINE = "engine"  # bench.generate, which has graphs
+_SECONDS = 120  # that measuring one program may take
 TOLERANCE = 0.15  # of a gain that is told, by the one that is measured
 
 
@@ -67,6 +67,13 @@ def gain(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str,
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def follow(name: str, called: str, device: torch.device, rounds: int) -> Figures:
+    """Measure a program's call as its author makes it, and after the advice was followed, in ms."""
+    program = PROGRAMS[name](device)
+    plain = gain({"plain": program.plain(called)}, device, rounds)["plain"]
+    return {"plain_ms": plain, "followed_ms": gain({"followed": program.followed(called)}, device, rounds)["followed"]}
+
+
 def measure(plan: AdvicePlan, device: torch.device) -> Figures:
     """Advise each program, follow the advice that is worth most, and measure that."""
     figures: Figures = {"tolerance": TOLERANCE, "programs": {}}
@@ -75,15 +82,8 @@ def measure(plan: AdvicePlan, device: torch.device) -> Figures:
         row: dict[str, Any] = {"first": report["lines"][0], "lines": report["lines"]}
         first = next((one for one in report["watched"] if one["trial"] is not None), None)
         if name != ENGINE and first is not None:
-            program, validates = PROGRAMS[name](device), Distribution._validate_args
-            try:
-                calls = {"plain": program.plain(first["name"])}
-                row["plain_ms"] = gain(calls, device, plan.rounds)["plain"]
-                row["followed_ms"] = gain({"followed": program.followed(first["name"])}, device, plan.rounds)[
-                    "followed"
-                ]
-            finally:
-                Distribution.set_default_validate_args(validates)
+            # In a process of its own, as the program ran that was advised: imports of others make eager calls slower.
+            row |= fresh.call(follow, name, first["name"], device, plan.rounds, seconds=_SECONDS)
             row |= {"called": first["name"], "told": first["trial"]["gain"]}
             row["measured"] = row["plain_ms"] / row["followed_ms"]
             row["off"] = None if row["told"] is None else row["told"] / row["measured"] - 1

@@ -248,6 +248,8 @@ def _validated_or_not(attempt: Callable[[], Trial]) -> Trial:
     finally:
         Distribution.set_default_validate_args(validates)
     again.way = "; ".join(filter(None, [again.way, f"call {_UNVALIDATED}"]))
+    if trial.eager_ms is not None:  # that of the program, which checks
+        again.eager_ms = trial.eager_ms
     return trial if again.problem else again
 
 
