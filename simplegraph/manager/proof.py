@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -228,11 +229,18 @@ class ReplayProof(contextlib.ExitStack):
         return f"a replay fails with {type(error).__name__}: {error}"
 
     def differs_beyond_noise(
-        self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True
+        self,
+        actual: Effects,
+        expected: Effects,
+        again: Callable[[], Effects],
+        *,
+        rounded: bool = False,
+        memory: bool = True,
     ) -> str | None:
         """Say how a replay differs from another run by more than from equal replays; atomics make replays differ."""
         ranks, label = self._table.ranks, f"a difference in the proof of {self._graph.counters.label}"
-        mismatch, replays, varies = self.difference(actual, expected, memory=memory), 0, True
+        compare = functools.partial(self.difference, actual, expected, rounded=rounded, memory=memory)
+        mismatch, replays, varies = compare(), 0, True
         noise: list[float] = []
         # On all ranks, or on none. Two replays of few numbers may be equal by chance.
         while ranks.any(label, mismatch is not None and varies and replays < _MOST_REPLAYS):
@@ -240,7 +248,7 @@ class ReplayProof(contextlib.ExitStack):
             if mismatch is not None:
                 spreads = map(_spread, self._parts(actual, memory=memory), self._parts(other, memory=memory))
                 noise = list(map(max, spreads, noise or itertools.repeat(0.0)))
-                mismatch, varies = self.difference(actual, expected, noise=noise, memory=memory), any(noise)
+                mismatch, varies = compare(noise=noise), any(noise)
         return mismatch
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
