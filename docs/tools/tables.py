@@ -22,6 +22,8 @@ PAGES = [
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
+    ROOT / "docs" / "advise.md",
+    ROOT / "docs" / "recipes" / "index.md",
     ROOT / "bench" / "results" / "README.md",
 ]
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -427,6 +429,26 @@ def _host() -> str:
     return grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
 
 
+def _recipes() -> str:
+    rows = []
+    for name, times in load("h200_recipes")["ms"].items():
+        kinds = [kind.replace("plain", "graphs") for kind in times or {} if "plain" in kind]
+        for kind in kinds:
+            plain, graphs = times[kind.replace("graphs", "plain")], times[kind]
+            what = name if len(kinds) == 1 else f"{name}, {kind.removesuffix(' graphs')}"
+            rows.append([f"`{what}`", f"{plain:.2f}", f"{graphs:.2f}", f"{plain / graphs:.1f}"])
+    return grid(["ms of a call that is waited for", "plain", "with graphs", "times faster"], rows)
+
+
+def _advise() -> str:
+    rows = [
+        [name, *(f"{row[key]:.2f}" for key in ("plain_ms", "followed_ms", "told", "measured"))]
+        for name, row in load("h200_advise")["programs"].items()
+        if row.get("told")
+    ]
+    return grid(["program", "eager, ms", "advice followed, ms", "gain that was told", "gain measured"], rows)
+
+
 def _host_inputs() -> str:
     found = load("h100_host_inputs")["waited_us"]
     names = {
@@ -579,6 +601,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "dtensor": several_gpus.dtensor,
     "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
+    "recipes": _recipes,
+    "advise": _advise,
     "host": _host,
     "host-inputs": _host_inputs,
     "sleep": _sleep,

@@ -4,7 +4,7 @@ Each recipe has a list of wheels beside it, with versions. They are installed in
 their dependencies, and come before the packages of the running Python, whose torch serves all recipes. A recipe runs in
 a process of its own, and compares its answers with those of the plain model. ``--environments DIR`` keeps the folders,
 so that they can be carried to a machine without a registry. ``--time`` prints how long one call takes whose answer is
-waited for.
+waited for, and ``--json FILE`` writes that with what it was measured with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+
+from bench.tools.files import save_figures
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "docs" / "recipes"
@@ -66,16 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--environments", type=pathlib.Path, metavar="DIR", help="keep the installed wheels there")
     parser.add_argument("--time", action="store_true", help="time a call of each, waited for")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write these times there")
     options = parser.parse_args(argv)
     unknown = sorted(set(options.names) - set(NAMES))
     if unknown:
         parser.error(f"no recipe is named {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    failed = []
+    failed, all_times = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.environments or pathlib.Path(scratch)).resolve()
         for name in options.names or NAMES:
             started = time.perf_counter()
-            times = run(name, environment(name, folder), timed=options.time)
+            times = run(name, environment(name, folder), timed=options.time or options.json is not None)
+            all_times[name] = times
+            save_figures(options.json, {"ms": all_times})
             if times is None:
                 failed.append(name)
             said = (
