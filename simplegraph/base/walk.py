@@ -16,6 +16,7 @@ import itertools
 import sys
 import threading
 import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -43,13 +44,16 @@ _HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", 
 DICTS = (collections.OrderedDict, dict)
 _SEQUENCES = (list, collections.deque, set, tuple)
 _CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
-_DULL = (types.BuiltinFunctionType, types.CodeType, types.GenericAlias, property, *ATOMS)  # nothing of these can change
+_DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)  # nothing of these can change
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
 _CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to all objects of the process
 _OF_C = frozenset(
     {"__dict__", "__dictoffset__", "__vectorcalloffset__", "__weaklistoffset__"}
 )  # members of classes written in C
+_CONSTANT = frozenset({property, types.GenericAlias})  # classes whose members do not change; those of subclasses may
 _RUNNER = "_simplegraph"  # the attribute of a wrapper, which is not the user's
+# Classes of `Class[int]`, which leads to the class; the second is private to Python.
+ALIASES = frozenset({types.GenericAlias, getattr(typing, "_GenericAlias", types.GenericAlias)})
 LRU: Any = type(functools.lru_cache(bool))
 _EXACT = frozenset({dict, collections.OrderedDict})  # the builtin dicts, whose methods are not overridden
 _SHOWN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -117,7 +121,9 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class's objects by name."""
     members = (member for base in kind.__mro__[::-1] for member in vars(base).items())
     slots = {name: member for name, member in members if type(member) is types.MemberDescriptorType}
-    return {name: member for name, member in slots.items() if name not in _OF_C}
+    return {
+        name: member for name, member in slots.items() if name not in _OF_C and member.__objclass__ not in _CONSTANT
+    }
 
 
 def held_by(place: Any, base: Any = None) -> Any:
@@ -408,6 +414,8 @@ def _beyond(value: Any, contents: Any) -> Iterable[tuple[Any, Any]]:
         with contextlib.suppress(LookupError):
             return (("get()", value.get()),)
         return ()
+    if kind in ALIASES:
+        return (("__origin__", value.__origin__),)
     if is_globals(value) or issubclass(kind, LRU):
         return ()  # functions lead to the globals that they name
     if kind is types.FunctionType:

@@ -15,7 +15,7 @@ from torch import nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import CLASS_REGISTRIES, DEPTH, held_by, is_break, is_closed, names_in
+from simplegraph.base.walk import ALIASES, CLASS_REGISTRIES, DEPTH, held_by, is_break, is_closed, names_in
 from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
@@ -176,6 +176,8 @@ class CodeBelow:
     def _add(self, member: Any, away: int) -> None:
         if self._breaks is not None and is_break(member):
             self._breaks += functions_in(member)[1:]
+        elif type(member) in ALIASES:
+            self._add(member.__origin__, away)
         elif issubclass(type(member), type):
             if not is_closed(member.__module__) and away < DEPTH:
                 self._add_class(member, away + 1)
@@ -221,7 +223,7 @@ class CodeBelow:
                 if not is_closed(inner.get("__name__")) and inner is not file and away < DEPTH:
                     self._add_globals(inner, _read_of_file(names_of(function.__code__), inner), function, away + 1)
                 continue
-            if issubclass(kind, type):
+            if issubclass(kind, type) or kind in ALIASES:
                 self._add(value, away)
             elif functions_in(value) or kind in _TABLES:
                 self._add(value, away + 1)

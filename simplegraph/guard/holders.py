@@ -23,6 +23,7 @@ from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_member, identity_hash, own_dict
 from simplegraph.base.patches import Door, plain, replaced
 from simplegraph.base.walk import (
+    ALIASES,
     DEPTH,
     DICTS,
     LIBRARY_SETTINGS,
@@ -62,7 +63,8 @@ _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # those that count fo
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
 _OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
-_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple})  # types of values that lead to code
+# Types of values that lead to code.
+_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple, *ALIASES})
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PARTS = object()  # begins the entry of a tuple with values that are not plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})

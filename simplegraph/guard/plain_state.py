@@ -240,12 +240,12 @@ class PlainState:
     def _look(self, module: Any) -> Changes:
         """Read the holders that moved since the last time; return the changes."""
         before, attributes = self._entries, own_dict(module) or {}
-        if not self._read_moved(module, attributes):
-            try:
+        try:
+            if not self._read_moved(module, attributes):
                 self._find(module)
-            except Exception:  # another thread changes them: the call runs eagerly
-                self.comparisons.clear()
-                self._entries = {}
+        except Exception:  # another thread changes them: the call runs eagerly
+            self.comparisons.clear()
+            self._entries = {}
         return _changes(before, self._entries) if before and self._entries is not before else {}
 
     def _close(self, module: Any) -> None:

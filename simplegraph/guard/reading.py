@@ -84,6 +84,7 @@ class _Sources(NamedTuple):
         leading: slots that lead to tensors and modules; None if there are none.
         values: what stands in all other slots, those below one attribute together.
         entries: the expected attributes of modules, in the order in which the modules are read, and their dicts.
+        untold: the mark of a comparison that covered all of `values` but the slots that follow it.
     """
 
     attributes: list[dict[str, Any]]
@@ -92,6 +93,7 @@ class _Sources(NamedTuple):
     leading: Slots | None
     values: list[SlotValues]
     entries: list[tuple[AttributeEntries, dict[str, Any] | None]]
+    untold: list[Any]
 
 
 class Reading:
@@ -136,8 +138,6 @@ class Reading:
         self._versions: list[int] | None = None  # of all attributes, when they were read last
         self._own_version = 0  # of the module's own attributes
         self._told: object = None  # the mark of a comparison that covered these versions, and fails if one changes
-        self._values_told: object = None  # the same for what stands in slots, but for these
-        self._untold: list[SlotValues] = []
         self._moment: object = None  # of the clock of versions, when all was read and compared last
         attributes = [vars(root), *below]
         slots = Slots(attributes, leading) if leading else None
@@ -149,7 +149,7 @@ class Reading:
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
         filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
         empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
-        self._sources = [_Sources(below, filled, empty, slots, values_of_slots, [(entries[0], None)])]
+        self._sources = [_Sources(below, filled, empty, slots, values_of_slots, [(entries[0], None)], [None])]
         sources = self._sources  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
         registries = self._registries(vars(root))
@@ -274,15 +274,17 @@ class Reading:
                 return False
             if self._graded_at is not None:
                 values += map(_grad, self._graded_at(values))
-            is_new, untold = told is None or told.mark is not self._values_told, []
-            for slot_values in sources.values if is_new else self._untold:
+            mark, *left = sources.untold
+            is_new = told is None or told.mark is not mark
+            untold: list[SlotValues] = []
+            for slot_values in sources.values if is_new else left:
                 containers = slot_values.hold([attributes, *sources.attributes])
                 if containers is None:
                     return False
                 if told is None or not told.compares(containers, attributes):
                     untold.append(slot_values)
             if is_new and told is not None:
-                self._untold, self._values_told = untold, told.mark
+                sources.untold[:] = told.mark, *untold
             if not is_quiet:
                 # Equal values may have other names: two parameters may have swapped theirs.
                 filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
@@ -413,7 +415,8 @@ class Comparison:
         ]
         self._lists = [holder.container for holder in by_items]
         self._lengths = list(map(len, self._lists))
-        by_items += (holder for holder in quick if holder.cell is not None)
+        # An empty cell or slot might take another one's value.
+        by_items += (holder for holder in quick if holder.cell is not None and holder.mark[1][0])
         functions = [holder for holder in quick if holder.function is not None]
         self._functions = [holder.function for holder in functions]
         self._parts = gc.get_referents(*self._functions)  # code and defaults among them
@@ -435,16 +438,19 @@ class Comparison:
         by_values = [holder for holder in (*slotted, *variables) if holder.marked() == holder.mark]
         compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions), *map(id, by_values)}
         others = [holder for holder in compared if id(holder) not in compared_ids]
-        # Dicts that are not kept, but found anew each time: they are the same while no dict changed, and nothing else
-        # that leads to them did. The order of an OrderedDict may change without its version.
-        self._by_clock = [
+        # Dicts that are not kept, but found anew each time: they are the same while no dict changed, if such a dict
+        # holds them; elsewhere another dict may take their place and their id, and no clock tells that one ended. A
+        # weak reference tells it of an OrderedDict, whose order may change without its version.
+        found = [
             holder
             for holder in others
             if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
         ]
+        held = _ids_in([holder.find() for holder in (*by_version, *found, *([root] if root else ()))] if found else ())
+        ordered = [holder for holder in found if type(holder.mark[1]) is tuple]
+        self._by_clock = [holder for holder in found if holder in ordered or identity_hash(holder.find()) in held]
         self._others = [holder for holder in others if holder not in self._by_clock]
         self._marks, self._clock_marks = ([holder.mark for holder in group] for group in (self._others, self._by_clock))
-        ordered = [holder for holder in self._by_clock if type(holder.mark[1]) is tuple]
         self._orders = [(weakref.ref(holder.find()), holder.mark[1][1]) for holder in ordered]
         self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
         self._version = root.mark[1] if root is not None and root not in compared else None
@@ -660,12 +666,18 @@ def _has_version(holder: MarkedHolder) -> bool:
     return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
 
 
+def _ids_in(dicts: Iterable[dict[Any, Any]]) -> set[int]:
+    """Return the ids, as `identity_hash` gives them, of all that dicts hold."""
+    return set(map(identity_hash, gc.get_referents(*dicts)))
+
+
 def _shows_slots(holder: MarkedHolder) -> bool:
     """True if an object has nothing but slots, and the garbage collector sees all that they hold."""
     if holder.container is not None or holder.mark is None or holder.mark[0] is not False:
         return False
     thing, values = _owner_of(holder), holder.find()
-    if own_dict(thing) or len(slots_of(type(thing))) != len(values):  # an empty slot might take another one's value
+    if own_dict(thing) or len(slots_of(type(thing))) != len(values):
         return False
-    shown = set(map(id, gc.get_referents(thing)))
-    return all(value is None or id(value) in shown for value in values.values())  # C's empty slots read as None
+    # Members of C may be numbers, which are not shown, and empty ones read as None.
+    shown = collections.Counter(map(id, gc.get_referents(thing)))
+    return collections.Counter(map(id, values.values())) <= shown

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import contextvars
 import threading
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -38,6 +39,39 @@ class Record:
 
 class Registry:
     log: list[Any] = []  # noqa: RUF012
+
+
+class Property(property):
+    """A user's kind of property."""
+
+
+class Computed:
+    @property
+    def count(self) -> int:
+        LOG.append(len(LOG))
+        return len(LOG)
+
+    @Property
+    def own_count(self) -> int:
+        LOG.append(len(LOG))
+        return len(LOG)
+
+
+Item = TypeVar("Item")
+
+
+class Noted(Generic[Item]):
+    def __init__(self, number: int) -> None:
+        LOG.append(number)
+
+
+class Listed:
+    def __init__(self, number: int) -> None:
+        LOG.append(number)
+
+
+NOTED: Any = Noted[int]
+LISTED: Any = types.GenericAlias(Listed, int)
 
 
 def oldest_last(held: Any) -> None:
@@ -107,6 +141,10 @@ EFFECTS: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[], Any], Cal
         lambda _: len(KEPT.get()),
         "KEPT",
     ),
+    "a property": (lambda m, y: m.held.count, Computed, lambda _: len(LOG), "LOG"),
+    "a property of a user's class": (lambda m, y: m.held.own_count, Computed, lambda _: len(LOG), "LOG"),
+    "a class of items": (lambda m, y: NOTED(1), list, lambda _: len(LOG), "LOG"),
+    "a class of items in C": (lambda m, y: LISTED(1), list, lambda _: len(LOG), "LOG"),
     "a list of a thread's own": (lambda m, y: LOCAL.log.append((1,)), list, lambda _: len(LOCAL.log), "LOCAL"),
 }
 

@@ -7,6 +7,8 @@ import contextvars
 import subprocess
 import sys
 import types
+import weakref
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -383,6 +385,197 @@ def test_changes_of_what_has_no_version_are_noticed(device, places, change):
     for _ in range(5):
         served(model, places, device)
     assert served(model, places, device)
+
+
+TABLE: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("TABLE")
+
+
+class Tables(nn.Module):
+    """Reads dicts that are held by no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.config, self.paired, cell = [], Slotted(0.0, 0.5), [()], None
+
+        def in_cell(*table):
+            nonlocal cell
+            cell = table[0] if table else cell
+            return cell
+
+        self.in_cell = in_cell
+        for place in PLACES.values():
+            place(self, {"stage": lambda x: x + 1})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tables = self.listed[0], self.config.scale, self.paired[0][0], TABLE.get(), self.in_cell()
+        for table in tables:
+            x = table["stage"](x)
+        return x
+
+
+PLACES = {
+    "a list": lambda module, table: module.listed.__setitem__(slice(None), [table]),
+    "a slot": lambda module, table: setattr(module.config, "scale", table),
+    "a tuple in a list": lambda module, table: module.paired.__setitem__(0, (table,)),
+    "a context variable": lambda module, table: TABLE.set(table),
+    "a cell": lambda module, table: module.in_cell(table),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_dict_that_takes_the_place_and_the_id_of_another_is_noticed(device, place):
+    """The end of a dict changes no version."""
+    module, put = Tables().eval(), PLACES[place]
+    put(module, old := {"stage": lambda x: x + 1})
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+    old_id, others, new = id(old), [], None
+    put(module, old := None)
+    while id(new) != old_id:
+        others.append(new)
+        new = {"stage": lambda x: x * 3}
+    put(module, new)
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+
+
+class Failure(ImportError):
+    """Has members of C, of which the garbage collector sees no number and no empty one."""
+
+
+def cell_of(value: float) -> Any:
+    """Return a function that returns its cell's value, or sets another one; None empties the cell."""
+
+    def read(*given):
+        nonlocal value
+        if given:
+            value = given[0]
+            if value is None:
+                del value
+            return None
+        try:
+            return value
+        except NameError:
+            return 0.0
+
+    return read
+
+
+class ReadsEmpty(nn.Module):
+    """Reads what may be empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.failure = Slotted(2.0, 0.5), Failure(False, name=3.0)
+        self.first, self.second = cell_of(4.0), cell_of(5.0)
+        self.second(None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.first() + 10 * self.second() + getattr(self.config, "scale", 7.0)
+        x = x - 3 * (self.failure.name or 0) - 2 * (self.failure.path or 0)
+        return -x if self.failure.__suppress_context__ else x
+
+
+def _into_cell(module: ReadsEmpty) -> None:
+    scale = module.config.scale
+    del module.config.scale
+    module.second(scale)
+
+
+def _into_other_cell(module: ReadsEmpty) -> None:
+    module.second(module.first())
+    module.first(None)
+
+
+def _into_member(module: ReadsEmpty) -> None:
+    module.failure.path = module.failure.name
+    del module.failure.name
+
+
+MOVES = {
+    "a cell to an empty cell": _into_other_cell,
+    "a slot to an empty cell": _into_cell,
+    "a member to an empty member": _into_member,
+    "a number that the garbage collector does not see": lambda module: setattr(
+        module.failure, "__suppress_context__", True
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_value_that_moves_to_an_empty_place_is_noticed(device, move):
+    module = ReadsEmpty().eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+    MOVES[move](module)
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+
+
+class Factor(property):
+    """Has state of its own, beside that of a property."""
+
+    def __get__(self, owner: Any, kind: type | None = None) -> float:
+        return self.by
+
+
+Item = TypeVar("Item")
+
+
+class Scaled(Generic[Item]):
+    by = 2.0
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x * Scaled.by
+
+
+ALIAS, C_ALIAS = Scaled[int], types.GenericAlias(Scaled, int)
+
+
+class Indirect(nn.Module):
+    factor = Factor()
+
+    def __init__(self, alias: Any) -> None:
+        super().__init__()
+        self.alias = alias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alias(ALIAS(C_ALIAS(x).x).x).x * self.factor
+
+
+@pytest.mark.parametrize("alias", [ALIAS, C_ALIAS], ids=["of typing", "of C"])
+@pytest.mark.parametrize("changed", [vars(Indirect)["factor"], Scaled], ids=["a property", "a class of items"])
+def test_what_properties_and_classes_of_items_lead_to_is_compared(device, changed, alias):
+    vars(Indirect)["factor"].by, Scaled.by = 2.0, 2.0
+    module = Indirect(alias).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+    changed.by = 3.0
+    for _ in range(5):
+        served(model, module, device)
+    assert served(model, module, device)
+
+
+def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
+    class Held(list):
+        pass
+
+    module = nn.Sequential(nn.Linear(6, 6, device=device))
+    module.held = held = Held([None])
+    kept = weakref.ref(held)
+    comparison = types.SimpleNamespace(mark=object(), moment=None, compares=lambda *_: False, tells=lambda _: False)
+    read = reading.Reading(list(module.modules()), [((held, 0, None),)])
+    assert read.same(vars(module), comparison)
+    del module.held, held, module[0]
+    assert kept() is None
 
 
 @pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
