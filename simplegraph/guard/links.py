@@ -163,7 +163,7 @@ class SlotValues:
 
     Args:
         attributes: the attributes of modules.
-        links: the links to the slots, which begin at one attribute.
+        links: the links to the slots, which begin at one attribute, or in one container.
     """
 
     def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:

@@ -82,7 +82,7 @@ class _Sources(NamedTuple):
         filled: those of modules that have parameters, of modules that have buffers, and of modules that have children.
         empty: empty registries.
         leading: slots that lead to tensors and modules; None if there are none.
-        values: what stands in all other slots, those below one attribute together.
+        values: what stands in all other slots, those below one attribute, or of one other container, together.
         entries: the expected attributes of modules, in the order in which the modules are read, and their dicts.
         untold: the mark of a comparison that covered all of `values` but the slots that follow it.
     """
@@ -141,9 +141,12 @@ class Reading:
         self._moment: object = None  # of the clock of versions, when all was read and compared last
         attributes = [vars(root), *below]
         slots = Slots(attributes, leading) if leading else None
+        # No comparison covers what a function reaches, so that is read at once.
+        of_modules = set(map(id, attributes))
         below_one: dict[tuple[int, Any], list[Sequence[Link]]] = {}
         for chain in to_values:
-            below_one.setdefault((id(chain[0][0]), chain[0][1]), []).append(chain)
+            holder, key, _ = chain[0]
+            below_one.setdefault((id(holder), key if id(holder) in of_modules else None), []).append(chain)
         values_of_slots = [SlotValues(attributes, chains) for chains in below_one.values()]
         # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
@@ -281,7 +284,7 @@ class Reading:
                 containers = slot_values.hold([attributes, *sources.attributes])
                 if containers is None:
                     return False
-                if told is None or not told.compares(containers, attributes):
+                if is_new and told is not None and not told.compares(containers, attributes):
                     untold.append(slot_values)
             if is_new and told is not None:
                 sources.untold[:] = told.mark, *untold
@@ -446,7 +449,8 @@ class Comparison:
             for holder in others
             if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
         ]
-        held = _ids_in([holder.find() for holder in (*by_version, *found, *([root] if root else ()))] if found else ())
+        holding = (*by_version, *found, *([root] if root is not None else ())) if found else ()
+        held = set(map(identity_hash, gc.get_referents(*[holder.find() for holder in holding])))
         ordered = [holder for holder in found if type(holder.mark[1]) is tuple]
         self._by_clock = [holder for holder in found if holder in ordered or identity_hash(holder.find()) in held]
         self._others = [holder for holder in others if holder not in self._by_clock]
@@ -664,11 +668,6 @@ def _owner_of(holder: MarkedHolder) -> Any:
 def _has_version(holder: MarkedHolder) -> bool:
     """True if the mark of a holder has the version of a dict."""
     return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
-
-
-def _ids_in(dicts: Iterable[dict[Any, Any]]) -> set[int]:
-    """Return the ids, as `identity_hash` gives them, of all that dicts hold."""
-    return set(map(identity_hash, gc.get_referents(*dicts)))
 
 
 def _shows_slots(holder: MarkedHolder) -> bool:

@@ -609,6 +609,31 @@ def test_a_steady_call_reads_no_slot_that_a_comparison_covers(device, monkeypatc
     assert read != []
 
 
+@needs_versions
+def test_what_a_function_reaches_is_read_at_once(device, monkeypatch):
+    """No comparison covers these slots, and a step of training reaches hundreds of functions."""
+    layer, config = nn.Linear(8, 8, device=device), types.SimpleNamespace(names=["a"], inner={"c": [1]}, nothing=None)
+
+    def inner(x):
+        return x if config.nothing is None else x * config.nothing
+
+    def function(x):
+        return inner(layer(x)) * len(config.names) + config.inner["c"][0]
+
+    model = sg.wrap(function, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        model(torch.randn(4, 8, device=device))
+    read, hold = [], links.SlotValues.hold
+    monkeypatch.setattr(links.SlotValues, "hold", lambda self, attributes: read.append(self) or hold(self, attributes))
+    model(torch.randn(4, 8, device=device))
+    assert len(read) <= 2
+    layer.note = [None]  # another slot of no comparison's
+    config.inner["c"][0] = 5
+    for _ in range(5):
+        x = torch.randn(4, 8, device=device)
+        close(model(x), function(x))
+
+
 LOOP = """
 import sys, torch, simplegraph as sg
 from simplegraph.guard import reading
