@@ -46,6 +46,7 @@ _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past the object's own class
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
+_find = operator.methodcaller("find")
 _is_released = operator.methodcaller("is_released")
 _tensor_of = operator.attrgetter("tensor")
 _grad = operator.attrgetter("grad")
@@ -450,7 +451,7 @@ class Comparison:
             if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
         ]
         holding = (*by_version, *found, *([root] if root is not None else ())) if found else ()
-        held = set(map(identity_hash, gc.get_referents(*[holder.find() for holder in holding])))
+        held = set(map(identity_hash, gc.get_referents(*map(_find, holding))))
         ordered = [holder for holder in found if type(holder.mark[1]) is tuple]
         self._by_clock = [holder for holder in found if holder in ordered or identity_hash(holder.find()) in held]
         self._others = [holder for holder in others if holder not in self._by_clock]
