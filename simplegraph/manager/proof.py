@@ -218,8 +218,7 @@ class ReplayProof(contextlib.ExitStack):
         """
         try:
             effects = replay()
-            mismatch = self.differs_beyond_noise(effects, self.expected, replay)
-            return mismatch if alike or mismatch is None else self.difference(effects, self.expected, rounded=True)
+            return self.differs_beyond_noise(effects, self.expected, replay, rounded=not alike)
         except Exception as error:
             return self.failure(error)
 
