@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.advise.programs import PROGRAMS, Call
+from bench.advise.programs import PROGRAMS, follow
 from bench.tools import command, fresh
-from bench.tools.measure import Figures, synchronize
+from bench.tools.measure import Figures
 from bench.tools.options import Options, count, name_list
 from bench.tools.tables import grid
 
@@ -51,27 +49,6 @@ def advise(name: str) -> dict[str, Any]:
             raise RuntimeError(f"{name} failed under advise:\n{done.stderr[-4000:]}")
         found: dict[str, Any] = json.loads(report.with_suffix(".json").read_text())
         return found
-
-
-def gain(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Measure calls that take turns, each waited for: the median of each, in ms."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 10):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if turn >= 10:  # the first teach, capture and prove
-                times[name].append((time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def follow(name: str, called: str, device: torch.device, rounds: int) -> Figures:
-    """Measure a program's call as its author makes it, and after the advice was followed, in ms."""
-    program = PROGRAMS[name](device)
-    plain = gain({"plain": program.plain(called)}, device, rounds)["plain"]
-    return {"plain_ms": plain, "followed_ms": gain({"followed": program.followed(called)}, device, rounds)["followed"]}
 
 
 def measure(plan: AdvicePlan, device: torch.device) -> Figures:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import functools
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
 import simplegraph as sg
-from bench.tools.measure import device_of
+from bench.tools.measure import Figures, device_of, synchronize
 
 Call = Callable[[], object]
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -210,6 +212,28 @@ PROGRAMS: dict[str, type[Program]] = {
     "generation": Generation,
     "busy": Busy,
 }
+
+
+def gain(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
+    """Measure calls that take turns, each waited for: the median of each, in ms."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 10):
+        for name, call in calls.items():
+            synchronize(device)
+            started = time.perf_counter()
+            call()
+            synchronize(device)
+            if turn >= 10:  # the first teach, capture and prove
+                times[name].append((time.perf_counter() - started) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def follow(name: str, called: str, device: torch.device, rounds: int) -> Figures:
+    """Measure a program's call as its author makes it, and after the advice was followed, in ms."""
+    program = PROGRAMS[name](device)
+    plain = gain({"plain": program.plain(called)}, device, rounds)["plain"]
+    return {"plain_ms": plain, "followed_ms": gain({"followed": program.followed(called)}, device, rounds)["followed"]}
+
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](device_of()).loop()

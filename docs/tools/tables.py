@@ -22,7 +22,6 @@ PAGES = [
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
-    ROOT / "docs" / "advise.md",
     ROOT / "docs" / "recipes" / "index.md",
     ROOT / "bench" / "results" / "README.md",
 ]
@@ -440,15 +439,6 @@ def _recipes() -> str:
     return grid(["ms of a call that is waited for", "plain", "with graphs", "times faster"], rows)
 
 
-def _advise() -> str:
-    rows = [
-        [name, *(f"{row[key]:.2f}" for key in ("plain_ms", "followed_ms", "told", "measured"))]
-        for name, row in load("h200_advise")["programs"].items()
-        if row.get("told")
-    ]
-    return grid(["program", "eager, ms", "advice followed, ms", "gain that was told", "gain measured"], rows)
-
-
 def _host_inputs() -> str:
     found = load("h100_host_inputs")["waited_us"]
     names = {
@@ -602,7 +592,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
     "recipes": _recipes,
-    "advise": _advise,
     "host": _host,
     "host-inputs": _host_inputs,
     "sleep": _sleep,

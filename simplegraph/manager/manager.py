@@ -374,7 +374,6 @@ class CudaGraphManager(Sleeps):
         """Drop every graph and what they own, all at once: graphs may share a cuBLAS workspace."""
         with self.pool.lock:
             self.table.clear()
-            self.stats.failures.clear()
             self.kept_alive.clear()
             self.table.release_pool()
 

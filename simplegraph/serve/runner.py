@@ -625,6 +625,7 @@ class GraphRunner:
         config = _settings_of_wrapper(settings)  # refuses before anything is dropped
         with self._lock:
             self.reset("configuring graphs")
+            self.stats.failures.clear()
             self._use(settings, config, pool or self._pool, ranks or self._ranks)
 
     def capture_all(
@@ -701,7 +702,6 @@ class GraphRunner:
         with self._lock:
             self._forget()
             self._record.reset()
-            self.stats.failures.clear()
 
     def _forget(self) -> None:
         """Drop the programs, static inputs, layouts and signatures."""
