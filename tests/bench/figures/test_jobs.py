@@ -18,8 +18,9 @@ from docs.tools import latency, layer_kinds, model_table, optimized, raw, severa
 COMPUTED = {"modes", "lifecycle"}  # not measured
 # Paragraphs about files that stand in tables, too, and about starts of earlier commits.
 SENTENCES = {"losses", "optimized-summary", "readme-headline", "readme-losses"}
-# Where vLLM is installed, which has other versions of what we measure; and without a GPU, for longer than a call.
-ELSEWHERE = {"vllm-audit", "http-load"}
+# Where vLLM is installed, which has other versions of what we measure; without a GPU, for longer than a call; and where
+# the wheels of recipes are.
+ELSEWHERE = {"vllm-audit", "http-load", "recipes"}
 # Their commands are gone, the figures stay.
 PAST = {
     "startup-compiled",
