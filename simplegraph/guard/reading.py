@@ -430,12 +430,13 @@ class Comparison:
             list(_chain(holder.mark[1][part][::order] for holder, order in zip(by_items, orders, strict=True)))
             for part in (0, 1)
         )
-        slotted = [holder for holder in quick if holder.owner is not None and _shows_slots(holder)]
+        viewed = (holder for holder in quick if holder.owner is not None and holder.container is None)
+        slotted = [holder for holder in viewed if _shows_slots(holder)]
         variables = [holder for holder in quick if holder.variable is not None]
         self._slotted: list[Any] = [holder.owner for holder in slotted]
         self._variables: list[Any] = [holder.variable for holder in variables]
         self._no_attributes = [entries for holder in slotted if (entries := own_dict(_owner_of(holder))) is not None]
-        items = self._slot_values()
+        items = self._slot_values() if slotted or variables else []
         self._ids += map(identity_hash, items)
         self._kinds += map(type, items)
         # What changed meanwhile is compared by its mark, which shows it.
@@ -673,7 +674,7 @@ def _has_version(holder: MarkedHolder) -> bool:
 
 def _shows_slots(holder: MarkedHolder) -> bool:
     """True if an object has nothing but slots, and the garbage collector sees all that they hold."""
-    if holder.container is not None or holder.mark is None or holder.mark[0] is not False:
+    if holder.mark is None or holder.mark[0] is not False:
         return False
     thing, values = _owner_of(holder), holder.find()
     if own_dict(thing) or len(slots_of(type(thing))) != len(values):

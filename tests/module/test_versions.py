@@ -375,16 +375,19 @@ def places():
         STAGES.move_to_end(name)
 
 
+def assert_noticed(module, change, device):
+    """Replay, change the module, and compare with eager until it replays again."""
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for happens in (lambda _: None, change):
+        happens(module)
+        for _ in range(5):
+            served(model, module, device)
+        assert served(model, module, device)
+
+
 @pytest.mark.parametrize("change", CHANGES_OF_PLACES)
 def test_changes_of_what_has_no_version_are_noticed(device, places, change):
-    model = sg.wrap(places, capture_sizes=[4], progress=False)
-    for _ in range(5):
-        served(model, places, device)
-    assert served(model, places, device)
-    CHANGES_OF_PLACES[change](places)
-    for _ in range(5):
-        served(model, places, device)
-    assert served(model, places, device)
+    assert_noticed(places, CHANGES_OF_PLACES[change], device)
 
 
 TABLE: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("TABLE")
@@ -507,15 +510,7 @@ MOVES = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_value_that_moves_to_an_empty_place_is_noticed(device, move):
-    module = ReadsEmpty().eval()
-    model = sg.wrap(module, capture_sizes=[4], progress=False)
-    for _ in range(5):
-        served(model, module, device)
-    assert served(model, module, device)
-    MOVES[move](module)
-    for _ in range(5):
-        served(model, module, device)
-    assert served(model, module, device)
+    assert_noticed(ReadsEmpty().eval(), MOVES[move], device)
 
 
 class Factor(property):
