@@ -168,14 +168,14 @@ class GraphBuilder:
         return self.run_as_called(call, reason)
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
-        """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
+        """Run eagerly, with the caller's own tensors, and learn what calls look like."""
         self.reader.num_observed += 1
         self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
         arguments = call.host_arguments() if call.layout.hosted else None
-        result, observer, trace = self._run_on_capture_stream(
+        result, observer, trace = self._run_observed(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
         # If an argument is on a GPU, its device is the call's.
@@ -231,11 +231,7 @@ class GraphBuilder:
             return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
         return ["proof"] * (graph.verdict(rows) is RowVerdict.DUE)
 
-    def eager_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that eager runs run in: the capture stream."""
-        return self.manager.device.on_capture_stream()
-
-    def _run_on_capture_stream(
+    def _run_observed(
         self,
         call: Call,
         args: tuple[Any, ...],
@@ -253,7 +249,12 @@ class GraphBuilder:
         before = random_states(generators)
         passed, _ = flatten((args, kwargs))
         copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
-        with self.eager_stream(), bypassed(Reason.NESTED), counted:
+        # On the caller's stream, since the forward's work in other threads waits for no other. A backward in it runs on
+        # the capture stream: what adds to gradients may last until the capture, and keeps the stream that it began on.
+        trains = computes_gradients(call.module)
+        stream: contextlib.AbstractContextManager[object]
+        stream = self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK
+        with stream, bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
                 self.manager.table,
                 lambda: invoke_watched(call, self.reader, args, kwargs, limit),
@@ -266,7 +267,7 @@ class GraphBuilder:
                 tensors=_known_tensors(call, copied),
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
-        for leaf in flatten(result)[0]:
+        for leaf in flatten(result)[0] if trains else ():
             if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts are in one memory
                     part.record_stream(torch.cuda.current_stream(leaf.device))
@@ -538,7 +539,7 @@ class GraphBuilder:
         run = Run(rows=other, rehearsed=True)
         with rehearsals.around(run):
             try:
-                result, observer, trace = self._run_on_capture_stream(
+                result, observer, trace = self._run_observed(
                     call, args, kwargs, rows=other, before_write=run.before_write
                 )
             except Exception as error:  # the forward takes no such batch: sizes that are not captured run eagerly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -117,10 +116,6 @@ class PairBuilder(GraphBuilder):
         result = call.run(call.args, call.kwargs)
         self.watch(call, result)
         return result
-
-    def eager_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Run on the current stream, since a backward runs on the stream of its forward."""
-        return contextlib.nullcontext()
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly, with the caller's own tensors, and learn from the call and its backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import Any
 
@@ -261,3 +262,33 @@ def test_every_grad_mode_replays_what_another_captured(grad_mode: Any) -> None:
             poison(model)
             torch.testing.assert_close(model(x), module(x))
     assert model.graph_stats.replays == 2
+
+
+# Work of other threads.
+
+
+class Late(nn.Module):
+    """Computes in another thread, on that thread's own stream, long after the call has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def compute(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(20_000_000)  # some 10 ms
+        with torch.no_grad():
+            return self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.compute, x + 1).result() * 2
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_the_first_calls_wait_for_what_other_threads_compute(rows: int) -> None:
+    module = Late().to("cuda").eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(rows, 32, device="cuda")
+            torch.testing.assert_close(model(x), module.linear(x + 1) * 2)

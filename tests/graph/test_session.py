@@ -173,13 +173,15 @@ def test_sizes_are_captured_largest_first_after_one_warmup_of_the_largest(graphs
     ]
 
 
-def test_warmups_and_captures_run_on_one_stream_for_the_whole_process(graphs: GraphDevice) -> None:
+def test_captures_run_on_one_stream_for_all_and_calls_that_are_warmups_on_the_callers(graphs: GraphDevice) -> None:
     modules = [Records(graphs).eval() for _ in range(2)]
     x = torch.zeros(4, 4, device=graphs.torch_device)
     models = [sg.wrap(module, capture_sizes=SIZES, progress=False) for module in modules]
     models[0].capture_graphs(x)
     for _ in range(4):
         models[1](x)
+    called = {captures: {run[2] for run in modules[1].runs if run[1] is captures} for captures in (False, True)}
+    assert called[False] == {graphs.current_stream()}
 
     def elsewhere() -> None:
         with torch.no_grad():
@@ -189,7 +191,7 @@ def test_warmups_and_captures_run_on_one_stream_for_the_whole_process(graphs: Gr
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    streams = {run[2] for module in modules for run in module.runs}
+    streams = {run[2] for run in modules[0].runs} | called[True]
     assert len(streams) == 1
     assert graphs.current_stream() not in streams
     if graphs.emulated:

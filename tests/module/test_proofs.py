@@ -1079,6 +1079,30 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
             torch.testing.assert_close(model(x), net.l(x) * 2)
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_each_eager_call_runs_on_the_callers_stream(device, mode):
+    """Other threads start work on their own stream, which has waited for the caller's at most."""
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            streams(graph_device(x.device).current_stream())
+            return x * 2
+
+    streams, eager_runs = run_log(), 0
+    model = sg.wrap(Noting().eval(), capture_sizes=[4], mode=mode, progress=False)
+    own = graph_device(device).current_stream()
+    with torch.no_grad():
+        for rows in (4, 4, 4, 4, 3, 3, 2):
+            del streams()[:]
+            captured = model.graph_stats.captures
+            model(torch.randn(rows, 8, device=device))
+            if model.graph_stats.captures == captured:
+                eager_runs += len(streams())
+                assert {stream for (stream,) in streams()} <= {own}
+    assert model.graph_stats.replays
+    assert eager_runs >= 2
+
+
 def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empty_once(device):
     added = unwatched(tensor=torch.ones(8, device=device))
 
