@@ -61,6 +61,7 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 # Compares the addresses of many tensors by one call. Private to torch, and only in builds with CUDA.
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _children = operator.itemgetter("_modules")
+_HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
 _ITERATED = frozenset({list, set})  # whose items, and nothing else, the garbage collector sees
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # the garbage collector's order in lists
 
@@ -426,7 +427,7 @@ class Comparison:
         self._parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._boxes = [holder.container if holder.cell is None else holder.cell for holder in by_items]
         orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in by_items]
-        self._ids, self._kinds = (
+        ids, kinds = (
             list(_chain(holder.mark[1][part][::order] for holder, order in zip(by_items, orders, strict=True)))
             for part in (0, 1)
         )
@@ -436,9 +437,6 @@ class Comparison:
         self._slotted: list[Any] = [holder.owner for holder in slotted]
         self._variables: list[Any] = [holder.variable for holder in variables]
         self._no_attributes = [entries for holder in slotted if (entries := own_dict(_owner_of(holder))) is not None]
-        items = self._slot_values() if slotted or variables else []
-        self._ids += map(identity_hash, items)
-        self._kinds += map(type, items)
         # What changed meanwhile is compared by its mark, which shows it.
         by_values = [holder for holder in (*slotted, *variables) if holder.marked() == holder.mark]
         compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions), *map(id, by_values)}
@@ -457,7 +455,17 @@ class Comparison:
         self._by_clock = [holder for holder in found if holder in ordered or identity_hash(holder.find()) in held]
         self._others = [holder for holder in others if holder not in self._by_clock]
         self._marks, self._clock_marks = ([holder.mark for holder in group] for group in (self._others, self._by_clock))
-        self._orders = [(weakref.ref(holder.find()), holder.mark[1][1]) for holder in ordered]
+        self._orders = [weakref.ref(holder.find()) for holder in ordered]
+        self._reads_more = bool(slotted or variables or ordered)
+        items = gc.get_referents(*self._boxes) + self._other_items()
+        ids += map(identity_hash, items[len(ids) :])
+        kinds += map(type, items[len(kinds) :])
+        # Values that hold nothing else are kept, and need no hash to be compared.
+        is_read = list(map(identity_hash, items)) == ids and list(map(type, items)) == kinds
+        plain_at = [at for at, kind in enumerate(kinds) if is_read and kind in _HOLDS_NOTHING]
+        self._kept_at, self._hashed_at = getter(plain_at), getter(sorted({*range(len(ids))} - {*plain_at}))
+        self._kept = self._kept_at(items)
+        self._ids, self._kinds, self._number = self._hashed_at(ids), self._hashed_at(kinds), len(ids)
         self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
         self._version = root.mark[1] if root is not None and root not in compared else None
         # Dicts compared by version: first those whose owners are read in every call, children and then objects.
@@ -524,19 +532,19 @@ class Comparison:
                 # By identity, past the ``__eq__`` of defaults.
                 if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
                     return False
-            if self._ids or self._lists:
+            if self._number or self._lists:
                 items = gc.get_referents(*self._boxes)
-                if self._slotted or self._variables:
-                    items += self._slot_values()
-                if list(map(identity_hash, items)) != self._ids or list(map(type, items)) != self._kinds:
+                if self._reads_more:
+                    items += self._other_items()
+                if len(items) != self._number or not all(map(operator.is_, self._kept_at(items), self._kept)):
+                    return False
+                hashed = self._hashed_at(items)
+                if tuple(map(identity_hash, hashed)) != self._ids or tuple(map(type, hashed)) != self._kinds:
                     return False
                 if list(map(len, self._lists)) != self._lengths:
                     return False
             if any(self._no_attributes):
                 return False
-            for container, order in self._orders if is_quiet else ():
-                if list(map(identity_hash, keys_in_order(container()))) != order:
-                    return False
         except Exception:  # a value that cannot be read has moved
             return False
         if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
@@ -555,11 +563,11 @@ class Comparison:
         families = [attributes, *self._families] if self._is_family else self._families
         return list(map(id, _chain(map(values_in_order, map(_children, families)))))
 
-    def _slot_values(self) -> list[Any]:
-        """Read objects with slots, by the garbage collector, and context variables."""
+    def _other_items(self) -> list[Any]:
+        """Read objects with slots, by the garbage collector, context variables, and the order of dicts."""
         values = gc.get_referents(*[owner() for owner in self._slotted])
         values += map(contextvars.ContextVar.get, [find() for find in self._variables], itertools.repeat(ABSENT))
-        return values
+        return values + list(_chain(keys_in_order(container()) for container in self._orders))
 
     def compares(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
         """True if this compares all that these containers hold; `attributes` are the module's own."""
