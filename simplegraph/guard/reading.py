@@ -457,7 +457,7 @@ class Comparison:
         self._marks, self._clock_marks = ([holder.mark for holder in group] for group in (self._others, self._by_clock))
         self._orders = [weakref.ref(holder.find()) for holder in ordered]
         self._reads_more = bool(slotted or variables or ordered)
-        items = gc.get_referents(*self._boxes) + self._other_items()
+        items = gc.get_referents(*self._boxes) + (self._other_items() if self._reads_more else [])
         ids += map(identity_hash, items[len(ids) :])
         kinds += map(type, items[len(kinds) :])
         # Values that hold nothing else are kept, and need no hash to be compared.
@@ -567,7 +567,7 @@ class Comparison:
         """Read objects with slots, by the garbage collector, context variables, and the order of dicts."""
         values = gc.get_referents(*[owner() for owner in self._slotted])
         values += map(contextvars.ContextVar.get, [find() for find in self._variables], itertools.repeat(ABSENT))
-        return values + list(_chain(keys_in_order(container()) for container in self._orders))
+        return values + list(_chain(map(keys_in_order, [container() for container in self._orders])))
 
     def compares(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
         """True if this compares all that these containers hold; `attributes` are the module's own."""
