@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
@@ -37,6 +39,11 @@ def _parts(parts: Iterable[tuple[str, frozenset[Any]]]) -> frozenset[tuple[str, 
     return frozenset(part for part in parts if part[1])
 
 
+def _is_part(key: PlainValues, holder: Any, left_out: set[Place]) -> bool:
+    """True if a key has a holder's present values, but those at places that are left out."""
+    return bool(key.parts.get(holder.name, frozenset()) == holder.part(left_out))
+
+
 def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str, frozenset[Any]]:
     """Return a holder's part of a key without some places."""
     name, entries = part
@@ -52,13 +59,15 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
 
 def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:
     """Return the places whose values changed, with the old and the new key of the value."""
-    changes = {}
-    for name in before.keys() | now.keys():
+    changes: Changes = {}
+    if before is now:
+        return changes
+    moved = itertools.compress(before, map(operator.is_not, before.values(), map(now.get, before)))
+    for name in (*moved, *(now.keys() - before.keys())):
         old, new = before.get(name, {}), now.get(name, {})
-        if old is not new:
-            for key in old.keys() | new.keys():
-                if old.get(key, ABSENT) != new.get(key, ABSENT):
-                    changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+        for key in old.keys() | new.keys():
+            if old.get(key, ABSENT) != new.get(key, ABSENT):
+                changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
     return changes
 
 
@@ -167,13 +176,13 @@ class PlainState:
         self._news.clear()
 
     @contextlib.contextmanager
-    def run(self, module: Any) -> Iterator[None]:
-        """Surround a run of the module, which makes all changes meanwhile."""
+    def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
+        """Surround a run of the module, which makes all changes meanwhile; `is_read` if its call was just read."""
         if not (self.comparisons or self._is_serving):  # no call of it was read
             yield
             return
         with self._lock:
-            changes = self._look(module)
+            changes = {} if is_read else self._look(module)
             if not self._is_serving:
                 self._note(changes)
                 self._close(module)
@@ -285,8 +294,11 @@ class PlainState:
                 return False
             before = ((holder.entries, self._entries[holder.name]) for holder in moved)
             is_same = all(list(new.items()) == list(old.items()) for new, old in before)
-            # The version may move though nothing that counts did, such as when a file's other globals are set.
-            self._hold(comparison.after(moved, comparison.key if is_same else None))
+            # The version may move though nothing that counts did, such as when a file's other globals are set, or a
+            # run counts its calls.
+            key, left_out = comparison.key, self._left_out
+            is_key = is_same or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))
+            self._hold(comparison.after(moved, key if is_key else None))
             if not is_same:
                 self._entries = entries
             return True

@@ -308,8 +308,8 @@ class GraphRunner:
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
+        comparison = values = None
         try:
-            comparison = values = None
             if layouts:
                 plain = calls.plain
                 plain.calls += 1
@@ -375,6 +375,7 @@ class GraphRunner:
                         if plan.program.breaks:
                             calls.plain.claim(module)
             mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
+            values = None
             result = self._call_slowly(module, args, kwargs, context)
             return put_entries(result, mappings) if mappings else result
         except CannotBind as error:
@@ -383,7 +384,7 @@ class GraphRunner:
                 self._record.refuse(error.reason)
         except ResultChanged as error:
             return self._finish(module, args, kwargs, error)
-        return self.run_eagerly(module, args, kwargs, *why)
+        return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)
 
     def relearn(self) -> None:
         """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
@@ -408,11 +409,21 @@ class GraphRunner:
             if self.builder is not None and self.builder.state is not None:
                 self.builder.state.renew(versions)
 
-    def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
-        """Run eagerly, and count it; `why` are the arguments of `GraphStats.ran_eagerly`."""
+    def run_eagerly(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any, is_read: bool = False
+    ) -> Any:
+        """Run eagerly, and count it.
+
+        Args:
+            module: the module.
+            args: of the call.
+            kwargs: of the call.
+            why: the arguments of `GraphStats.ran_eagerly`.
+            is_read: True if the plain values that the call finds were just read.
+        """
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
-        with self._calls.plain.run(module):
+        with self._calls.plain.run(module, is_read=is_read):
             if not self.carried.places:
                 return invoke(module, args, kwargs)
             return self.carried.run(functools.partial(invoke, module, args), kwargs, is_call=True)
