@@ -26,7 +26,7 @@ def graphed_forces(model: nn.Module) -> Callable[[dict[str, Tensor]], tuple[Tens
             out = model({**data, "positions": data["positions"].clone()}, compute_force=True)
         return out["energy"].detach(), out["forces"].detach()
 
-    return torch.no_grad()(sg.wrap(energy_and_forces, exact_shapes=True, num_warmups=3))  # TorchScript compiles in them
+    return torch.no_grad()(sg.wrap(energy_and_forces, exact_shapes=True))
 
 
 # Comparison

@@ -144,6 +144,7 @@ class OperatorFacts(NamedTuple):
         may_solve: True if it computes eigenvalues, or is made of others that may.
         multiplies_groups: True if it multiplies rows by one matrix per group, such as experts; the rounding then
             depends on a group's size.
+        adds_in_any_order: True if a GPU adds by atomics, so that equal runs may round differently.
         is_uninitialised: True if its results are uninitialised memory.
         reads_no_value: True if it returns a view of its argument, or reads only its shape, dtype and device.
         writes_all: True if it writes every element of the tensors that it writes to, whatever their values are.
@@ -157,6 +158,7 @@ class OperatorFacts(NamedTuple):
     may_draw: bool = True
     may_solve: bool = False
     multiplies_groups: bool = False
+    adds_in_any_order: bool = False
     is_uninitialised: bool = False
     reads_no_value: bool = False
     writes_all: bool = False
@@ -166,6 +168,7 @@ class OperatorFacts(NamedTuple):
 
 _EIGEN = {"_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"}
 _MADE_OF_EIGEN = {"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linalg_pinv"}  # may be
+_ADDING = {"scatter_add", "index_add", "scatter_reduce"}
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _FILLING = {"copy_", "fill_", "zero_"}
 _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
@@ -189,6 +192,7 @@ def facts_of(func: Any) -> OperatorFacts:
         may_draw=func.namespace not in ("aten", "prims", "prim") or torch.Tag.nondeterministic_seeded in func.tags,
         may_solve=name in _EIGEN | _MADE_OF_EIGEN,
         multiplies_groups="grouped_mm" in name,
+        adds_in_any_order=name.removesuffix("_") in _ADDING,
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
         writes_all=torch.Tag.pointwise in func.tags or name in _FILLING or name.startswith("_foreach_"),

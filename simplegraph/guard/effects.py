@@ -256,7 +256,10 @@ class CountedState:
         if places == {"training"}:
             return cause, MODE_OUTSIDE
         if places <= places_in(module).keys():
-            return cause, "Return the tensor, with the result, in place of keeping it there."
+            return cause, (
+                "Return the tensor, with the result, in place of keeping it there. One that needs no gradient, such as "
+                "a running mean, may be written into a buffer: self.mean.copy_(mean)."
+            )
         return cause, (
             "Keep a number in a buffer that the forward writes in place; do all else outside the forward, and pass "
             "what comes of it as a tensor."

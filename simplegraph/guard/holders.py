@@ -393,6 +393,7 @@ class Holders:
         root: the holder of the first root's own attributes, which are not kept alive.
         opened: ids of objects that were opened.
         code: the code below a call.
+        scripts: names of the TorchScript modules and functions among the opened objects.
         refused: says why the values that a call reads cannot be determined; else empty.
     """
 
@@ -430,6 +431,7 @@ class Holders:
         self.opened: set[int] = set()
         self._surveyed: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
+        self.scripts: list[str] = []
         self.refused = ""
         self._names: set[str] = set()
         self._uncounted: set[str] = set()
@@ -504,6 +506,7 @@ class Holders:
                 )
                 unseen.add(id(thing))
             elif issubclass(type(thing), SCRIPTS):
+                self.scripts.append(name)
                 self._functions |= {id(function): function for function in contents.values()}
                 if issubclass(type(thing), CompiledModule):
                     find = ScriptedValues(self._reference(thing)).read

@@ -85,6 +85,7 @@ class PlainState:
         comparisons: at most one, which determines the values of a call while it holds and has a key.
         must_look: True if every call must read all values, since some of them do not count at present.
         calls: the number of calls so far.
+        scripts: names of the TorchScript modules and functions that calls lead to.
     """
 
     def __init__(self, *, breaks: bool) -> None:
@@ -97,6 +98,7 @@ class PlainState:
         self._code: CodeBelow | None = None
         self._opened: set[int] = set()
         self._refused = ""  # why there is no key
+        self.scripts: list[str] = []
         self._containers: set[str] = set()  # the names of holders that are containers
         self._objects: set[str] = set()  # the names of holders that are the attributes of objects
         self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
@@ -320,7 +322,7 @@ class PlainState:
 
         holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
-        self._refused = holders.refused
+        self._refused, self.scripts = holders.refused, holders.scripts
         self._entries = {holder.name: holder.entries for holder in holders.all}
         self._containers = {holder.name for holder in holders.all if holder.is_container}
         self._objects = {holder.name for holder in holders.all if holder.owner is not None}

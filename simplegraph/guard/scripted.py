@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,22 +172,24 @@ def _is_exact(value: Any) -> bool:
 def settling_runs() -> int:
     """Count the runs of a size after which TorchScript compiles nothing any more: a capture must not contain that.
 
-    For each new shape, some runs are profiled, one compiles, and the next one is served by what was compiled.
+    Some runs are profiled, and the next one compiles. Where gradients are computed, the parts that this gives are
+    profiled from that run on, and compiled in their turn.
     """
     profiled: Callable[[], int] = torch._C._jit_get_num_profiled_runs  # type: ignore[attr-defined]
-    return profiled() + 2
+    return 2 * profiled() + 1
 
 
-def refused_script(modules: Mapping[str, nn.Module], *, emulated: bool) -> HostError | None:
-    """Say why no graph can hold these TorchScript modules; None if graphs can.
+def refused_script(modules: Mapping[str, nn.Module], scripts: Sequence[str], *, emulated: bool) -> HostError | None:
+    """Say why no graph can hold the TorchScript that calls lead to; None if graphs can.
 
     Args:
-        modules: the modules, by name.
+        modules: the modules of it, by name.
+        scripts: the names of modules and functions of it.
         emulated: True if the emulator captures, which sees only operators that torch dispatches.
     """
+    if emulated and torch._C._jit_can_fuse_on_cpu():
+        return HostError(f"{scripts[0]} is TorchScript, whose fused kernels no emulator sees", _NO_FUSION)
     for module_name, module in modules.items():
-        if emulated and torch._C._jit_can_fuse_on_cpu():
-            return HostError(f"{module_name} is a TorchScript module, whose fused kernels no emulator sees", _NO_FUSION)
         for attributes in _attributes_of(module):
             for name in attributes.names:
                 value = attributes[name]

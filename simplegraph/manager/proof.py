@@ -58,7 +58,7 @@ class ReplayProof(contextlib.ExitStack):
 
     Attributes:
         expected: the effects of the eager run.
-        rounding: the tolerance for runs of other batch sizes.
+        rounding: the tolerance for runs of other batch sizes; exact: that for runs of the same kernels.
         seconds: the time that the whole proof took, once there is a verdict.
         replay_seconds: the time that the fastest replay took.
         structure_mismatch: how the eager run's structure of results, or its breaks, differ from a replay's; empty if
@@ -79,7 +79,7 @@ class ReplayProof(contextlib.ExitStack):
         self._generators = generators
         self._before = memory.copy()
         self._random = random_states(generators)
-        self.draws, self.structure_mismatch = False, ""
+        self.draws, self.structure_mismatch, self.exact = False, "", EXACT
         self.seconds, self.replay_seconds = 0.0, float("inf")
         self.repeats = False
         self._padding = 0
@@ -106,6 +106,8 @@ class ReplayProof(contextlib.ExitStack):
         with recording_breaks(tape), around(self._table.probes, Run(as_recorded=True)), observer:
             result = wait_collectives(run())
         self.rounding, self._regions = by_least_precise(OTHER_SIZE, observer.dtypes), observer.regions
+        if observer.adds_in_any_order and not torch.are_deterministic_algorithms_enabled():
+            self.exact = by_least_precise(OTHER_ORDER, observer.dtypes)
         self._after = after = self._memory.copy()
         self.callback(self._memory.put, after)
         self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
@@ -194,7 +196,7 @@ class ReplayProof(contextlib.ExitStack):
             expected: of another.
             noise: by how much each part of `actual` differs between equal replays; as much is allowed.
             rounded: True to allow the rounding of kernels for another batch size, to the least precise dtype that eager
-                met; else every bit must be equal.
+                met; else every bit must be equal, except for sums in any order.
             memory: True to compare memory, too.
         """
         return first_difference(
@@ -206,7 +208,7 @@ class ReplayProof(contextlib.ExitStack):
                 *(f"argument {name}" for name, _ in self._memory.inputs),
             ],
             noise=noise,
-            tolerance=self.rounding if rounded else EXACT,
+            tolerance=self.rounding if rounded else self.exact,
         )
 
     def compare(self, replay: Callable[[], Effects], *, alike: bool) -> str | None:
@@ -332,6 +334,8 @@ OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16
 OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
 # The same if another batch size runs other operators: such a branch may change little.
 OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
+# The same if runs may add in another order: replays may all keep to one, and calls outside of graphs to another.
+OTHER_ORDER: Tolerance = {dtype: min(16 * torch.finfo(dtype).eps, most) for dtype, most in TOLERANCE.items()}
 _MOST_REPLAYS = 4  # to learn by how much equal replays differ
 _SLACK = 4  # runs may differ by this many times the difference of two equal runs: two are a small sample
 _CHUNK = 1 << 24  # elements that are compared in double precision at a time

@@ -321,6 +321,7 @@ class MemoryObserver(OperatorMode):
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
+        adds_in_any_order: True if an operator adds by atomics on a GPU.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
         reads_anything: the same, if some of that work did not show which tensors it can touch.
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
@@ -350,7 +351,7 @@ class MemoryObserver(OperatorMode):
         self.launched: set[int] = set()
         self.blank: set[int] = set()
         self.given: set[int] = set()
-        self.may_draw = self.rounds_by_group = self.differentiates = False
+        self.may_draw = self.rounds_by_group = self.adds_in_any_order = self.differentiates = False
         self.refused: HostError | None = None
         self.left_by_break: dict[int, int] = {}
         self.uses_of_left: dict[int, str] = {}
@@ -414,6 +415,7 @@ class MemoryObserver(OperatorMode):
             self._refuse(_CUDNN_DROPOUT)
         self.may_draw = self.may_draw or facts.may_draw
         self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
+        self.adds_in_any_order = self.adds_in_any_order or facts.adds_in_any_order
         if self._device is not None:
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))

@@ -414,7 +414,8 @@ class GraphBuilder:
         watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
         num_warmups = manager.config.num_warmups
         rehearsed = 0 if lazy or num_warmups < 2 else num_warmups
-        if jobs and call.survey.scripted and not jobs[0].trains:  # a step's real calls have its size, and were warmups
+        scripts = call.survey.scripted or call.plain.scripts
+        if jobs and scripts and not jobs[0].trains:  # a step's real calls have its size, and were warmups
             rehearsed = max(rehearsed, settling_runs())
 
         def before_captures() -> None:
@@ -556,8 +557,8 @@ class GraphBuilder:
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
         generators, described = held_generators(call), call.layout.described_inputs()
-        scripted = call.survey.scripted
-        refused = refused_script(scripted, emulated=self.manager.device.emulated) if scripted else None
+        emulated, scripts = self.manager.device.emulated, [*call.survey.scripted, *call.plain.scripts]
+        refused = refused_script(call.survey.scripted, scripts, emulated=emulated) if scripts else None
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )

@@ -106,7 +106,7 @@ class StepOptimizers:
             self.refusal = self.scheduled = f"{type(scheduler).__name__}: {_SCHEDULED}"
         for optimizer in self.all if scaler is not None and scaler.is_enabled() else ():
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
-                remedy = "pass fused=True" if _named(optimizer) in _FUSED else OPTIMIZER_OUTSIDE
+                remedy = "pass fused=True" if _has_fused(optimizer) else OPTIMIZER_OUTSIDE
                 cause = f"GradScaler reads on the host if {type(optimizer).__name__} skips a step; {remedy}"
                 self.refusal = self.scheduled = cause
 
@@ -292,10 +292,9 @@ def unsuitable(owner: optim.Optimizer) -> str:
         if group.get("fused") or group.get("capturable"):
             continue
         on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
-        if kind == "Adafactor" or (kind == "Adagrad" and not on_cpu):
-            return f"{kind} reads its step count on the host; {OPTIMIZER_OUTSIDE}"
-        if kind in _FUSED and kind != "SGD":
-            return f"{kind} reads its step count on the host; pass fused=True"
+        if kind == "Adafactor" or (kind in _FUSED and kind != "SGD"):
+            remedy = "pass fused=True" if _has_fused(owner) else OPTIMIZER_OUTSIDE
+            return f"{kind} reads its step count on the host; {remedy}"
         if "capturable" in group and on_cpu and kind not in _UNREAD_COUNT:
             there = "reads its step count on the host on a CPU; a GPU has capturable=True for it"
             return f"{kind} {there}, and {OPTIMIZER_OUTSIDE}"
@@ -317,6 +316,14 @@ def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
 def _named(owner: optim.Optimizer) -> str:
     """Return the class name of one of torch's own optimizers; empty for another class."""
     return type(owner).__name__ if type(owner).__module__.startswith("torch.optim") else ""
+
+
+def _has_fused(owner: optim.Optimizer) -> bool:
+    """True if torch has a fused step of an optimizer's class where its parameters are."""
+    kind = _named(owner)
+    if kind == "Adagrad" and any(not parameter.is_cpu for group in owner.param_groups for parameter in group["params"]):
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", "CUDA")
+    return kind in _FUSED
 
 
 def _prepare(owner: optim.Optimizer) -> None:

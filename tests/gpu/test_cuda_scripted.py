@@ -243,6 +243,23 @@ def test_a_whole_step_trains_parameters_of_torchscript(fused: bool) -> None:
     torch.testing.assert_close(losses[0], losses[1])
 
 
+def chain(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    return torch.sigmoid(y) * y + y * 2 + x * 0.3
+
+
+def test_a_function_that_code_names_is_captured_as_it_is_compiled(fused: bool) -> None:
+    function: Any = torch.jit.script(chain)
+    function._debug_flush_compilation_cache()  # torch returns one object for all tests
+    model: Any = sg.wrap(lambda x: function(x) * 2, exact_shapes=True, progress=False)
+    with torch.no_grad():
+        xs = list(torch.randn(6, 4, WIDTH, device="cuda"))
+        answers = list(map(model, xs))
+        torch.testing.assert_close(answers, [function(x) * 2 for x in xs])
+        assert model.graph_stats.replays >= 4, told(model)
+        assert is_fused(lambda: function(xs[0])) is fused
+
+
 @contextlib.contextmanager
 def scripted_by_e3nn() -> Iterator[Any]:
     e3nn = pytest.importorskip("e3nn")

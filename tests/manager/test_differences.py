@@ -113,7 +113,7 @@ def proof_of_one_output() -> ReplayProof:
     proof._table = types.SimpleNamespace(ranks=OneRank())
     proof._graph = types.SimpleNamespace(counters=types.SimpleNamespace(label="a graph"))
     proof._memory = types.SimpleNamespace(tensors=(), inputs=())
-    proof.rounding = OTHER_SIZE
+    proof.rounding, proof.exact = OTHER_SIZE, EXACT
     return proof
 
 

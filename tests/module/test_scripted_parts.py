@@ -1,6 +1,7 @@
 """A module that holds TorchScript modules is served by graphs, which follow all state that these hold in C++."""
 
 import copy
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
 
@@ -330,7 +332,7 @@ def test_kernels_that_the_emulator_cannot_see_are_refused(
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     assert served(model, module, device) == 0
     (message,) = model.graph_stats.failures.values()
-    assert "0 is a TorchScript module, whose fused kernels no emulator sees" in str(message)
+    assert "0 is TorchScript, whose fused kernels no emulator sees" in str(message)
     assert "torch._C._jit_override_can_fuse_on_cpu(False)" in str(message)
 
 
@@ -420,6 +422,11 @@ def scaled_and_shifted(x: Tensor) -> Tensor:
     return scaled(x) + 1
 
 
+def energy_of(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    return (torch.sigmoid(y) * y + y * 2).sum()
+
+
 def negated(x: Tensor) -> Tensor:
     return -x
 
@@ -454,6 +461,51 @@ def test_another_scripted_function_is_another_graph(device: torch.device) -> Non
     assert served(model, module, device) >= 3
     module.function = torch.jit.script(negated)
     assert served(model, module, device) >= 3
+
+
+def is_compiled(function: Any) -> bool:
+    """True if TorchScript runs nothing of a function in order to profile it any more."""
+
+    def compiled(state: Any) -> bool:
+        plans = list(state.execution_plans.values())
+        return bool(plans) and all(compiled(inner) for plan in plans for inner in plan.code.grad_executor_states())
+
+    try:
+        return compiled(function.get_debug_state())
+    except RuntimeError:  # of a part that has not run
+        return False
+
+
+@pytest.mark.parametrize("upfront", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_function_that_code_names_is_compiled_before_it_is_captured(
+    has_gradients: bool, upfront: bool, device: torch.device
+) -> None:
+    """A graph of a run that TorchScript only profiles rounds otherwise than later calls, and would be dropped."""
+    if has_gradients and device.type == "cuda":
+        pytest.skip("kernels are fused there, whose backward keeps tensors of the run")
+    energy: Any = torch.jit.script(energy_of)
+    energy._debug_flush_compilation_cache()  # torch returns one object for all tests
+    captured, too_early = ctypes.c_long(), ctypes.c_long()  # a list that grows would be a reason to run eagerly
+
+    def forces(x: Tensor) -> Tensor:
+        if graph_device(device).is_capturing():
+            captured.value += 1
+            too_early.value += not is_compiled(energy)
+        if not has_gradients:
+            return energy(x)  # type: ignore[no-any-return]
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            return -torch.autograd.grad(energy(x), x)[0]
+
+    model: Any = sg.wrap(forces, exact_shapes=True, progress=False)
+    if upfront:
+        model.capture_graphs(torch.rand(4, 8, device=device))
+    xs = list(torch.rand(4, 4, 8, device=device))
+    answers = list(map(model, xs))
+    torch.testing.assert_close(answers, list(map(forces, xs)))
+    assert model.graph_stats.replays >= 2, str(model.graph_report())
+    assert (captured.value, too_early.value) == (1, 0)
 
 
 def test_torchscript_modules_are_freed_with_the_model(device: torch.device) -> None:

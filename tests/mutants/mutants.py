@@ -931,6 +931,20 @@ MUTANTS = [
         ("tests/module/test_scripted_parts.py",),
     ),
     Mutant(
+        "functions of TorchScript are captured while they are profiled",
+        "serve/builder.py",
+        "scripts = call.survey.scripted or call.plain.scripts",
+        "scripts = call.survey.scripted",
+        ("tests/module/test_scripted_parts.py",),
+    ),
+    Mutant(
+        "sums in any order may differ by any rounding",
+        "manager/proof.py",
+        "min(16 * torch.finfo(dtype).eps, most)",
+        "most",
+        PROOFS,
+    ),
+    Mutant(
         "padding of a prompt stays in the cache",
         "integrations/transformers/generate/prompt.py",
         "cache.update(*(state[:, :, :tokens] for state in pair), index)",

@@ -29,7 +29,10 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
 
 
 def absent(name: str) -> list[str]:
-    """Packages that a recipe's package imports, but does not call here; the list of wheels names them in a comment."""
+    """Packages that a recipe's package imports, but does not call here; the list of wheels names them in a comment.
+
+    Mocks stand in for those that are not installed.
+    """
     text = (RECIPES / f"{name}.txt").read_text(encoding="utf-8")
     return [package for line in text.splitlines() if line.startswith("# absent: ") for package in line.split()[2:]]
 

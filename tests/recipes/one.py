@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -40,8 +41,22 @@ def declare_torchvision() -> torch.library.Library | None:
     return library
 
 
+def can_import(package: str) -> bool:
+    """True if a package is installed and loads; one of another torch, or without its libraries, does not."""
+    try:
+        importlib.import_module(package)
+    except Exception:
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]
+        return False
+    return True
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds mocks for packages that are imported, but not called: of sound files, videos, tables."""
+    """Finds mocks for packages that are imported, but not called: of sound files, videos, tables.
+
+    Installed packages are not mocked, since others that are installed may need them, as scikit-learn needs SciPy.
+    """
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
@@ -79,7 +94,7 @@ def main() -> None:
     parser.add_argument("--absent", nargs="*", default=[], metavar="PACKAGE")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
-    sys.meta_path.insert(0, Absent(options.absent))
+    sys.meta_path.insert(0, Absent([package for package in options.absent if not can_import(package)]))
     kept = declare_torchvision()
     calls = runpy.run_path(str(options.recipe))["main"]()
     times = {kind: waited(call) for kind, call in calls.items()} if options.time else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from training_cells import Cell, Training, unequal
 
 import simplegraph as sg
+from simplegraph.training.optimizers import unsuitable
+from tests.training.models import square_step
 
 CALLS = 10
 LR = 0.0625  # the same number in every precision, on the host and on the device
@@ -138,14 +141,42 @@ def test_an_optimizer_that_calls_the_step_itself_runs_eagerly(device: torch.devi
     assert "LBFGS" in str(step.graph_report())
 
 
-def test_an_optimizer_that_reads_its_state_on_the_host_runs_eagerly(device: torch.device) -> None:
-    def make(loop: Loop) -> Step:
-        loop.optimizer = torch.optim.Adagrad(loop.model.parameters(), lr=LR)
+def test_an_optimizer_that_reads_its_state_on_the_host_runs_eagerly_and_is_told_what_does(device: torch.device) -> None:
+    def make(loop: Loop, **settings: Any) -> Step:
+        loop.optimizer = torch.optim.Adagrad(loop.model.parameters(), lr=LR, **settings)
         return loop.plain
 
     step = _same_as_eager(device, make)
     assert step.graph_stats.replays == 0
-    assert "Adagrad" in str(step.graph_report())
+    (told,) = [line for line in str(step.graph_report()).splitlines() if "Adagrad reads its step count" in line]
+    if "pass fused=True" in told:
+        assert _same_as_eager(device, functools.partial(make, fused=True)).graph_stats.replays > 0
+    assert ("leaves the optimizer out of graphs" in told) is ("pass fused=True" not in told)
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_adagrad_on_a_gpu_is_told_its_fused_form_only_where_torch_has_one(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(2, device="meta"))])
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: has_kernel)
+    assert unsuitable(optimizer).startswith("Adagrad reads its step count on the host; ")
+    assert ("pass fused=True" in unsuitable(optimizer)) is has_kernel
+    assert ("simplegraph.wrap(model, training=True)" in unsuitable(optimizer)) is not has_kernel
+
+
+def test_adagrad_trains_beside_graphs_of_forward_and_backward(device: torch.device) -> None:
+    """What the message of a step says, where torch has no fused form."""
+    found = []
+    for graphs in ("", "pairs"):
+        loop = _loop(device)
+        step, called = square_step(loop.model, torch.optim.Adagrad(loop.model.parameters(), lr=LR), graphs)
+        for call in range(CALLS):
+            torch.manual_seed(call)
+            step(_batch(device)[0])
+        found.append([parameter.detach() for parameter in loop.model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+    assert called.graph_stats.replays > 0
 
 
 def test_an_optimizer_without_its_fused_form_is_told_the_setting_that_would_do(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -1258,3 +1259,47 @@ def test_a_tensor_that_a_forward_keeps_beside_its_result_is_to_be_returned(devic
         (model(torch.randn(2, 4, device=device)).sum() + model.aux).backward()
     assert "the forward changes `aux` whenever it runs" in (report := str(model.graph_report()))
     assert "Return the tensor, with the result" in report
+
+
+class RunningMean(nn.Module):
+    """Keeps a running mean in a buffer, which it replaces, writes to, or returns."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4), kept
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out: Tensor = self.layer(x)
+        mean = self.mean * 0.5 + out.detach().mean()
+        if self.kept == "returned":
+            return out + mean, mean
+        if self.kept == "in place":
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return out + self.mean
+
+
+def trained_with_running_mean(module: RunningMean, called: Any, device: torch.device) -> dict[str, Tensor]:
+    for seed in range(6):
+        module.zero_grad()
+        result = called(torch.randn(2, 4, device=device, generator=torch.Generator(device).manual_seed(seed)))
+        if module.kept == "returned":
+            result, mean = result
+            module.mean.copy_(mean)
+        result.square().sum().backward()
+    return {**module.state_dict(), "gradient": module.layer.weight.grad}
+
+
+def test_a_buffer_that_a_forward_replaces_is_to_be_written_in_place_or_returned(device: torch.device) -> None:
+    for kept in ("replaced", "in place", "returned"):
+        torch.manual_seed(0)
+        plain = RunningMean(kept).to(device)
+        module = copy.deepcopy(plain)
+        model: Any = sg.wrap(module, training=True)
+        expected = trained_with_running_mean(plain, plain, device)
+        torch.testing.assert_close(trained_with_running_mean(module, model, device), expected)
+        report = str(model.graph_report())
+        is_named = "the forward changes `mean` whenever it runs" in report and "self.mean.copy_(mean)" in report
+        assert (is_named, model.graph_stats.replays > 0) == (kept == "replaced", kept != "replaced"), report
