@@ -48,7 +48,7 @@ def losses() -> str:
         f"{lazy['simplegraph-in-gaps'] / lazy['eager']:.2f} times eager's longest.",
         f"From 8 requests on, the engine's steps take {between(products)} times as long as their matrix products "
         f"alone. `TritonDecodeBackend`, which the engine uses, makes steps {between(attention, '.0f')} % shorter "
-        "than FlashAttention-3 ([Engine](#engine)).",
+        "than FlashAttention-3 ([Engine](#engine-and-generate)).",
         f"Forward and backward graphs of a ViT-B with 64 images reserve {reserved:.2f} times eager's memory.",
         "A graph of the model as it is has a longer call than [compiled models](#optimized) on most, and [training "
         "graphs](#training-steps) of torch's own replay sooner and check nothing.",

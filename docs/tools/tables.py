@@ -452,10 +452,22 @@ def _host_inputs() -> str:
     return grid(["a call, waited for", "us", "beside the first"], rows)
 
 
+# What the page of figures shows of a run's rows.
+_SLEEP = (
+    "sizes whose answers stay equal to the bit",
+    "awake, GiB",
+    "asleep, GiB above context and libraries",
+    "on the host, GiB",
+    "sleep, first and median, s",
+    "wake, median and most, s",
+    "dropping the graphs and capturing again, s",
+)
+
+
 def _sleep() -> str:
-    older, newer = (sleep.rows(load(file)) for file in ("h200_sleep", "h100_sleep"))
-    rows = [[*row, found] for row, (_, found) in zip(older, newer, strict=True)]
-    return grid(["8B shape, 51 sizes", "H200, 581db03", "H100, 4584a05"], rows)
+    """Show a run in a row."""
+    runs = {name: dict(sleep.rows(load(f"{name.lower()}_sleep"))) for name in ("H200", "H100")}
+    return grid(["8B shape", *_SLEEP], [[name, *(run[key] for key in _SLEEP)] for name, run in runs.items()])
 
 
 def _serving_rates() -> str:
