@@ -54,18 +54,6 @@ def summary() -> str:
     return "\n\n".join(said)
 
 
-def by_category() -> str:
-    """Count the columns of each category, with the median of eager's time over ours."""
-    lines = []
-    for category in CATEGORIES:
-        found = _measured(row for row in rows().values() if row["category"] == category)
-        counts = [_count(found, FULL), _count(found, PIECEWISE, PARTS), _count(found, EAGER), _count(found, FAILED)]
-        faster = [row["eager_ms"] / row["ms"] for row in found if "ms" in row and row["column"] != EAGER]
-        median = f"{statistics.median(faster):.1f}" if faster else ""
-        lines.append([category, *(str(count or "") for count in (len(found), *counts)), median])
-    return grid(["", "measured", "full", "in parts", "eager", "failed", "times faster, median"], lines)
-
-
 def all_rows() -> str:
     """List every model: how it runs, its times, and why it is not full or keeps no limit."""
     return grid(

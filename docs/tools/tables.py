@@ -561,7 +561,6 @@ def _modes() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "model-table": model_table.all_rows,
     "model-table-names": model_table.names,
-    "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,
     "readme-headline": ranges.headline,
