@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from bench.model_table.entries import CATEGORIES
-from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE
+from bench.model_table.row import EAGER, FULL, MISSING, PARTS, PIECEWISE
 from bench.model_table.table import AT_MOST_EAGER, limits
 from bench.model_table.times import AT_MOST_KERNELS
 from docs.tools.grids import grid
