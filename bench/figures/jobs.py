@@ -13,7 +13,7 @@ from bench.transformers_generate.families import FAMILIES
 
 JSON = "{json}"
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
-_MODEL_TABLES = ("model-table", "model-table-summary", "model-table-categories", "model-table-names")
+_MODEL_TABLES = ("model-table", "model-table-summary", "model-table-names")
 _GENERATE_ARMS = "plain,static-compiled,simplegraph"
 _STARTED = "eager,simplegraph,plain-loop,lean-loop,simplegraph-lazy,simplegraph-piecewise,simplegraph-fused"
 _PRELOADED = ("--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from bench.model_table.entries import CATEGORIES
-from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE
+from bench.model_table.row import EAGER, FULL, MISSING, PARTS, PIECEWISE
 from bench.model_table.table import AT_MOST_EAGER, limits
 from bench.model_table.times import AT_MOST_KERNELS
 from docs.tools.grids import grid
@@ -52,18 +51,6 @@ def summary() -> str:
             "Rows that failed or broke a limit were measured once more, beside fewer others."
         )
     return "\n\n".join(said)
-
-
-def by_category() -> str:
-    """Count the columns of each category, with the median of eager's time over ours."""
-    lines = []
-    for category in CATEGORIES:
-        found = _measured(row for row in rows().values() if row["category"] == category)
-        counts = [_count(found, FULL), _count(found, PIECEWISE, PARTS), _count(found, EAGER), _count(found, FAILED)]
-        faster = [row["eager_ms"] / row["ms"] for row in found if "ms" in row and row["column"] != EAGER]
-        median = f"{statistics.median(faster):.1f}" if faster else ""
-        lines.append([category, *(str(count or "") for count in (len(found), *counts)), median])
-    return grid(["", "measured", "full", "in parts", "eager", "failed", "times faster, median"], lines)
 
 
 def all_rows() -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from docs.tools.raw import extra, load, startup
+from docs.tools.raw import load, startup
 from docs.tools.wording import between, bullets, wrapped
 
 # Starts of every arm with proofs, on one H200 each.
@@ -34,8 +34,6 @@ def losses() -> str:
     lazy = {arm: found["longest_ms"] for arm, found in load("headline/model_calls")["lazy"].items()}
     decode = [row for row in load("headline/engine")["decode"] if row["batch"] >= 8]
     products = [row["ms"]["triton graph"] / row["ms"]["GEMMs alone"] for row in decode]
-    steps = [row["ms"] for row in extra("h200_engine_steps")["decode"]]
-    attention = [100 * (1 - ms["triton graph"] / ms["fa3 graph"]) for ms in steps]
     memory = load("headline/training_memory")["workloads"]["vit-b 64"]
     reserved = memory["forward-backward"]["reserved_mib"] / memory["eager"]["reserved_mib"]
     return bullets(
@@ -47,8 +45,7 @@ def losses() -> str:
         f"requests](production.md#warm-up) no call took longer than {lazy['simplegraph-in-gaps']:.0f} ms, "
         f"{lazy['simplegraph-in-gaps'] / lazy['eager']:.2f} times eager's longest.",
         f"From 8 requests on, the engine's steps take {between(products)} times as long as their matrix products "
-        f"alone. `TritonDecodeBackend`, which the engine uses, makes steps {between(attention, '.0f')} % shorter "
-        "than FlashAttention-3 ([Engine](#engine)).",
+        "alone.",
         f"Forward and backward graphs of a ViT-B with 64 images reserve {reserved:.2f} times eager's memory.",
         "A graph of the model as it is has a longer call than [compiled models](#optimized) on most, and [training "
         "graphs](#training-steps) of torch's own replay sooner and check nothing.",
@@ -85,7 +82,7 @@ def optimized() -> str:
     return wrapped(
         f"An optimized call takes {between(times)} times as long as the compiled one, "
         f"{statistics.geometric_mean(times):.2f} times in the geometric mean; in {sum(time > 1 for time in times)} "
-        f"of the {len(times)} rows the compiler has the shorter call. The same graph without `optimize` takes "
+        f"of the {len(times)}, at batch 1 and 8, the compiler has the shorter call. Without `optimize` a graph takes "
         f"{between(plain)} times as long as with it. The fourth call is done {between(sooner, '.1f')} times sooner "
         f"than the compiled one's. Against the module in float64, errors are {ours} times eager's, those of the "
         f"compiler {theirs} times."

@@ -12,8 +12,6 @@ from docs.tools import latency, lifecycle, model_table, notes, optimized, ranges
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
-from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.batch.dispatch import resolve_mode
 
 MIB = 2**20
 PAGES = [
@@ -21,7 +19,6 @@ PAGES = [
     ROOT / "docs" / "figures.md",
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "models_tried.md",
-    ROOT / "docs" / "modes.md",
     ROOT / "docs" / "recipes" / "index.md",
     ROOT / "bench" / "results" / "README.md",
 ]
@@ -182,15 +179,14 @@ def _headline() -> str:
         line(text, 1, float(found["simplegraph"]), beside)  # of two processes
 
     def steps(text: str, rows: list[dict[str, Any]], ours: str, beside: dict[str, str]) -> None:
-        for row in rows:
+        for row in (row for row in rows if row["batch"] != 8):
             found = {name: row["ms"][arm] for arm, name in beside.items() if arm in row["ms"]}
             line(f"{text}, batch {row['batch']}, ms", 2, row["ms"][ours], found)
 
     starts("51 sizes of an 8 B Llama ready, s", *ready)
     starts("the same again in the process, s", *again)
-    for batch in ("1", "64"):
-        found = {text: start[arm]["step_ms"][batch] for arm, text in loops.items()}
-        line(f"its step at batch {batch}, ms", 2, start["simplegraph"]["step_ms"][batch], found)
+    found = {text: start[arm]["step_ms"]["1"] for arm, text in loops.items()}
+    line("its step at batch 1, ms", 2, start["simplegraph"]["step_ms"]["1"], found)
     decode = load("headline/engine")["decode"]
     attention = next(name for name in _ATTENTION if f"{name} graph" in decode[0]["ms"])
     engine = {f"{attention} eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
@@ -452,10 +448,22 @@ def _host_inputs() -> str:
     return grid(["a call, waited for", "us", "beside the first"], rows)
 
 
+# What the page of figures shows of a run's rows.
+_SLEEP = (
+    "sizes whose answers stay equal to the bit",
+    "awake, GiB",
+    "asleep, GiB above context and libraries",
+    "on the host, GiB",
+    "sleep, first and median, s",
+    "wake, median and most, s",
+    "dropping the graphs and capturing again, s",
+)
+
+
 def _sleep() -> str:
-    older, newer = (sleep.rows(load(file)) for file in ("h200_sleep", "h100_sleep"))
-    rows = [[*row, found] for row, (_, found) in zip(older, newer, strict=True)]
-    return grid(["8B shape, 51 sizes", "H200, 581db03", "H100, 4584a05"], rows)
+    """Show a run in a row."""
+    runs = {name: dict(sleep.rows(load(f"{name.lower()}_sleep"))) for name in ("H200", "H100")}
+    return grid(["8B shape", *_SLEEP], [[name, *(run[key] for key in _SLEEP)] for name, run in runs.items()])
 
 
 def _serving_rates() -> str:
@@ -500,8 +508,8 @@ def _training() -> str:
     arms = ("eager", "hand-made", "train-step", "forward-backward", "compiled-reduce-overhead")
     rows = []
     for name, found in load("h200_training")["workloads"].items():
-        kernels = f"{found['eager']['kernel_ms']:.2f}"
-        rows.append([name, kernels, *(f"{found[arm]['ms']:.2f}" if arm in found else "" for arm in arms)])
+        if "train-step" in found:  # a whole step
+            rows.append([name, f"{found['eager']['kernel_ms']:.2f}", *(f"{found[arm]['ms']:.2f}" for arm in arms)])
     names = ("eager", "a graph made by hand", "**`train_step`**", "**`training=True`**", "compiled, reduce-overhead")
     return grid(["a step, ms", "eager's kernels", *names], rows)
 
@@ -529,27 +537,9 @@ def _training_pairs() -> str:
     return grid(["a step, ms", "`training=True`", "`make_graphed_callables`", "ratio"], rows)
 
 
-def _modes() -> str:
-    """Show the mode that each one becomes with attention of each support level, as the dispatcher resolves it."""
-    backends = {
-        AttentionCGSupport.ALWAYS: "FlashAttention-3, SDPA",
-        AttentionCGSupport.UNIFORM_BATCH: "FlashAttention-2, FlashInfer, Triton decode",
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE: "context parallel",
-        AttentionCGSupport.NEVER: "none of these; one of yours",
-    }
-    modes = [mode for mode in CudaGraphMode if mode is not CudaGraphMode.NONE]
-    rows = []
-    for support, names in backends.items():
-        lowered = [resolve_mode(mode, support)[0] for mode in modes]
-        cells = ["as asked" if found is mode else f"`{found.name}`" for mode, found in zip(modes, lowered, strict=True)]
-        rows.append([f"`{support.name}`: {names}", *cells])
-    return grid(["the attention's support", *(f"`{mode.name}`" for mode in modes)], rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "model-table": model_table.all_rows,
     "model-table-names": model_table.names,
-    "model-table-categories": model_table.by_category,
     "model-table-summary": model_table.summary,
     "readme": _readme,
     "readme-headline": ranges.headline,
@@ -600,6 +590,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": _training,
     "training-start": _training_start,
     "training-pairs": _training_pairs,
-    "modes": _modes,
     "lifecycle": lifecycle.drawing,
 }

@@ -41,12 +41,12 @@ def test_every_model_that_was_tried_is_named_with_what_came_of_it() -> None:
 def test_a_table_whose_figures_are_not_there_says_so_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page with one must build, and no other table may go with it."""
     monkeypatch.setitem(tables.TABLES, "host", lambda: str(raw.load("h200_absent")))
-    page = tables.fill("a\n<!-- table: host -->\n| old |\n<!-- end -->\nb\n<!-- table: modes -->\n<!-- end -->\n")
+    page = tables.fill("a\n<!-- table: host -->\n| old |\n<!-- end -->\nb\n<!-- table: lifecycle -->\n<!-- end -->\n")
     assert page.startswith(
         "a\n<!-- table: host -->\n\n**Not measured yet**: `bench/results` has no `h200_absent.json`."
     )
     assert "| old |" not in page
-    assert "`FULL_AND_PIECEWISE`" in page
+    assert "UNSEEN" in page
 
 
 def between(ratios: Iterable[float], form: str = ".2f") -> str:
