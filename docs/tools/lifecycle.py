@@ -1,16 +1,16 @@
-"""Writes the lifecycle of calls as text, from the tables of `simplegraph.manager.lifecycle`."""
+"""Draws the lifecycle of calls as text, from the tables of `simplegraph.manager.lifecycle`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from simplegraph.manager.lifecycle import EDGES, REFUSALS, VERDICT_EDGES, RowVerdict, Stage
 
 
 def drawing() -> str:
-    """List the stages of a size and what leads from one to another, the verdicts of row counts, and refusals."""
-    lines = ["```text", "The next call of a size:", *_columns((stage.name, stage.value) for stage in Stage)]
-    lines += _columns(_edges())
+    """Draw the stages of a size in a column, and list the other edges, the verdicts of row counts, and refusals."""
+    lines = ["```text", "The next call of a size:", "", *_stages(), "", "Other ways:", *_columns(_other_edges())]
     lines += ["", "Row counts of a captured size:", *_columns((verdict.name, verdict.value) for verdict in RowVerdict)]
     lines += _columns((f"{one.name} -> {other.name}", why) for (one, other), why in VERDICT_EDGES.items())
     lines += ["", "Refused:"]
@@ -19,10 +19,23 @@ def drawing() -> str:
     return "\n".join([*lines, "```"])
 
 
-def _edges() -> list[tuple[str, str]]:
-    """List what leads from a stage to another, by event."""
+def _stages() -> list[str]:
+    """Draw each stage, and the event that leads to the next one."""
+    width = max(len(stage.name) for stage in Stage)
+    stages = list(Stage)
+    lines = [f"{stages[0].name:{width}}  {stages[0].value}"]
+    for before, after in itertools.pairwise(stages):
+        (event,) = (event for (stage, event), then in EDGES.items() if (stage, then) == (before, after))
+        lines += [f"  |{'':{width}}  {event.value}", "  v", f"{after.name:{width}}  {after.value}"]
+    return lines
+
+
+def _other_edges() -> list[tuple[str, str]]:
+    """List what leads elsewhere than to the next stage, by event."""
+    forward = set(itertools.pairwise(Stage))
+    others = [(stage, event, then) for (stage, event), then in EDGES.items() if (stage, then) not in forward]
     found: dict[tuple[str, str], list[str]] = {}
-    for (stage, event), then in EDGES.items():
+    for stage, event, then in others:
         found.setdefault((then.name, event.value), []).append(stage.name)
     return [(f"{', '.join(names)} -> {then}", event) for (then, event), names in found.items()]
 
