@@ -74,6 +74,10 @@ class OwnedTensor:
         """True if something else was noted to hold the memory, and nothing does any more."""
         return self._was_shared and self.uses() == _uses_alone()
 
+    def was_never_held(self) -> bool:
+        """True if nothing else held the memory when holders were noted, and nothing does now."""
+        return self._tells and not self._was_shared and self.uses() == _uses_alone()
+
     def uses(self) -> tuple[int, int, int]:
         """Count the references to the Python object, the tensor and the memory."""
         references = next(map(sys.getrefcount, map(_tensor_of, (self,))))  # counted as `held_by_nobody` does

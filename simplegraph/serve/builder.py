@@ -50,6 +50,9 @@ _COMPARE_REMEDY = (
     "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
 )
 
+_MADE_UNSEEN = "the forward reads memory that no operator of its own thread made, such as what another thread computed"
+_SEEN_REMEDY = "Compute it in the thread that calls the module, by torch's operators, or make that part an eager break."
+
 
 @dataclasses.dataclass(eq=False)
 class GraphBuilder:
@@ -65,6 +68,7 @@ class GraphBuilder:
         inputs_of: the static inputs that each program reads, by key.
         state: the module's state that the programs read; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
+        recorded: storage keys of outside memory that the latest captures read.
         ran_on: the GPU that the latest eager run moved its inputs to, if neither an argument nor a weight is on a GPU;
             None if it moved none.
         probes: further probes of captures.
@@ -78,6 +82,7 @@ class GraphBuilder:
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
+    recorded: set[int] = dataclasses.field(default_factory=set)
     ran_on: torch.device | None = None
     probes: Sequence[Probe] = ()
 
@@ -378,6 +383,9 @@ class GraphBuilder:
             summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
+                if jobs and self._reads_unseen():
+                    failed = self.manager.table.refuse(jobs, _MADE_UNSEEN, _SEEN_REMEDY)
+                    summary = dataclasses.replace(summary, captured=0, failed=failed)
                 if self.manager.device.emulated:
                     _warn_of_emulation()
         except BaseException:
@@ -498,10 +506,17 @@ class GraphBuilder:
         host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
         storages = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         self.keep_external(call, observation.observers, storages)
+        self.recorded = {key for observer in observation.observers if observer.captures for key in observer.external}
         self.seen.read.values |= {
             place: tensor for place, tensor in observation.reads.items() if place[0] not in storages
         }
         self.seen.read.versions += observation.versions
+
+    def _reads_unseen(self) -> bool:
+        """True if the latest graphs read memory outside of their pool that nothing held when it was noted."""
+        device, pool, elsewhere = self.manager.device, self.manager.pool, self.seen.read.elsewhere
+        found = (elsewhere[key] for key in self.recorded & elsewhere.keys())
+        return any(owned.was_never_held() and not device.in_pool(pool, owned.tensor) for owned in found)
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Drop the graph of the call's size: the size runs eagerly from now on."""

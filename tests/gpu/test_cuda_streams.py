@@ -284,12 +284,13 @@ class Late(nn.Module):
             return pool.submit(self.compute, x + 1).result() * 2
 
 
-@pytest.mark.proofs  # which find that no graph holds that work
-@pytest.mark.parametrize("rows", [3, 4])
-def test_the_first_calls_wait_for_what_other_threads_compute(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 4), (4, 4)])
+def test_a_call_waits_for_what_other_threads_compute_and_no_graph_serves_it(rows: int, size: int) -> None:
     module = Late().to("cuda").eval()
-    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    model = sg.wrap(module, capture_sizes=[size], progress=False)
     with torch.no_grad():
         for _ in range(6):
             x = torch.randn(rows, 32, device="cuda")
             torch.testing.assert_close(model(x), module.linear(x + 1) * 2)
+    assert model.graph_stats.replays == 0
+    assert "what another thread computed" in str(model.graph_report())

@@ -1060,8 +1060,8 @@ def test_breaks_that_padding_rows_change_in_number_or_result_stop_padding(device
             torch.testing.assert_close(model(x), function(x))
 
 
-@pytest.mark.parametrize("rows", [3, 4])
-def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(device, rows):
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 4), (4, 4)])
+def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(device, rows, size):
     class Threaded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1072,11 +1072,13 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
                 return pool.submit(torch.no_grad()(self.l), x).result() * 2
 
     net = Threaded().to(device).eval()
-    model = sg.wrap(net, capture_sizes=[4], progress=False)
+    model = sg.wrap(net, capture_sizes=[size], progress=False)
     with torch.no_grad():
         for _ in range(6):
             x = torch.randn(rows, 8, device=device)
             torch.testing.assert_close(model(x), net.l(x) * 2)
+    assert model.graph_stats.replays == 0
+    assert "what another thread computed" in str(model.graph_report())
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
