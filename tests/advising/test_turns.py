@@ -21,7 +21,6 @@ from simplegraph.doctor.turns import Way, in_turns
 from simplegraph.integrations.advice import advisor
 from simplegraph.manager.stats import on_eager
 
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trials of the emulator; tests/gpu has times")
 
 
@@ -213,6 +212,17 @@ def test_a_graph_serves_each_training_step_between_eager_ones(timed: Timed) -> N
     assert timed.checked == {(True, False)}
     assert timed.served == timed.eager == 23
     assert timed.not_served == []
+
+
+def test_steps_whose_parameters_would_become_infinite_without_the_programs_loss_are_tried(timed: Timed) -> None:
+    agent = Agent()
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1e6)
+    with advisor(sg) as watching:
+        for _ in range(12):
+            optimizer.zero_grad()
+            (0 * agent.act(torch.ones(2, 4), torch.zeros(2))[1].sum()).backward()
+            optimizer.step()
+    assert _told(watching) == IN_TURNS
 
 
 def test_large_training_steps_are_copied_once_and_timed_apart(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
