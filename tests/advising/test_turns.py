@@ -216,7 +216,7 @@ def test_a_graph_serves_each_training_step_between_eager_ones(timed: Timed) -> N
 
 def test_steps_whose_parameters_would_become_infinite_without_the_programs_loss_are_tried(timed: Timed) -> None:
     agent = Agent()
-    optimizer = torch.optim.SGD(agent.parameters(), lr=1e6)
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1e38)
     with advisor(sg) as watching:
         for _ in range(12):
             optimizer.zero_grad()
