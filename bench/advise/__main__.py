@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +16,28 @@ import torch
 
 from bench.advise.programs import PROGRAMS, follow
 from bench.tools import command, fresh
-from bench.tools.measure import Figures
+from bench.tools.measure import Figures, say
 from bench.tools.options import Options, count, name_list
 from bench.tools.tables import grid
 
 ENGINE = "engine"  # bench.generate, which has graphs
 _SECONDS = 120  # that measuring one program may take
+_REPEATING = 210  # seconds after which nothing is repeated, as far as can be foreseen
 TOLERANCE = 0.15  # of a gain that is told, by the one that is measured
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvicePlan:
-    """Programs to advise, and rounds of calls whose results are waited for."""
+    """Programs to advise, rounds of calls whose results are waited for, and how often all that is repeated."""
 
     programs: tuple[str, ...]
     rounds: int
+    repeats: int = 1
 
 
 def default_plan(device: torch.device) -> AdvicePlan:
-    """Return all programs, with 200 rounds on a GPU, else 2."""
-    return AdvicePlan((*PROGRAMS, ENGINE), 200 if device.type == "cuda" else 2)
+    """Return all programs, with 1000 rounds and 3 repeats on a GPU, else 2 and 1."""
+    return AdvicePlan((*PROGRAMS, ENGINE), *((1000, 3) if device.type == "cuda" else (2, 1)))
 
 
 def advise(name: str) -> dict[str, Any]:
@@ -52,20 +56,40 @@ def advise(name: str) -> dict[str, Any]:
 
 
 def measure(plan: AdvicePlan, device: torch.device) -> Figures:
-    """Advise each program, follow the advice that is worth most, and measure that."""
-    figures: Figures = {"tolerance": TOLERANCE, "programs": {}}
-    for name in plan.programs:
-        report = advise(name)
-        row: dict[str, Any] = {"first": report["lines"][0], "lines": report["lines"]}
-        first = next((one for one in report["watched"] if one["trial"] is not None), None)
-        if name != ENGINE and first is not None:
-            # In a process of its own, as the program ran that was advised: imports of others make eager calls slower.
-            row |= fresh.call(follow, name, first["name"], device, plan.rounds, seconds=_SECONDS)
-            row |= {"called": first["name"], "told": first["trial"]["gain"]}
-            row["measured"] = row["plain_ms"] / row["followed_ms"]
-            row["off"] = None if row["told"] is None else row["told"] / row["measured"] - 1
-        figures["programs"][name] = row
-    return figures
+    """Advise each program, follow the advice that is worth most, and measure that; then all again, as time allows."""
+    rows: dict[str, dict[str, Any]] = {}
+    began, longest = time.perf_counter(), dict.fromkeys(plan.programs, 0.0)
+    for repeat in range(plan.repeats):
+        for name in plan.programs:
+            started = time.perf_counter()
+            if repeat and ("called" not in rows[name] or started + longest[name] > began + _REPEATING):
+                continue
+            report = advise(name)
+            row = rows.setdefault(name, {"first": report["lines"][0], "lines": report["lines"], "runs": []})
+            tried = [one for one in report["watched"] if one["trial"] is not None]
+            if name != ENGINE and tried:
+                called = row.setdefault("called", tried[0]["name"])
+                trials = [one["trial"] for one in tried if one["name"] == called]
+                row["runs"] += [_run(name, called, trial, plan, device) for trial in trials[:1]]
+                row |= _medians(row["runs"])
+            took = time.perf_counter() - started
+            longest[name] = max(longest[name], took)
+            say(f"{name}, {took:.0f} s: {json.dumps(row['runs'][-1]) if row['runs'] else row['first']}")
+    return {"tolerance": TOLERANCE, "programs": rows}
+
+
+def _run(name: str, called: str, trial: dict[str, Any], plan: AdvicePlan, device: torch.device) -> dict[str, Any]:
+    """Follow an advice in a process of its own, as the program ran: imports of others make eager calls slower."""
+    followed = fresh.call(follow, name, called, device, plan.rounds, seconds=_SECONDS)
+    told = {"told": trial["gain"], "eager_ms": trial["eager_ms"], "graph_ms": trial["graph_ms"]}
+    return told | followed | {"measured": followed["plain_ms"] / followed["followed_ms"]}
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure, None if no run has it, and by how much the gain was told wrong."""
+    found = {key: [run[key] for run in runs if run[key] is not None] for key in runs[0]}
+    row: dict[str, Any] = {key: statistics.median(values) if values else None for key, values in found.items()}
+    return row | {"off": None if row["told"] is None else row["told"] / row["measured"] - 1}
 
 
 def render(figures: Figures) -> str:
@@ -95,7 +119,8 @@ def failures(figures: Figures) -> list[str]:
 
 OPTIONS: Options = {
     "--programs": name_list((*PROGRAMS, ENGINE), "the programs"),
-    "--rounds": {"type": count, "help": "calls that a median is taken over; 200 on a GPU, else 2"},
+    "--rounds": {"type": count, "help": "timed calls of each, as far as they fit into seconds; 1000 on a GPU, else 2"},
+    "--repeats": {"type": count, "help": f"of all that, at most, within {_REPEATING} s; 3 on a GPU, else 1"},
 }
 main = command.of("bench.advise", __doc__, OPTIONS, default_plan, measure, render, failures)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import abc
 import functools
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical
 
 import simplegraph as sg
 from bench.tools.measure import Figures, device_of, synchronize
+from simplegraph.doctor.trials import validating
+from simplegraph.doctor.turns import Way, in_turns
 
 Call = Callable[[], object]
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
 SIDE, ROWS = {"cuda": 8192, "cpu": 64}, {"cuda": 4096, "cpu": 8}  # of the products that keep a GPU busy
+_PLAIN, _FOLLOWED = 2, 10  # first calls, which are not timed: those of the advice teach, capture and prove
+_SECONDS = 2.0  # after which no turn of timed calls begins
 
 
 class Policy(nn.Module):
@@ -168,7 +170,6 @@ class Training(Program):
         return functools.partial(self._act, self.agent.get_action_and_value)
 
     def followed(self, called: str) -> Call:
-        Distribution.set_default_validate_args(False)
         if called == "optimizer.step":
             return functools.partial(self._update(graphed=True), *self._batch())
         return functools.partial(self._act, sg.wrap(self.agent.get_action_and_value, capture_sizes=[4], progress=False))
@@ -214,25 +215,21 @@ PROGRAMS: dict[str, type[Program]] = {
 }
 
 
-def gain(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Measure calls that take turns, each waited for: the median of each, in ms."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 10):
-        for name, call in calls.items():
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if turn >= 10:  # the first teach, capture and prove
-                times[name].append((time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+def gain(plain: Call, followed: Call, device: torch.device, rounds: int) -> Figures:
+    """Measure both calls in turns, each waited for, in ms; distributions check their arguments in plain calls alone."""
+    ways = Way(plain, functools.partial(validating, True)), Way(followed, functools.partial(validating, False))
+    for way, first in zip(ways, (_PLAIN, _FOLLOWED), strict=True):
+        with way.context():
+            for _ in range(first):
+                way.call()
+    plain_ms, followed_ms = in_turns(*ways, lambda: synchronize(device), calls=rounds, seconds=_SECONDS)
+    return {"plain_ms": plain_ms, "followed_ms": followed_ms}
 
 
 def follow(name: str, called: str, device: torch.device, rounds: int) -> Figures:
     """Measure a program's call as its author makes it, and after the advice was followed, in ms."""
     program = PROGRAMS[name](device)
-    plain = gain({"plain": program.plain(called)}, device, rounds)["plain"]
-    return {"plain_ms": plain, "followed_ms": gain({"followed": program.followed(called)}, device, rounds)["followed"]}
+    return gain(program.plain(called), program.followed(called), device, rounds)
 
 
 if __name__ == "__main__":

@@ -26,14 +26,18 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import SOON
 from simplegraph.device.memory import HostRandom, put_random_states, random_states
 from simplegraph.doctor.trial_config import TrialConfig
+from simplegraph.doctor.turns import Way, in_turns
 from simplegraph.manager.stats import GraphStats, headline, merged_failures
 from simplegraph.program.snapshot import Snapshot
 
 _RUNS = 12  # calls after which a graph serves, if it can
 _SECONDS, _TIMED = 0.5, (3, 50)  # of timing a way to call, and its fewest and most calls
 _SHARED = 1 << 30  # bytes of parameters above which a copy shares them
+_TRAINED = _SHARED // 4  # bytes of trained parameters, beside gradients and an optimizer's state, copied twice at most
 _CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
 _UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
+
+Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass
@@ -41,7 +45,8 @@ class Trial:
     """The outcome of trying graphs for one call.
 
     Attributes:
-        eager_ms: median time of an eager call whose result is waited for; None without a GPU, as all times.
+        eager_ms: median time of an eager call whose result is waited for; None without a GPU, as all times. If a graph
+            serves, both are timed in turns; see `in_turns`.
         gpu_ms: of it the time that the GPU works, launches in the call waited for included if it reads results back.
         graph_ms: median time of a call that a graph serves, waited for; also None if none does.
         operators: that an eager call runs; launches: nodes of the graph, 0 if there is none.
@@ -126,12 +131,12 @@ def copied(things: Any, *, training: bool = False) -> Any:
         return copy.deepcopy(things, memo)
 
 
-def observe(trial: Trial, eager: Callable[[], object], copies: Any) -> None:
+def observe(trial: Trial, eager: Way, copies: Any) -> None:
     """Run eagerly on copies, count the operators, and time it if they are on a GPU.
 
     Args:
         trial: receives the figures.
-        eager: the call.
+        eager: the call; its context is that of timing.
         copies: the copies of modules and arguments that it uses.
 
     Raises:
@@ -140,7 +145,7 @@ def observe(trial: Trial, eager: Callable[[], object], copies: Any) -> None:
     before = Snapshot(copies, code=True)
     try:
         with _Operators() as operators:
-            eager()
+            eager.call()
     finally:
         kept, changed = set(before.changes()), set(before.changes(code=True))
         changed |= set(before.release(lambda _: True, caches=False))
@@ -148,16 +153,27 @@ def observe(trial: Trial, eager: Callable[[], object], copies: Any) -> None:
     if changed - kept:
         raise ConfigError(f"each call changes {', '.join(sorted(changed - kept))}, which a replay would not")
     trial.operators = operators.count
-    if any(tensor.is_cuda for tensor in _tensors(copies)):
-        trial.eager_ms = waited_ms(eager)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        cycles = int((2 * trial.eager_ms + 1) * _CYCLES)
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # meanwhile all launches are queued
-        first.record()
-        eager()
-        last.record()
-        torch.cuda.synchronize()
-        trial.gpu_ms = min(first.elapsed_time(last), trial.eager_ms)
+    if on_gpu(copies):
+        with eager.context():
+            trial.eager_ms = waited_ms(eager.call)
+        trial.gpu_ms = min(gpu_ms(eager.call, trial.eager_ms), trial.eager_ms)
+
+
+def on_gpu(things: Any) -> bool:
+    """True if a parameter or another tensor of these is on a GPU, where trials are timed."""
+    return any(tensor.is_cuda for tensor in _tensors(things))
+
+
+def gpu_ms(call: Callable[[], object], eager_ms: float) -> float:
+    """Return the time that the GPU works for a call that takes so long, in ms."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    cycles = int((2 * eager_ms + 1) * _CYCLES)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # meanwhile all launches are queued
+    first.record()
+    call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last))
 
 
 def _tensors(things: Any) -> Iterator[Tensor]:
@@ -187,8 +203,17 @@ def in_the_way(stats: GraphStats) -> str:
     return next(iter(failed), None) or next((stats.explained(reason) for reason in reasons), "no call was replayed")
 
 
-def measure(trial: Trial, graphed: Callable[[], object], stats: Callable[[], Sequence[GraphStats]]) -> Trial:
-    """Call until a graph serves, and time that; note what is in the way if none does."""
+def measure(
+    trial: Trial, graphed: Callable[[], object], stats: Callable[[], Sequence[GraphStats]], eager: Way | None
+) -> Trial:
+    """Call until a graph serves, and time that; note what is in the way if none does.
+
+    Args:
+        trial: receives the figures.
+        graphed: the call that a graph should serve.
+        stats: of what has graphs.
+        eager: the same call without graphs, timed in turns with it; None to keep its time, where both use one copy.
+    """
     replays = []
     for _ in range(_RUNS):
         graphed()
@@ -198,7 +223,10 @@ def measure(trial: Trial, graphed: Callable[[], object], stats: Callable[[], Seq
         return trial
     trial.launches = sum(graph.nodes or 0 for graph_stats in stats() for graph in graph_stats.graphs.values())
     if trial.eager_ms is not None:
-        trial.graph_ms = waited_ms(graphed)
+        if eager is None:
+            trial.graph_ms = waited_ms(graphed)
+        else:
+            trial.eager_ms, trial.graph_ms = in_turns(eager, Way(graphed), torch.cuda.synchronize)
         trial.gpu_ms = min(trial.gpu_ms or 0.0, trial.graph_ms)
     return trial
 
@@ -236,25 +264,40 @@ def try_call(
     return _validated_or_not(functools.partial(_try_call, sg, owner, method, args, kwargs, settings))
 
 
-def _validated_or_not(attempt: Callable[[], Trial]) -> Trial:
-    """Try a graph; if distributions check their arguments, which no graph can hold, also try without these checks."""
-    trial = attempt()
+@contextlib.contextmanager
+def validating(checks: bool) -> Iterator[None]:
+    """Let distributions check their arguments in the block by default, or not."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(checks)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def _validated_or_not(attempt: Callable[[Context], Trial]) -> Trial:
+    """Try a graph; if distributions check their arguments, which no graph can hold, also try without these checks.
+
+    Args:
+        attempt: the trial; it is passed the context of the program's own calls, which check.
+    """
+    trial = attempt(contextlib.nullcontext)
     if "validate_args" not in trial.problem:
         return trial
-    validates = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        again = attempt()
-    finally:
-        Distribution.set_default_validate_args(validates)
+    with validating(False):
+        again = attempt(functools.partial(validating, True))
     again.way = "; ".join(filter(None, [again.way, f"call {_UNVALIDATED}"]))
-    if trial.eager_ms is not None:  # that of the program, which checks
-        again.eager_ms = trial.eager_ms
     return trial if again.problem else again
 
 
 def _try_call(
-    sg: Any, owner: nn.Module, method: str, args: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any]
+    sg: Any,
+    owner: nn.Module,
+    method: str,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    context: Context,
 ) -> Trial:
     # A function that reaches a module in training mode has graphs; the module's own call has none.
     part = ".forward" if owner.training and not method else ""
@@ -262,11 +305,11 @@ def _try_call(
     with trying(trial):
         trial_owner, args, kwargs = copied((owner, args, dict(kwargs)))
         call = getattr(trial_owner, method or part[1:]) if method or part else trial_owner
-        eager = functools.partial(call, *args, **kwargs)
+        eager = Way(functools.partial(call, *args, **kwargs), context)
         observe(trial, eager, (trial_owner, args, kwargs))
         graphed: Any = sg.wrap(call, TrialConfig(progress=False), **settings)
         try:
-            measure(trial, functools.partial(graphed, *args, **kwargs), lambda: [graphed.graph_stats])
+            measure(trial, functools.partial(graphed, *args, **kwargs), lambda: [graphed.graph_stats], eager)
         finally:
             graphed.reset_graphs()
     return trial
@@ -284,57 +327,77 @@ def try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole:
     return _validated_or_not(functools.partial(_try_step, sg, calls, optimizer, whole=whole))
 
 
-def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, *, whole: bool) -> Trial:
+def _try_step(sg: Any, calls: Sequence[StepCall], optimizer: Optimizer, context: Context, *, whole: bool) -> Trial:
     trial = Trial()
     with trying(trial):
         recorded = [call[:-1] for call in calls]
-        own_calls, trial_optimizer = copied((recorded, optimizer), training=True)
-        device = "cuda" if any(tensor.is_cuda for tensor in _tensors(own_calls)) else "cpu"
-
-        def step() -> None:
-            trial_optimizer.zero_grad()
-            losses: list[Tensor] = []
-            for module, method, args, kwargs, dtype in own_calls:
-                with torch.autocast(device, dtype, enabled=dtype is not None):
-                    results = flatten(getattr(module, method or "__call__")(*args, **kwargs))[0]
-                losses += [leaf.float().sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
-            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            trial_optimizer.step()
-
-        observe(trial, step, (own_calls, trial_optimizer))
+        plain_calls, plain_optimizer = copied((recorded, optimizer), training=True)
+        plain = Way(_step(plain_calls, plain_optimizer), context)
+        observe(trial, plain, (plain_calls, plain_optimizer))
         observed = trial
+        # A graph changes the optimizer's settings, so that eager steps in turns need copies of their own.
+        turns = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"]) <= _TRAINED
+        own_calls, trial_optimizer = plain_calls, plain_optimizer
+        if turns:
+            own_calls, trial_optimizer = copied((recorded, optimizer), training=True)
+        eager = plain if turns else None
+        step = _step(own_calls, trial_optimizer)
         if whole:
-            _measure_step(sg, trial, step, trial_optimizer)
+            _measure_step(sg, trial, step, trial_optimizer, eager)
         if "pass fused=True" in trial.problem:
             groups = [{"params": group["params"]} for group in trial_optimizer.param_groups]
             trial_optimizer = type(trial_optimizer)(
                 groups, **trial_optimizer.defaults | {"foreach": None, "fused": True}
             )
+            step = _step(own_calls, trial_optimizer)
             trial = dataclasses.replace(trial, problem="", way=f"pass fused=True to {type(trial_optimizer).__name__}")
-            _measure_step(sg, trial, step, trial_optimizer)
+            _measure_step(sg, trial, step, trial_optimizer, eager)
         if (trial.problem or not whole) and not any(call.method for call in calls):
             parts = dataclasses.replace(observed, problem="", whole=False)
-            _measure_parts(sg, parts, step, own_calls)
+            _measure_parts(sg, parts, step, own_calls, eager)
             trial = trial if parts.problem and whole else parts
     return trial
 
 
-def _measure_step(sg: Any, trial: Trial, step: Callable[[], None], optimizer: Optimizer) -> None:
+def _step(calls: list[Any], optimizer: Optimizer) -> Callable[[], None]:
+    """Return a training step: the calls, the backward of the sum of their results, and the optimizer's step.
+
+    Its learning rates are 0: that sum has no least value, and many steps would end in parameters that are not finite.
+    """
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = group["lr"] * 0
+    device = "cuda" if on_gpu(calls) else "cpu"
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        for module, method, args, kwargs, dtype in calls:
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                results = flatten(getattr(module, method or "__call__")(*args, **kwargs))[0]
+            losses += [leaf.float().sum() for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _measure_step(sg: Any, trial: Trial, step: Callable[[], None], optimizer: Optimizer, eager: Way | None) -> None:
     graphed = sg.train_step(step, optimizers=optimizer, progress=False)
     try:
-        measure(trial, graphed, lambda: [graphed.graph_stats])
+        measure(trial, graphed, lambda: [graphed.graph_stats], eager)
     finally:
         graphed.reset_graphs()
 
 
-def _measure_parts(sg: Any, trial: Trial, step: Callable[[], None], calls: list[Any]) -> None:
+def _measure_parts(sg: Any, trial: Trial, step: Callable[[], None], calls: list[Any], eager: Way | None) -> None:
     """Measure a step whose modules have graphs of their forward and backward; they take the modules' place in it."""
     wrapped = {id(module): sg.wrap(module, training=True, progress=False) for module, *_ in calls}
     names = ", ".join(f"<{name}>" for name in dict.fromkeys(type(module).__name__ for module, *_ in calls))
     trial.way = f"wrap what the step calls, {names}: model = sg.wrap(model, training=True)"
     calls[:] = [(wrapped[id(module)], *rest) for module, *rest in calls]
     try:
-        measure(trial, step, lambda: [model.graph_stats for model in wrapped.values()])
+        measure(trial, step, lambda: [model.graph_stats for model in wrapped.values()], eager)
     finally:
         for model in wrapped.values():
             model.reset_graphs()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from simplegraph.base.nested import flatten
 from simplegraph.doctor.advise import Advisor
 from simplegraph.doctor.trials import Trial, copied, measure, observe, trying
+from simplegraph.doctor.turns import Way
 from simplegraph.integrations.handle import Handle
 
 _LENGTHS = 64  # a generation's longest sequence is rounded up to a multiple
@@ -59,17 +60,21 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
     """
     trial = Trial()
     with trying(trial):
-        trial_model, args, kwargs = copied((model, args, dict(kwargs)))
-        eager = functools.partial(getattr(trial_model, method) if method else trial_model, *args, **kwargs)
-        observe(trial, eager, (trial_model, args, kwargs))
-        graphs, settings = make(trial_model, eager)
+        plain = copied((model, args, dict(kwargs)))
+        eager = Way(_call(method, *plain))
+        observe(trial, eager, plain)
+        trial_model, args, kwargs = copied((model, args, dict(kwargs)))  # graphs in place are in the way of eager calls
+        graphs, settings = make(trial_model, _call(method, trial_model, args, kwargs))
         target = "{2}" if method else "{0}"
         trial.way = f"{way}({target}{''.join(f', {name}={value!r}' for name, value in settings.items())})"
         with graphs:
-            # A method may have been replaced.
-            served = functools.partial(getattr(trial_model, method) if method else trial_model, *args, **kwargs)
-            measure(trial, served, lambda: [part.graph_stats for part in graphs.graphed])
+            served = _call(method, trial_model, args, kwargs)  # a method may have been replaced
+            measure(trial, served, lambda: [part.graph_stats for part in graphs.graphed], eager)
     return trial
+
+
+def _call(method: str, model: Any, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    return functools.partial(getattr(model, method) if method else model, *args, **kwargs)
 
 
 def try_generation(sg: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trial | None:
