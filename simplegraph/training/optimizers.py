@@ -319,11 +319,10 @@ def _named(owner: optim.Optimizer) -> str:
 
 
 def _has_fused(owner: optim.Optimizer) -> bool:
-    """True if torch has a fused step of an optimizer's class where its parameters are."""
+    """True if every release of torch has a fused step of an optimizer's class where its parameters are."""
     kind = _named(owner)
-    if kind == "Adagrad" and any(not parameter.is_cpu for group in owner.param_groups for parameter in group["params"]):
-        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", "CUDA")
-    return kind in _FUSED
+    on_cpu = all(parameter.is_cpu for group in owner.param_groups for parameter in group["params"])
+    return kind in _FUSED and (kind != "Adagrad" or on_cpu)
 
 
 def _prepare(owner: optim.Optimizer) -> None:

@@ -154,15 +154,11 @@ def test_an_optimizer_that_reads_its_state_on_the_host_runs_eagerly_and_is_told_
     assert ("leaves the optimizer out of graphs" in told) is ("pass fused=True" not in told)
 
 
-@pytest.mark.parametrize("has_kernel", [False, True])
-def test_adagrad_on_a_gpu_is_told_its_fused_form_only_where_torch_has_one(
-    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adagrad_on_a_gpu_is_told_graphs_of_forward_and_backward() -> None:
+    """Its fused form is refused there by some releases of torch."""
     optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(2, device="meta"))])
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: has_kernel)
     assert unsuitable(optimizer).startswith("Adagrad reads its step count on the host; ")
-    assert ("pass fused=True" in unsuitable(optimizer)) is has_kernel
-    assert ("simplegraph.wrap(model, training=True)" in unsuitable(optimizer)) is not has_kernel
+    assert "simplegraph.wrap(model, training=True)" in unsuitable(optimizer)
 
 
 def test_adagrad_trains_beside_graphs_of_forward_and_backward(device: torch.device) -> None:
