@@ -116,6 +116,7 @@ def _one_gpu() -> list[Job]:
         ),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
+        Job("h200_advise", _command("bench.advise"), ("advise",), seconds=280),
         Job("h100_host_inputs", _command("bench.host_inputs"), ("host-inputs",), seconds=100),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "480"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),

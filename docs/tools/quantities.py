@@ -30,6 +30,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "training graphs beside torch's": ("h200_training_pairs",),
     "scores": ("h200_accuracy",),
     "recipes": ("h200_recipes",),
+    "gains that advise tells": ("h200_advise",),
     "attention": ("h200_attention",),
     "fused operators": ("h200_fused_operators",),
     "products of one row": ("h200_one_row",),

@@ -435,6 +435,15 @@ def _recipes() -> str:
     return grid(["ms of a call that is waited for", "plain", "with graphs", "times faster"], rows)
 
 
+def _advise() -> str:
+    rows = []
+    for name, found in load("h200_advise")["programs"].items():
+        if "told" in found:
+            what = found["first"].split("`")[1]
+            rows.append([name, f"`{what}`", f"{found['told']:.2f}", f"{found['measured']:.2f}", f"{found['off']:+.0%}"])
+    return grid(["program", "what is ranked first", "times faster, told", "measured", "off by"], rows)
+
+
 def _host_inputs() -> str:
     found = load("h100_host_inputs")["waited_us"]
     names = {
@@ -582,6 +591,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
     "recipes": _recipes,
+    "advise": _advise,
     "host": _host,
     "host-inputs": _host_inputs,
     "sleep": _sleep,
