@@ -453,7 +453,7 @@ class CallReader:
         if not _compares_by_value(value):
             hint = "tensors are copied, and numbers, texts and tuples compared"
             if name.partition(".")[0] in ("cache", "past_key_values"):
-                hint = "graph_generation serves generate()"
+                hint = "graph_generation serves generate(); in a loop of your own, let the module keep a StaticCache"
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; {hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 
