@@ -383,7 +383,8 @@ class GraphBuilder:
             summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
-                if jobs and self._reads_unseen():
+                # Of a step, what holds memory tells nothing.
+                if jobs and not jobs[0].trains and self._reads_unseen():
                     failed = self.manager.table.refuse(jobs, _MADE_UNSEEN, _SEEN_REMEDY)
                     summary = dataclasses.replace(summary, captured=0, failed=failed)
                 if self.manager.device.emulated:

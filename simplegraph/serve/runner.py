@@ -375,7 +375,6 @@ class GraphRunner:
                         if plan.program.breaks:
                             calls.plain.claim(module)
             mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
-            values = None
             result = self._call_slowly(module, args, kwargs, context)
             return put_entries(result, mappings) if mappings else result
         except CannotBind as error:

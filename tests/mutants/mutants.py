@@ -945,6 +945,27 @@ MUTANTS = [
         PROOFS,
     ),
     Mutant(
+        "what another thread made while a graph was recorded is read for ever",
+        "serve/builder.py",
+        "if jobs and not jobs[0].trains and self._reads_unseen():",
+        "if False:",
+        PROOFS,
+    ),
+    Mutant(
+        "warmups run on the stream of captures",
+        "serve/builder.py",
+        "self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK",
+        "self.manager.device.on_capture_stream()",
+        PROOFS,
+    ),
+    Mutant(
+        "the key stays, whatever a dict that moved holds",
+        "guard/plain_state.py",
+        "is_key = is_same or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))",
+        "is_key = key is not None",
+        ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
         "padding of a prompt stays in the cache",
         "integrations/transformers/generate/prompt.py",
         "cache.update(*(state[:, :, :tokens] for state in pair), index)",
