@@ -51,7 +51,7 @@ _COMPARE_REMEDY = (
 )
 
 _MADE_UNSEEN = "the forward reads memory that no operator of its own thread made, such as what another thread computed"
-_SEEN_REMEDY = "Compute it in the thread that calls the module, by torch's operators, or make that part an eager break."
+_SEEN_REMEDY = "Compute it in the thread that calls the module, by torch's operators."
 
 
 @dataclasses.dataclass(eq=False)

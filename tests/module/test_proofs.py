@@ -1065,9 +1065,11 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
     class Threaded(nn.Module):
         def __init__(self):
             super().__init__()
-            self.l = nn.Linear(8, 8)
+            self.l, self.in_a_thread = nn.Linear(8, 8), True
 
         def forward(self, x):
+            if not self.in_a_thread:
+                return self.l(x) * 2
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 return pool.submit(torch.no_grad()(self.l), x).result() * 2
 
@@ -1078,7 +1080,15 @@ def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(dev
             x = torch.randn(rows, 8, device=device)
             torch.testing.assert_close(model(x), net.l(x) * 2)
     assert model.graph_stats.replays == 0
-    assert "what another thread computed" in str(model.graph_report())
+    report = str(model.graph_report())
+    assert "what another thread computed" in report
+    assert "Compute it in the thread that calls the module" in report
+    net.in_a_thread = False
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(rows, 8, device=device)
+            torch.testing.assert_close(model(x), net.l(x) * 2)
+    assert model.graph_stats.replays > 0
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

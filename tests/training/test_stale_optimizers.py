@@ -101,9 +101,8 @@ def test_a_number_of_the_second_group_alone_is_used_from_the_next_step_on(
     name: str, key: str, device: torch.device
 ) -> None:
     kind, settings = OPTIMIZERS[name]
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.type.upper())
-    if name == "Adagrad, fused" and not has_kernel:
-        pytest.skip("this torch has that on a CPU alone")
+    if name == "Adagrad, fused" and device.type == "cuda":
+        pytest.skip("some releases of torch have that on a CPU alone")
 
     def change(optimizer: Any) -> None:
         group = optimizer.param_groups[1]
