@@ -63,7 +63,7 @@ HEADLINE_SECONDS = 25 * 60
 
 
 def headline_jobs() -> list[Job]:
-    """List the jobs of README's and the first tables, by their worth: measured together, at one commit, on one GPU."""
+    """List the jobs of README's and the first tables, the most important first: at one commit, on one GPU."""
     commands = {
         "models": (_command("bench.optimized", "--batches", "1", "--at-once", "8", "--total", "400"), ("readme",), 420),
         "startup": (
@@ -77,9 +77,8 @@ def headline_jobs() -> list[Job]:
             (HEADLINE,),
             200,
         ),
-        "generate": (_command("bench.transformers_generate", *_GENERATED), (HEADLINE,), 300),
-        "hybrid": (_command("bench.layer_kinds", "--kinds", "hybrid"), (HEADLINE,), 300),
         "training_memory": (_command("bench.training", *_MEMORY), ("training-memory", HEADLINE), 150),
+        "vllm": (_command("bench.serve.beside_vllm"), (HEADLINE,), 500),
     }
     return [Job(f"{HEADLINE}/{name}", *job) for name, job in commands.items()]
 
@@ -105,7 +104,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_startup", (*_SUITE, "--benchmark-json", JSON), ("startup-beside-compiled",)),
         Job("h200_startup_preloaded", _command("bench", *_PRELOADED), ("startup-preloaded",)),
         Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
-        Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
+        Job("h200_transformers", _command("bench.transformers_generate", *_GENERATED), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
         Job("h200_model_calls", _command("bench.host_overhead.models"), ("model-calls",), seconds=150),
@@ -120,6 +119,7 @@ def _one_gpu() -> list[Job]:
         Job("h100_host_inputs", _command("bench.host_inputs"), ("host-inputs",), seconds=100),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "480"), _MODEL_TABLES),
         Job("h200_layer_kinds", _command("bench.layer_kinds"), ("kinds-steps",)),
+        Job("h200_hybrid", _command("bench.layer_kinds", "--kinds", "hybrid"), ("kinds-steps",), seconds=300),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
     ]

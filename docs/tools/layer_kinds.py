@@ -17,12 +17,16 @@ def kinds_equal() -> str:
 
 
 def kinds_steps() -> str:
-    """Return the milliseconds of decode steps, by arm; hybrid layers are in the headline since."""
-    steps = load("h200_layer_kinds")["results"]["windows"]["steps"]["decode"]
-    rows = [
-        [f"{_KINDS['windows']}, batch {step['batch']}", *(f"{ms:.2f}" for ms in step["ms"].values())] for step in steps
-    ]
+    """Return the milliseconds of decode steps, by arm; hybrid layers were measured again since."""
+    rows = []
+    for file, kind in (("h200_layer_kinds", "windows"), ("h200_hybrid", "hybrid")):
+        steps = load(file)["results"][kind]["steps"]["decode"]
+        rows += [[f"{_KINDS[kind]}, batch {step['batch']}", *_two_digits(step["ms"])] for step in steps]
     return grid(["a decode step, ms", *steps[0]["ms"]], rows)
+
+
+def _two_digits(ms: dict[str, float]) -> list[str]:
+    return [f"{each:.2f}" for each in ms.values()]
 
 
 def speculation() -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 # By what was measured, the files from the oldest commit to the newest. The headline's files stand beside newer ones of
 # single arms, since all of them must be of one state of the package (tests/docs/test_headline.py).
 QUANTITIES: dict[str, tuple[str, ...]] = {
-    "calls of eight models at batch 1": ("headline/models",),
+    "calls of eight models at batch 1": ("h200_models_410cdb8", "headline/models"),
     "starts and steps of every arm": ("h200_startup_preloaded", "h200_startup_lean", "headline/startup"),
     "starts beside compiled ones": ("h200_startup_compiled", "h200_startup"),
     "starts in turn with an older commit": ("h200_startup_in_turn",),
     "steps of the engine": ("h200_engine_triton", "h200_engine_one_row", "headline/engine"),
     "steps of the engine beside compiled ones": ("h200_engine_steps",),
+    "the engine beside vLLM": ("headline/vllm",),
     "a process's first token": ("h200_engine", "h200_first_token"),
-    "generate of a Llama": ("h200_transformers", "h200_generate_launches", "headline/generate"),
+    "generate of a Llama": ("h200_generate_launches", "h200_transformers"),
     "generate with the prompt in a graph": ("h200_generate_prompts",),
     "generate of nine families": ("h200x4_models/generate", "h200_generate"),
     "generate on a busy host": ("h200_generate_busy",),
     "eight models at batch 1 and 8 beside the compiler": ("h200x4_models/models", "h200_optimized"),
     "layers with windows": ("h200_layer_kinds",),
-    "hybrid layers": ("headline/hybrid",),
+    "hybrid layers": ("h200_hybrid",),
     "tokens of layers with windows": ("h200_layer_kinds_windows",),
     "tokens of hybrid layers": ("h200_layer_kinds_hybrid",),
     "the longest call": ("headline/model_calls",),
@@ -72,8 +73,8 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "audits, H100": ("h100_vllm_audit",),
     "two batches, H100": ("h100x2_two_batch",),
 }
-# Paragraphs that give a range over every committed run, old ones included.
-RANGES = {"readme-headline", "losses"}
+# Paragraphs and tables that give a range over every committed run, old ones included.
+RANGES = {"readme", "readme-headline", "losses"}
 
 
 def quantity(file: str) -> str:

@@ -78,16 +78,15 @@ def _readme() -> str:
         arm: name for arm, name in README_ARMS.items() if any("ms" in arms.get(arm, {}) for arms in found.values())
     }
     rows, waited = [], latency.readme_cells()
+    keys = {text: key for key, text in optimized.MODELS.items()}
     for text, arms in found.items():
-        faster = f"{arms['eager']['ms'] / arms['graph']['ms']:.1f} times"
         ready = (f"{arms[arm]['ready_seconds']:.1f}" for arm in ("graph", "optimized", "compiled") if arm in arms)
         times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in shown)
         more = [waited.get(text, "")] if waited else []
-        rows.append([text, *times, faster, *more, " / ".join(ready)])
+        rows.append([text, *times, ranges.faster(keys[text]), *more, " / ".join(ready)])
     more = [latency.README_HEAD] if waited else []
-    table = grid(
-        ["", *shown.values(), "faster than eager", *more, "ready, s: simplegraph / `optimize` / compiled"], rows
-    )
+    ready_head = "ready, s: simplegraph / `optimize` / compiled"
+    table = grid(["", *shown.values(), "faster than eager, all runs", *more, ready_head], rows)
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
     other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
     return (
@@ -192,15 +191,18 @@ def _headline() -> str:
     engine = {f"{attention} eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
     text = f"the engine's step, fused layers, logits, {_ATTENTION[attention]}"
     steps(text, decode, f"{attention} graph", engine)
-    llama = load("headline/generate")["models"]["llama"]["arms"]
-    names = {"plain": "plain", "static-compiled": "static cache, compiled"}
-    beside = {name: llama[arm]["ms_per_token"] for arm, name in names.items() if "ms_per_token" in llama[arm]}
-    for ours, text in {"simplegraph": "", "simplegraph-8-tokens": ", 8 tokens a launch"}.items():
-        if ours in llama:
-            text = f"`generate`, Llama 3.2 1B's shape, batch 1{text}, ms a token"
-            line(text, 2, llama[ours]["ms_per_token"], beside)
-    hybrid = load("headline/hybrid")["results"]["hybrid"]["steps"]["decode"]
-    steps("Mamba2 with attention, 8 B", hybrid, "graph", {"eager": "eager", "compiled piecewise": "compiled piecewise"})
+    engines = load("headline/vllm")["arms"]
+    others = {
+        name.replace("vllm", f"vLLM {found['version']}"): found
+        for name, found in engines.items()
+        if name.startswith("vllm")
+    }
+    for batch, found in engines["simplegraph"]["batches"].items():
+        text = f"the engine, FlashAttention-3, {batch} request{'s' * (batch != '1')}, ms a token"
+        beside = {name: arm["batches"][batch]["step_ms"] for name, arm in others.items() if "warm" not in name}
+        line(text, 2, found["step_ms"], beside)
+    seconds = {name: found["first_answer_s"] for name, found in others.items()}
+    line("the first answer of its process, s", 0, engines["simplegraph"]["first_answer_s"], seconds)
     longest = {name: found["longest_ms"] for name, found in lazy.items()}
     for ours, text in {"simplegraph": "lazily", "simplegraph-in-gaps": "in gaps between calls"}.items():
         if ours in longest:
@@ -320,6 +322,7 @@ def _generate() -> str:
         "plain": "plain `generate`",
         "static-compiled": "static cache, compiled by transformers",
         "simplegraph": "`graph_generation`",
+        "simplegraph-8-tokens": "`graph_generation`, 8 tokens a launch",
     }
     rows = [
         [text, f"{arms[key]['ms_per_token']:.2f}", f"{arms[key]['first_seconds']:.2f}"] for key, text in names.items()

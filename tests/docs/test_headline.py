@@ -17,8 +17,7 @@ EXTRAS = {
     "headline/models": ["fused"],
     "headline/startup": ["fused"],
     "headline/engine": ["attention", "fused"],
-    "headline/generate": ["integrations", "fused"],
-    "headline/hybrid": ["attention", "fused"],
+    "headline/vllm": ["attention", "fused"],
     "headline/training_memory": ["training"],
 }
 FILES = [job.file for job in headline_jobs()]
