@@ -1,11 +1,13 @@
 """One suite for both devices: `device` is a GPU where there is one and the CPU, hence the emulator, elsewhere.
 
 With TESTS_DEVICE=cpu it is the CPU on a machine with a GPU, too. TESTS_SAMPLE=2000 runs so many of the tests, chosen by
-TESTS_SEED (0 if it is not set): the emulator must not touch what lies on a GPU beside it.
+TESTS_SEED (0 if it is not set): the emulator must not touch what lies on a GPU beside it. TESTS_SHARE=2/3 runs the
+second of every three cases of the tests that take longest: CI runs one of the three shares with each commit.
 """
 
 from __future__ import annotations
 
+import collections
 import gc
 import importlib
 import importlib.util
@@ -33,6 +35,35 @@ LIBRARIES = {
     "transformers.models.llama.modeling_llama": "transformers",
     "matplotlib.pyplot": "matplotlib",
 }
+
+# Files and folders with tests of many long cases: together a third of the time of all tests.
+LONG = (
+    "attention/backends/test_flash_attention.py",
+    "attention/backends/test_flashinfer.py",
+    "bench/engine",
+    "bench/model_table/test_table.py",
+    "bench/tools/test_replays.py",
+    "bench/transformers_generate",
+    "distributed/test_capture.py",
+    "distributed/test_context_parallel.py",
+    "fused/test_kernels.py",
+    "fused/test_norms.py",
+    "fused/test_rotary.py",
+    "fuzz",
+    "graph/breaks/test_random_breaks.py",
+    "graph/test_observer.py",
+    "integrations/transformers",
+    "module/test_fault_matrix.py",
+    "module/test_filled_once.py",
+    "module/test_fresh_processes.py",
+    "module/test_habits.py",
+    "spec_decode",
+    "sweeps",
+    "training/test_cover.py",
+    "training/test_data_parallel.py",
+    "training/test_stale_optimizers.py",
+)
+_FEW = 4  # a test of fewer cases runs them all
 
 if importlib.util.find_spec("hypothesis"):  # optional here
     import hypothesis
@@ -140,15 +171,32 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if tests_device() == "cuda" else min(cores, 8)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if most := int(os.environ.get("TESTS_SAMPLE", "0")):
         chosen = random.Random(int(os.environ.get("TESTS_SEED", "0"))).sample(range(len(items)), min(most, len(items)))
         items[:] = [items[at] for at in sorted(chosen)]
+    left_out = outside_of_share(items, *map(int, os.environ.get("TESTS_SHARE", "1/1").split("/")))
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def outside_of_share(items: Sequence[pytest.Item], share: int, shares: int) -> set[pytest.Item]:
+    """Find the cases of tests in `LONG` that are in other shares; a test's first case may be in any of them."""
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if TESTS in item.path.parents and item.path.relative_to(TESTS).as_posix().startswith(LONG):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for test, group in cases.items():
+        if len(group) >= _FEW:
+            first = (share + random.Random(test).randrange(shares)) % shares
+            left_out.update(item for at, item in enumerate(group) if at % shares != first)
+    return left_out
 
 
 def tests_device() -> str:

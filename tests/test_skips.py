@@ -33,3 +33,24 @@ def test_only_what_no_step_ran_is_counted_and_each_cause_once_for_every_test(
     assert capsys.readouterr().out == (
         "3 tests or files of tests ran in no step:\n     2  needs a GPU\n     1  needs others\n"
     )
+
+
+def test_what_was_skipped_for_a_cause_is_printed_as_pytest_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = [
+        RUN.format("tests.test_skips", "test_ran"),
+        SKIP.format("tests.test_skips", "test_kernel[a b]", "skip", "needs Triton"),
+        SKIP.format("tests.test_cli.TestImportName", "test_it", "skip", "needs Triton, too"),
+        SKIP.format("", "tests.fused.test_layers", "skip", "no Triton"),
+        SKIP.format("tests.test_skips", "test_gpu", "skip", "needs a GPU"),
+        SKIP.format("tests.test_skips", "test_known", "xfail", "Triton"),
+    ]
+    file = tmp_path / "readme.xml"
+    file.write_text(f"<testsuites><testsuite>{''.join(step)}</testsuite></testsuites>")
+    skips.main(["--of", "Triton", str(file)])
+    assert capsys.readouterr().out.splitlines() == [
+        "tests/test_skips.py::test_kernel[a b]",
+        "tests/test_cli.py::TestImportName::test_it",
+        "tests/fused/test_layers.py",
+    ]

@@ -1,40 +1,76 @@
-"""Count the tests that no step of CI ran, by cause: ``python tests/support/skips.py FILE...``, JUnit files of steps.
+"""What steps of CI skipped, by their JUnit files.
 
-A test that one step skips and another runs, as one with Triton or with more packages does, is not counted.
+``python tests/support/skips.py FILE...`` counts the tests that no step ran, by cause; a test that one step skips and
+another runs, as one with Triton or with more packages does, is not counted. ``python tests/support/skips.py --of CAUSE
+FILE`` prints the tests that were skipped for a cause, a regular expression, as ``pytest @FILE`` reads them.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
-import sys
-from collections.abc import Iterable
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
 from xml.etree import ElementTree
+
+ROOT = pathlib.Path(__file__).parents[2]
+Case = tuple[str, str]  # the dotted name of the file, and of the test; of a file that is skipped whole, the other way
+
+
+def cases(file: str) -> Iterator[tuple[Case, str | None]]:
+    """Yield every case of a step, and the reason if it was skipped; one that is expected to fail ran."""
+    for test in ElementTree.parse(file).iter("testcase"):
+        skip = test.find("skipped")
+        is_skipped = skip is not None and skip.get("type") == "pytest.skip"
+        reason = skip.get("message", "") if is_skipped and skip is not None else None
+        yield (test.get("classname", ""), test.get("name", "")), reason
 
 
 def causes(files: Iterable[str]) -> collections.Counter[str]:
     """Return how many tests were skipped wherever they were collected, by the reason of the first step."""
-    skipped: dict[tuple[str, str], str] = {}
-    ran: set[tuple[str, str]] = set()
+    skipped: dict[Case, str] = {}
+    ran: set[Case] = set()
     for file in files:
-        for test in ElementTree.parse(file).iter("testcase"):
-            key = test.get("classname", ""), test.get("name", "")
-            skip = test.find("skipped")
-            if skip is None or skip.get("type") != "pytest.skip":  # else it is expected to fail, and ran
-                ran.add(key)
+        for case, reason in cases(file):
+            if reason is None:
+                ran.add(case)
             else:
-                skipped.setdefault(key, skip.get("message", ""))
+                skipped.setdefault(case, reason)
     # A file that is skipped as a whole is one case, of the file's name and no class.
     whole = {("", classname) for classname, _ in ran}
-    return collections.Counter(cause for key, cause in skipped.items() if key not in ran | whole)
+    return collections.Counter(cause for case, cause in skipped.items() if case not in ran | whole)
 
 
-def main(files: list[str]) -> None:
-    """Print the causes, the most frequent first."""
-    found = causes(files)
+def skipped_for(cause: str, file: str) -> Iterator[str]:
+    """Yield the ids of the tests, and paths of files, that a step skipped for a cause."""
+    for (dotted, name), reason in cases(file):
+        if reason is not None and re.search(cause, reason):
+            yield f"{_path(dotted)}::{name}" if dotted else _path(name)
+
+
+def _path(dotted: str) -> str:
+    """Return the path of a file of tests, with the classes in it, by its dotted name."""
+    parts = dotted.split(".")
+    files = (pathlib.Path(*parts[:depth]).with_suffix(".py") for depth in range(len(parts), 0, -1))
+    file = next(path for path in files if (ROOT / path).is_file())
+    return "::".join([file.as_posix(), *parts[len(file.parts) :]])
+
+
+def main(given: list[str] | None = None) -> None:
+    """Print the causes, the most frequent first, or the tests of one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("--of", metavar="CAUSE", help="a regular expression; print the tests skipped for it")
+    options = parser.parse_args(given)
+    if options.of:
+        print("\n".join(test for file in options.files for test in skipped_for(options.of, file)))
+        return
+    found = causes(options.files)
     print(f"{found.total()} tests or files of tests ran in no step:")
     for cause, count in found.most_common():
         print(f"{count:6}  {cause}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
