@@ -30,6 +30,12 @@ def load_compiler(device: torch.device) -> None:
     compiler.load_cold()
 
 
+def load_warm_compiler(device: torch.device) -> None:
+    """Import the compiler, with its caches on."""
+    require_cuda(device, "it")
+    compiler.load_warm()
+
+
 def load_tensordict(device: torch.device) -> None:
     """Import tensordict, which has graphs of its own."""
     require_cuda(device, "it")

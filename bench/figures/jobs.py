@@ -140,9 +140,12 @@ def _serving() -> list[Job]:
 
 
 def _modules() -> list[Job]:
-    """List those of modules as they are, and of training; the last two have no table."""
+    """List those of modules as they are, and of training; the last four have no table."""
     shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
+    compilers = "eager,graph,optimized,compiled-warm,compiled-freezing,compiled-max-autotune,aot-inductor"
+    in_turn, sizes = "eager,graph,optimized,compiled", ("--batches", "1,2,4,8")
+    at_once = ("--at-once", "8", "--total", "540")
     first = ("--workloads", "mlp,dqn", "--arms", "eager,train-step,compiled-reduce-overhead")
     graphs = (
         "--workloads",
@@ -160,6 +163,8 @@ def _modules() -> list[Job]:
         Job("h200_training_pairs", _command("bench.training", *graphs), ("training-pairs",), seconds=300),
         Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
+        Job("h200_compilers", _command("bench.optimized", "--arms", compilers, *at_once, "--batches", "1")),
+        Job("h200_sizes_in_turn", _command("bench.optimized", "--arms", in_turn, *at_once, "--in-turn", *sizes)),
     ]
 
 

@@ -3,8 +3,11 @@
 ``python -m bench.optimized``: every model and batch in a fresh process, all arms in it. ``eager``; ``graph``, the
 module as it is in a graph; ``optimized``, after ``simplegraph.optimize``; ``optimized-static``, which does not copy
 its answers, as the arms of others do not; graphs of ``make_graphed_callables`` and of tensordict; ``compiled``,
-``torch.compile(mode="reduce-overhead")``; ``compiled-default`` and ``compiled-max-autotune`` only if ``--arms`` names
-them. Weights are random, in bfloat16 on a GPU. Processes prepare side by side, ``--at-once`` of them. One at a time
+``torch.compile(mode="reduce-overhead")``. Others only if ``--arms`` names them: ``compiled-default``,
+``compiled-max-autotune``, ``compiled-freezing``, ``aot-inductor`` (exported, compiled ahead of time, and loaded), and
+``compiled-warm``, which is ``compiled`` with the compile caches that another process left. ``--in-turn`` has all
+batches in one row, one call each.
+Weights are random, in bfloat16 on a GPU. Processes prepare side by side, ``--at-once`` of them. One at a time
 makes the first calls of an arm, and they are timed one after the other while the others are halted.
 """
 
@@ -16,6 +19,8 @@ import functools
 import gc
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +31,14 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from bench.arms.base import NotAvailable
-from bench.arms.libraries import NamedArm, load_compiler, load_cuda, load_optimizer, load_tensordict
+from bench.arms.libraries import (
+    NamedArm,
+    load_compiler,
+    load_cuda,
+    load_optimizer,
+    load_tensordict,
+    load_warm_compiler,
+)
 from bench.optimized.shapes import MODELS, ComparedModel, available
 from bench.tools import command, environment, fresh
 from bench.tools.compiler import empty_caches
@@ -45,45 +57,63 @@ PER_TURN = {"cuda": 20, "cpu": 2}
 LISTED = 30  # kernels of an arm
 EAGER, GRAPH, OPTIMIZED, STATIC = "eager", "graph", "optimized", "optimized-static"
 COMPILED, DEFAULT, AUTOTUNED = "compiled", "compiled-default", "compiled-max-autotune"
+FROZEN, AHEAD, WARM = "compiled-freezing", "aot-inductor", "compiled-warm"
 COMPARED = (GRAPH, OPTIMIZED, STATIC, COMPILED)  # arms whose kernels are listed
 
 Step = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...]
 
 
-def _graph(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
-    return sg.wrap(module, capture_sizes=[len(batch[0])], progress=False, **settings)
+def _graph(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs], **settings: Any) -> Step:
+    sizes = sorted({len(batch[0]) for batch in batches})
+    return sg.wrap(module, capture_sizes=sizes, progress=False, **settings)
 
 
-def _optimized(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
+def _optimized(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs], **settings: Any) -> Step:
     sg.optimize(entry.optimized(module))
-    return _graph(entry, module, batch, **settings)
+    return _graph(entry, module, batches, **settings)
 
 
-def _compiled(entry: ComparedModel, module: nn.Module, batch: Inputs, **settings: Any) -> Step:
+def _compiled(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs], **settings: Any) -> Step:
     compiled: Step = torch.compile(module, **settings)
     return compiled
 
 
-def _graphed_callables(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
+def _one_size(batches: Sequence[Inputs], what: str) -> Inputs:
+    """Return a batch of what takes only one size."""
+    if len({len(batch[0]) for batch in batches}) > 1:
+        raise NotAvailable(f"{what} takes one batch size")
+    return batches[0]
+
+
+def _ahead_of_time(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs]) -> Step:
+    program = torch.export.export(module, _one_size(batches, "a program that was exported so"))
+    loaded: Step = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program))
+    return loaded
+
+
+def _graphed_callables(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs]) -> Step:
     # Copies: it takes what it is given for static inputs, and copies nothing in a call that passes these again.
-    samples = tuple(each.clone() for each in batch)
+    samples = tuple(each.clone() for each in _one_size(batches, "a graphed callable"))
     graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), samples)
     # The graph of a function keeps nothing alive, and would read weights that are given back.
     return lambda *tensors, kept=module: graphed(*tensors)
 
 
-def _tensordict(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
+def _tensordict(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs]) -> Step:
     from tensordict.nn import CudaGraphModule
 
-    graphed: Step = CudaGraphModule(module, warmup=READY_CALLS - 2, device=batch[0].device)
+    (first, *_) = _one_size(batches, "its CudaGraphModule")
+    graphed: Step = CudaGraphModule(module, warmup=READY_CALLS - 2, device=first.device)
     return graphed
 
 
 REDUCED = functools.partial(_compiled, mode="reduce-overhead")
-# Called with the entry, the module and a batch.
+# Options and a mode exclude each other: this is reduce-overhead's, and one more.
+_FREEZING = {"triton.cudagraphs": True, "freezing": True}
+# Called with the entry, the module and the batches.
 ARMS: dict[str, NamedArm] = {
-    EAGER: NamedArm(lambda entry, module, batch: module, ours=True),
+    EAGER: NamedArm(lambda entry, module, batches: module, ours=True),
     GRAPH: NamedArm(_graph, ours=True),
     OPTIMIZED: NamedArm(_optimized, load_optimizer, ours=True),
     STATIC: NamedArm(functools.partial(_optimized, outputs="static"), load_optimizer, ours=True),
@@ -92,27 +122,32 @@ ARMS: dict[str, NamedArm] = {
     COMPILED: NamedArm(REDUCED, load_compiler, compiles=True),
     DEFAULT: NamedArm(_compiled, load_compiler, compiles=True),
     AUTOTUNED: NamedArm(functools.partial(_compiled, mode="max-autotune"), load_compiler, compiles=True),
+    FROZEN: NamedArm(functools.partial(_compiled, options=_FREEZING), load_compiler, compiles=True),
+    AHEAD: NamedArm(_ahead_of_time, load_compiler, compiles=True),
+    WARM: NamedArm(REDUCED, load_warm_compiler, compiles=True),
 }
 
 
 def run_row(
-    name: str, rows: int, arms: Sequence[str], device: torch.device, tiny: bool, gpu: int = 0, turn: Turn = NO_TURN
+    name: str,
+    sizes: int | tuple[int, ...],
+    arms: Sequence[str],
+    device: torch.device,
+    tiny: bool,
+    gpu: int = 0,
+    turn: Turn = NO_TURN,
 ) -> Figures:
     """Measure arms on one model, one after the other from a first call on, then in turn.
 
     Eager comes first, so that what CUDA and its libraries load at their first use is in no other arm's first call.
     Processes that run side by side make first calls in turn: a compiler takes all cores. Compile caches, Triton's
-    included, are empty.
+    included, are empty. Calls of several `sizes` take turns.
 
     Raises:
         NotReplayed: graphs did not serve an arm of ours.
     """
     with empty_caches(), torch.no_grad():
-        entry, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
-        torch.manual_seed(0)
-        with device:
-            module = entry.build(tiny).to(device, dtype).eval().requires_grad_(False)
-        batches = [_batch(entry, rows, device, dtype, tiny) for _ in range(BATCHES)]
+        entry, dtype, module, batches = _prepared(name, sizes, device, tiny)
         steps: dict[str, Step] = {}
         figures: Figures = {"arms": {}, "dtype": str(dtype).removeprefix("torch.")}
         for arm in sorted(arms, key=list(ARMS).index):
@@ -121,6 +156,8 @@ def run_row(
                 ARMS[arm].load(device)
                 made = copy.deepcopy(module)
                 with turn:
+                    if arm == WARM:
+                        _fill_caches(name, sizes, device, tiny)
                     steps[arm] = _first_calls(entry, made, arm, batches, device, found)
             except NotAvailable as reason:
                 found["skipped"] = str(reason)
@@ -130,13 +167,40 @@ def run_row(
                 found["failed"] = f"{type(error).__name__}: {error}"
         with turn:
             _measure(figures["arms"], steps, batches, device)
-            inputs = _batch(entry, rows, device, dtype, tiny)
+            inputs = _batch(entry, len(batches[0][0]), device, dtype, tiny)
             wanted = _in_float64(module, inputs)
             for arm, step in steps.items():
                 figures["arms"][arm]["error"] = float((step(*inputs).double() - wanted).norm() / wanted.norm())
                 if arm in COMPARED and device.type == "cuda":
                     figures["arms"][arm]["kernels"] = _profiled(step, batches[0])
     return figures
+
+
+def _prepared(
+    name: str, sizes: int | tuple[int, ...], device: torch.device, tiny: bool
+) -> tuple[ComparedModel, torch.dtype, nn.Module, list[Inputs]]:
+    """Build a model, and batches of its calls: different ones, of each size in turn."""
+    entry, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with device:
+        module = entry.build(tiny).to(device, dtype).eval().requires_grad_(False)
+    every = sizes if isinstance(sizes, tuple) else (sizes,) * BATCHES
+    return entry, dtype, module, [_batch(entry, rows, device, dtype, tiny) for rows in every]
+
+
+def _fill_caches(name: str, sizes: int | tuple[int, ...], device: torch.device, tiny: bool) -> None:
+    """Compile a row's model in another process, with the compile caches of this one."""
+    given = ", ".join(map(repr, (name, sizes, device.type, tiny)))
+    subprocess.run([sys.executable, "-c", f"from bench.optimized.rows import fill; fill({given})"], check=True)
+
+
+def fill(name: str, sizes: int | tuple[int, ...], device: str, tiny: bool) -> None:
+    """Compile a model and call it until it is ready, for the compile caches alone."""
+    with torch.no_grad():
+        entry, _, module, batches = _prepared(name, sizes, torch.device(device), tiny)
+        step = REDUCED(entry, module, batches)
+        for batch in batches * READY_CALLS:
+            step(*batch)
 
 
 def _batch(entry: ComparedModel, rows: int, device: torch.device, dtype: torch.dtype, tiny: bool) -> Inputs:
@@ -155,8 +219,9 @@ def _first_calls(
 ) -> Step:
     """Make the arm's step and call it until it is ready; notes the seconds, and what `optimize` did."""
     timeline = Timeline(device)
-    step = ARMS[arm].make(entry, module, batches[0])
-    for _, batch in zip(range(READY_CALLS), itertools.cycle(batches), strict=False):
+    step = ARMS[arm].make(entry, module, batches)
+    sizes = len({len(batch[0]) for batch in batches})
+    for _, batch in zip(range(READY_CALLS * sizes), itertools.cycle(batches), strict=False):
         step(*batch)
         timeline.mark("first")
     timeline.mark("ready")
@@ -209,7 +274,8 @@ PRELOADED = (
 )
 LONGER = 1.2  # times the compiler's; above it, a row's kernels are printed
 EXACT = 1.5  # times eager's error against float64
-USUAL = tuple(arm for arm in ARMS if arm not in (DEFAULT, AUTOTUNED))
+SELDOM = (DEFAULT, AUTOTUNED, FROZEN, AHEAD, WARM)
+USUAL = tuple(arm for arm in ARMS if arm not in SELDOM)
 _SHOWN = 12  # kernels of an arm
 
 
@@ -219,6 +285,7 @@ class OptimizedPlan:
 
     Attributes:
         models: of `MODELS`; batches: rows of their calls; arms: of `ARMS`.
+        in_turn: True for one row of all batches.
         tiny: the models' tiny shapes.
         at_once: processes that prepare side by side.
         timeout: seconds that a process may take.
@@ -230,6 +297,7 @@ class OptimizedPlan:
     models: tuple[str, ...]
     batches: tuple[int, ...] = (1, 8)
     arms: tuple[str, ...] = USUAL
+    in_turn: bool = False
     tiny: bool = False
     at_once: int = 4
     timeout: int = 300
@@ -243,18 +311,21 @@ def default_plan(device: torch.device) -> OptimizedPlan:
     return OptimizedPlan(tuple(available()), tiny=device.type != "cuda")
 
 
-def row_name(model: str, batch: int) -> str:
+def row_name(model: str, batch: int | tuple[int, ...]) -> str:
     """Return the name of a row."""
-    return f"{model} {batch}"
+    return f"{model} {'+'.join(map(str, batch)) if isinstance(batch, tuple) else batch}"
 
 
 def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     """Measure every model and batch in a fresh process."""
+    if {COMPILED, WARM} <= {*plan.arms}:
+        raise SystemExit(f"{COMPILED} and {WARM} share what a process has compiled: measure them in two calls")
     fresh.preload(device.type, *PRELOADED)
     rows: dict[str, Figures] = known_rows(plan.json) if plan.more else {}
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
     described, began = environment.describe(), time.monotonic()
-    pairs = [(model, batch) for batch, model in itertools.product(plan.batches, plan.models)]
+    batches: tuple[int | tuple[int, ...], ...] = (plan.batches,) if plan.in_turn else plan.batches
+    pairs = [(model, batch) for batch, model in itertools.product(batches, plan.models)]
     tasks = {pair: (run_row, (*pair, plan.arms, device, plan.tiny)) for pair in pairs if row_name(*pair) not in rows}
     left = list(tasks)
     for pair, found in side_by_side(tasks, plan.timeout, plan.at_once, plan.total):
@@ -355,7 +426,8 @@ def summary(rows: dict[str, Figures]) -> list[str]:
 OPTIONS: Options = {
     "--models": name_list(MODELS, "all that are installed by default"),
     "--batches": {"type": numbers, "help": "rows of the calls; 1,8 by default"},
-    "--arms": name_list(ARMS, f"all but {DEFAULT} and {AUTOTUNED} by default"),
+    "--arms": name_list(ARMS, f"all but {', '.join(SELDOM)} by default"),
+    "--in-turn": {"action": "store_true", "help": "one row of all batches, of which each has a call in turn"},
     "--tiny": {"action": "store_true", "help": "tiny shapes, as on a CPU"},
     "--more": {"action": "store_true", "help": "keep the rows that the file has, and measure the others"},
     "--at-once": {"type": count, "help": "processes that prepare side by side"},

@@ -11,11 +11,20 @@ from pathlib import Path
 
 def load_cold() -> None:
     """Import the compiler's modules and disable its caches, so that a first call only compiles."""
+    _load(force_disable_caches=True)
+
+
+def load_warm() -> None:
+    """Import the compiler's modules, with its caches on."""
+    _load(force_disable_caches=False)
+
+
+def _load(*, force_disable_caches: bool) -> None:
     import torch._dynamo
     import torch._inductor.compile_fx
     import torch._inductor.config
 
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.force_disable_caches = force_disable_caches
 
 
 def compiled_graphs() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.arms.base import NotAvailable
 from bench.optimized import rows, shapes
 from bench.optimized.rows import COMPILED, EAGER, GRAPH, OPTIMIZED
 
@@ -22,6 +23,25 @@ def test_every_model_is_replayed_and_exact_in_all_arms_of_ours(name: str) -> Non
     assert found[OPTIMIZED]["replays"] == found[OPTIMIZED]["steps"] > 0
     assert found[OPTIMIZED]["error"] <= 1.5 * found[EAGER]["error"] + 2e-7
     assert 0 < found[OPTIMIZED]["first_seconds"] <= found[OPTIMIZED]["ready_seconds"]
+
+
+def test_calls_of_several_sizes_take_turns_and_each_has_a_graph(here: None) -> None:
+    pytest.importorskip("transformers")
+    found = rows.measure(rows.OptimizedPlan(("bert",), (1, 3), (EAGER, GRAPH), in_turn=True, tiny=True), CPU)["rows"]
+    arm = found["bert 1+3"]["arms"][GRAPH]
+    assert arm["replays"] == arm["steps"] > 0
+    assert "2 graphs" in arm["report"][0]
+
+
+def test_what_takes_one_size_is_left_out_where_sizes_take_turns() -> None:
+    batches = [(torch.zeros(1, 2),), (torch.zeros(3, 2),)]
+    with pytest.raises(NotAvailable, match="a graphed callable takes one batch size"):
+        rows.ARMS["make-graphed-callables"].make(None, torch.nn.Identity(), batches)
+
+
+def test_cold_and_warm_compilers_are_measured_in_two_calls() -> None:
+    with pytest.raises(SystemExit, match="measure them in two calls"):
+        rows.measure(rows.OptimizedPlan(("bert",), (1,), (COMPILED, rows.WARM)), CPU)
 
 
 def test_first_calls_and_times_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
