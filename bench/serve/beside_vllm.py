@@ -177,6 +177,7 @@ def _in_process(name: str, arguments: list[str], caches: Path, seconds: float) -
     except (subprocess.SubprocessError, OSError) as error:
         return {"error": str(error)}
     figures: dict[str, Any] = json.loads(file.read_text())
+    del figures["machine_info"]  # the parent's is the same
     return figures
 
 
@@ -206,10 +207,11 @@ def main(given: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     if options.in_process:
         figures = measure(ARMS[options.in_process], options.batches, options.layers)
-        options.json.write_text(json.dumps(figures))
-        return
-    from bench.tools.files import save_figures
+    from bench.tools.files import save_figures  # after what is timed has been imported
 
+    if options.in_process:
+        save_figures(options.json, figures)
+        return
     arguments = ["--batches", ",".join(map(str, options.batches))]
     arguments += ["--layers", str(options.layers)] if options.layers else []
     arms: dict[str, Any] = {}

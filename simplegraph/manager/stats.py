@@ -181,6 +181,7 @@ class GraphStats:
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
+    _latest: tuple[Reason, int, str] | None = None
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
 
     def __repr__(self) -> str:
@@ -286,6 +287,9 @@ class GraphStats:
             self.details[reason] = detail
         level = logging.WARNING if warn else logging.DEBUG
         text = self.explained(reason)
+        if (reason, level, text) == self._latest:
+            return
+        self._latest = reason, level, text
         cause = reason, level, text.translate(_NO_DIGITS)  # the same cause at another size is not logged again
         if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(cause)
