@@ -31,6 +31,7 @@ _BY_FORM = frozenset(
     }
 )
 _MOST_FORMS = 64
+_SURE, _LONGEST_REST = 16, 31  # refused calls before the first rest, and calls of the longest
 _MAX_LAYOUTS = 16  # per signature, since keywords can be passed in any order
 
 
@@ -45,6 +46,7 @@ class CallTable:
         layouts: the layouts of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
         plain: reads the plain values that are part of the key.
+        resting: the layout and the refusal of calls that run eagerly without a look at the module; None at most times.
     """
 
     def __init__(self, config: CudaGraphConfig) -> None:
@@ -53,6 +55,8 @@ class CallTable:
         self.layouts: list[CallLayout] = []
         self.state_key = config.state_key
         self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
+        self.resting: tuple[CallLayout, Refusal] | None = None
+        self._rest = 0  # calls
         self._reader: CallReader | None = None
         # By the form of calls that were refused before they were read: why, the reader's `num_observed` then, and the
         # parameter that required gradients, if that was why.
@@ -154,8 +158,39 @@ class CallTable:
             refusal = (why.reason, why.detail, why.size), self.reader(module).num_observed, wanting
             self._refused[_form(args, kwargs)] = refusal
 
+    def note_refusal(self, layout: CallLayout, refusal: Refusal) -> None:
+        """Note that a call was refused again: after some, the next few such calls run without a look at the module.
+
+        Eager's answer is right whatever changed, and looking at what each run changes takes longer than small runs do.
+        What ends the refusal is noticed by the next look.
+        """
+        refusal.served += 1
+        if refusal.served > _SURE:
+            self.resting, self._rest = (layout, refusal), min(refusal.served - _SURE, _LONGEST_REST)
+
+    def rests(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Hashable, *, described: bool
+    ) -> CannotBind | None:
+        """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
+        resting, self._rest = self.resting, self._rest - 1
+        try:
+            if resting is not None and self._rest >= 0:
+                layout, refusal = resting
+                leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+                size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
+                is_such = module.training is layout.training
+                if is_such and layout.plans.get((size, batch) if described else size) is refusal:
+                    refusal.bind(leaves)
+        except CannotBind as error:
+            return error
+        except Exception:  # the call is of another kind: it is read as all are
+            self.resting = None
+        self.resting = None
+        return None
+
     def drop_plans(self) -> None:
         """Forget plans and which sizes are warm; layouts and signatures are kept."""
+        self.resting = None
         self.plain.forget()
         for binding in self.bindings.values():
             binding.note_moved()
@@ -184,9 +219,13 @@ class Refusal:
     Args:
         call: one of these calls; why: why they run eagerly.
         reader: counts the observed runs of the module.
+
+    Attributes:
+        served: calls that it refused.
     """
 
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
+        self.served = 0
         self._why = why.reason, why.detail, call.batch
         self._reader, self._num_observed = reader, reader.num_observed
         self._grad, self._parameter = _grad_enabled(), _first_parameter(call.module)

@@ -57,24 +57,18 @@ def _without(places: set[Place], part: tuple[str, frozenset[Any]]) -> tuple[str,
     return name, frozenset((*counted.items(), *[(ORDER, order)] * (len(order) > 1)))
 
 
-def _differences(before: Entries, now: Entries) -> dict[Hashable, tuple[Hashable, Hashable]]:
-    """Return the keys whose values changed, with the old and the new key of the value."""
-    if before is now:
-        return {}
-    found = {key: (before.get(key, ABSENT), entry) for key, entry in now.items() if before.get(key, ABSENT) != entry}
-    return found | {key: (before[key], ABSENT) for key in before.keys() - now.keys()}
-
-
 def _changes(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:
     """Return the places whose values changed, with the old and the new key of the value."""
+    changes: Changes = {}
     if before is now:
-        return {}
+        return changes
     moved = itertools.compress(before, map(operator.is_not, before.values(), map(now.get, before)))
-    return {
-        (name, key): values
-        for name in (*moved, *(now.keys() - before.keys()))
-        for key, values in _differences(before.get(name, {}), now.get(name, {})).items()
-    }
+    for name in (*moved, *(now.keys() - before.keys())):
+        old, new = before.get(name, {}), now.get(name, {})
+        for key in old.keys() | new.keys():
+            if old.get(key, ABSENT) != new.get(key, ABSENT):
+                changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+    return changes
 
 
 class PlainState:
@@ -114,6 +108,7 @@ class PlainState:
         self.calls = 0
         self.must_look = False
         self._is_serving = False
+        self._is_unread = False  # runs were not looked at since the last look
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
         self._runs = 0  # runs that were observed to their end
@@ -149,8 +144,25 @@ class PlainState:
             self._note(own_changes)
             return self._values(module)
 
+    def note_unread_run(self) -> None:
+        """Note a run at which nothing was looked: what has changed by the next look, runs may have changed."""
+        self.calls += 1
+        self._is_unread = True
+
+    def _catch_up(self, module: Any) -> None:
+        """Look at what changed during runs that were not looked at: what all runs change, or else other code."""
+        self._is_unread = False
+        own: Changes = {}
+        others: Changes = {}
+        for place, values in self._look(module).items():
+            (own if self._is_effect(place) else others)[place] = values
+        self._sort(own, is_whole=False)
+        self._note(others)
+
     def _values(self, module: Any) -> PlainValues:
         with self._lock:
+            if self._is_unread:
+                self._catch_up(module)
             self._note(self._look(module))
             self._count_again()
             self._close(module)
@@ -190,6 +202,8 @@ class PlainState:
             yield
             return
         with self._lock:
+            if self._is_unread and not self._is_serving:
+                self._catch_up(module)
             changes = {} if is_read else self._look(module)
             if not self._is_serving:
                 self._note(changes)
@@ -288,7 +302,8 @@ class PlainState:
                 return {}
             if not comparison.has_children(attributes):
                 return None
-            entries, changes, is_in_order = dict(self._entries), {}, True
+            entries, is_in_order = dict(self._entries), True
+            changes: Changes = {}
             moved = comparison.moved(attributes)
             for holder in moved:
                 inside = holder.inside
@@ -298,8 +313,8 @@ class PlainState:
                     return None
                 name, entries_before = holder.name, entries[holder.name]
                 entries[name] = holder.entries
-                found = _differences(entries_before, holder.entries)
-                changes.update({(name, key): values for key, values in found.items()})
+                found = _changes({name: entries_before}, {name: holder.entries})
+                changes |= found
                 is_in_order = is_in_order and list(entries_before) == list(holder.entries)
                 if name in self._closed:
                     continue
@@ -459,6 +474,9 @@ class PlainState:
         """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape."""
         names = self._code.names if self._code is not None else ()
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
+
+    def _is_effect(self, place: Place) -> bool:
+        return not self._effects.isdisjoint((place, (place[0], ALL)))
 
     def _is_left_out(self, place: Place) -> bool:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))

@@ -586,11 +586,9 @@ class Comparison:
         if version is None:
             return self._moved_otherwise()
         later = self._copied()
-        moment = versions.clock.read() if versions.clock is not None else None  # before any version is taken
         later._versions = list(map(version, [*self._told_dicts, *self._dicts]))
         changed = itertools.compress(self._by_version, map(operator.ne, later._versions, self._versions))
         moved = {id(holder): holder for holder in changed}
-        later.moment = None if self._by_clock else moment  # these versions need not be compared again
         if self.root is not None and self._version is not None:
             later._version = version(attributes)
             if later._version != self._version:

@@ -35,8 +35,13 @@ if len(_versions) < 64:
 class VersionClock:
     """Tells by the version of a new dict if any dict whose version was ever taken has changed since.
 
-    Torch takes all versions from one counter, so a new dict's is the next one if none changed. A steady call does what
-    `read` does where it needs it, and enters no function.
+    Torch takes all versions from one counter, so a new dict's is the next one if none changed. The clock is read where
+    it is used, so that a steady call enters no function for it:
+
+        with clock.lock:
+            before, clock.last = clock.last, dict_version({})
+            clock.moment = clock.moment if clock.last == before + 1 else object()
+            moment = clock.moment
 
     Attributes:
         lock: held while the clock is read.
@@ -45,13 +50,6 @@ class VersionClock:
     """
 
     lock, last, moment = threading.Lock(), 0, object()
-
-    def read(self) -> object:
-        """Return the moment."""
-        with self.lock:
-            before, self.last = self.last, dict_version({})  # type: ignore[misc]  # else there is no clock
-            self.moment = self.moment if self.last == before + 1 else object()
-            return self.moment
 
 
 # Before Python 3.12 torch returns Python's own versions, whose counter every dict of the process advances.

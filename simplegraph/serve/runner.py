@@ -308,7 +308,14 @@ class GraphRunner:
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
-        comparison = values = None
+        comparison = values = plan = layout = None
+        if calls.resting is not None and not self.carried.places:
+            batch, is_described = (None, False) if context is None else (context.batch, True)
+            refused = calls.rests(module, args, kwargs, batch, described=is_described)
+            if refused is not None:
+                self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
+                calls.plain.note_unread_run()
+                return invoke(module, args, kwargs)
         try:
             if layouts:
                 plain = calls.plain
@@ -381,6 +388,8 @@ class GraphRunner:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:
                 self._record.refuse(error.reason)
+            if layout is not None and type(plan) is Refusal:
+                calls.note_refusal(layout, plan)
         except ResultChanged as error:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)

@@ -1,0 +1,128 @@
+"""Calls that are refused again and again run eagerly without a look at the module, which is looked at again in time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.base.reasons import Reason
+from simplegraph.call.layouts import _LONGEST_REST, _SURE
+from simplegraph.guard.plain_state import PlainState
+
+
+class Counting(nn.Module):
+    """Counts its runs while it is told to, which no graph can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.runs, self.counts, self.scale = 0, True, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.runs += 1
+        return self.linear(x) * self.scale
+
+
+def refused(device: torch.device, calls: int) -> tuple[Counting, nn.Module, Tensor]:
+    """Call a module that counts its runs."""
+    plain = Counting().to(device).eval()
+    wrapped = sg.wrap(plain, capture_sizes=[2, 4], progress=False)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(calls):
+        wrapped(x)
+    return plain, wrapped, x
+
+
+def test_looks_become_rare(device: torch.device, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wrapped, x = refused(device, _SURE + 200)
+    looks = []
+    look = PlainState._look
+    monkeypatch.setattr(PlainState, "_look", lambda state, module: looks.append(1) or look(state, module))
+    for _ in range(2 * (_LONGEST_REST + 1)):
+        torch.testing.assert_close(wrapped(x), plain.linear(x), rtol=0, atol=0)
+    assert len(looks) <= 12
+    assert plain.runs == _SURE + 200 + 2 * (_LONGEST_REST + 1)  # every call is a run, and one more learnt of it
+    assert wrapped.graph_stats.eager[Reason.CAPTURE_FAILED] == plain.runs - 1
+
+
+def test_what_ends_the_refusal_is_noticed_after_the_rest(device: torch.device, no_grad: None) -> None:
+    plain, wrapped, x = refused(device, 300)
+    plain.counts = False
+    for _ in range(_LONGEST_REST + 8):
+        torch.testing.assert_close(wrapped(x), plain.linear(x))
+    assert wrapped.graph_stats.replays > 0
+    replays = wrapped.graph_stats.replays
+    plain.scale = 2.0  # a graph serves again, so each call looks
+    torch.testing.assert_close(wrapped(x), plain.linear(x) * 2)
+    plain.scale = 1.0
+    torch.testing.assert_close(wrapped(x), plain.linear(x))
+    assert wrapped.graph_stats.replays > replays
+    plain.counts = True
+    for count in range(1, 5):
+        runs = plain.runs
+        wrapped(x)
+        assert plain.runs == runs + 1, count
+
+
+def test_a_value_that_changes_during_a_rest_is_right_then_and_in_graphs_after_it(
+    device: torch.device, no_grad: None
+) -> None:
+    plain, wrapped, x = refused(device, 300)
+    for scale in (2.0, 3.0, 4.0):
+        plain.scale = scale
+        for _ in range(10):
+            torch.testing.assert_close(wrapped(x), plain.linear(x) * scale)
+    plain.counts = False
+    for step in range(3 * _LONGEST_REST):
+        plain.scale = 2.0 + step % 2
+        torch.testing.assert_close(wrapped(x), plain.linear(x) * plain.scale)
+    assert wrapped.graph_stats.replays > 0
+
+
+class Reads(nn.Module):
+    """Counts its runs of two rows, and reads an attribute by a name that stands nowhere in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs, self.which = nn.Linear(4, 4), 0, ["a", "dd"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1 if len(x) == 2 else 0
+        return self.linear(x) + getattr(self, "".join(self.which), 0.0)
+
+
+def test_what_other_code_sets_during_a_rest_is_no_change_by_runs(device: torch.device, no_grad: None) -> None:
+    plain = Reads().to(device).eval()
+    wrapped = sg.wrap(plain, capture_sizes=[2, 4], padding=False, progress=False)
+    two, four = torch.randn(2, 4, device=device), torch.randn(4, 4, device=device)
+    for _ in range(300):
+        wrapped(two)
+    for _ in range(6):
+        wrapped(four)
+    for value in (1.0, 2.0):
+        plain.add = value
+        for _ in range(5):
+            wrapped(two)
+        for _ in range(5):
+            torch.testing.assert_close(wrapped(four), plain.linear(four) + value)
+    del plain.add
+    for _ in range(5):
+        wrapped(two)
+        torch.testing.assert_close(wrapped(four), plain.linear(four))
+
+
+def test_calls_of_other_kinds_are_looked_at_during_a_rest(device: torch.device, no_grad: None) -> None:
+    plain, wrapped, x = refused(device, 300)
+    other = torch.randn(3, 4, device=device)
+    torch.testing.assert_close(wrapped(other), plain.linear(other))
+    torch.testing.assert_close(wrapped(x.tolist() and x.t().contiguous().t()), plain.linear(x))
+    plain.train()
+    wrapped(x)
+    assert wrapped.graph_stats.eager[Reason.TRAINING] == 1
+    plain.eval()
+    with pytest.raises(TypeError):
+        wrapped(x, 1)
+    torch.testing.assert_close(wrapped(x), plain.linear(x))
