@@ -35,11 +35,12 @@ def summary() -> str:
     where = "one NVIDIA H200, real shapes" if name.startswith("h200") else "the emulator, tiny shapes: no times"
     full, served = (_count(measured, *columns) for columns in ([FULL], [FULL, PIECEWISE, PARTS]))
     equal = sum(row.get("answers") == "equal" for row in measured)
+    compared = sum("answers" in row for row in measured)
     total = len(measured)
     said = [
         f"`{name}.json`, commit {commit(name)}, on {where}. Of {len(rows())} models {total} could be measured: {full} "
         f"({full / total:.0%}) run as full graphs, {served} ({served / total:.0%}) with those that run in parts. "
-        f"{equal} have eager's answers."
+        f"Of {compared} that could be compared {equal} have eager's answers."
     ]
     timed = [row for row in measured if "ms" in row]
     if timed:

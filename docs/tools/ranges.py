@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bench.latency.rows import ROW, WAITED
@@ -14,8 +15,10 @@ from docs.tools.wording import NUMBERS, between, bullets, wrapped
 # Runs of the models beside eager, and beside a compiler that starts from an empty cache.
 _RUNS = ("headline/models", "h200_models_410cdb8", "h200_optimized")
 _EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
-# Starts of the 8 B shape with 51 sizes on one H200.
-_STARTS = ("headline/startup", "h200_startup", "h200_startup_compiled", "h200_startup_lean")
+_KEYS = {"resnet18": _EARLY[0], "bert": _EARLY[1], "unet": _EARLY[2], "dit": _EARLY[3]}
+# Starts of the 8 B shape with 51 sizes on one H200, with proofs; and those beside a compiler.
+_STARTS = ("headline/startup", "h200_startup", "h200_startup_lean")
+_COMPILED = ("h200_startup", "h200_startup_compiled")
 
 
 def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -34,8 +37,19 @@ def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
 def faster(model: str) -> str:
     """Say how many times longer eager takes at batch 1, over all runs of a model."""
     found = (load(file)["rows"].get(f"{model} 1") for file in _RUNS)
-    arms = [row["arms"] for row in found if row]
-    return f"{between((row['eager']['ms'] / row['graph']['ms'] for row in arms), '.1f')} times"
+    times = [row["arms"]["eager"]["ms"] / row["arms"]["graph"]["ms"] for row in found if row]
+    if model in _KEYS:
+        (early,) = extra(f"h200x4_models/models_{_KEYS[model]}")["models"].values()
+        times.append(early["eager"]["ms"] / early["simplegraph"]["ms"])
+    return f"{between(times, '.1f')} times"
+
+
+def slow_host() -> str:
+    """Say how much longer Python took on the README's host than on the fastest of all runs."""
+    now, others = load("headline/models")["rows"], [load(file)["rows"] for file in _RUNS]
+    eager = {row: [run[row]["arms"]["eager"]["ms"] for run in others if row in run] for row in now}
+    median = statistics.median(now[row]["arms"]["eager"]["ms"] / min(found) for row, found in eager.items())
+    return f"eager took {median:.1f} times as long as on the fastest host"
 
 
 def _single_calls(figure: str) -> list[float]:
@@ -44,8 +58,8 @@ def _single_calls(figure: str) -> list[float]:
     return [arms["eager"][figure] / arms["simplegraph"][figure] for arms in rows]
 
 
-def _ready(arm: str) -> list[float]:
-    found = (startup(file).get(arm) for file in _STARTS)
+def _ready(arm: str, files: Iterable[str] = _STARTS) -> list[float]:
+    found = (startup(file).get(arm) for file in files)
     return [run["seconds"]["ready"] for run in found if run]
 
 
@@ -56,7 +70,13 @@ def headline() -> str:
     waited = _single_calls(WAITED)
     every = [pair for batch in (1, 8) for pair in arms(batch)]
     ours, cold = (between((row[at]["ready_seconds"] for row in every), form) for at, form in ((1, ".1f"), (2, ".0f")))
-    piecewise = {cache: between(_ready(f"compiled-piecewise ({cache})"), ".1f") for cache in ("cold", "warm")}
+    both = ("compiled-piecewise", "compiled-full")
+    compiled = {
+        cache: between((ready for arm in both for ready in _ready(f"{arm} ({cache})", _COMPILED)), ".1f")
+        for cache in ("cold", "warm")
+    }
+    beside = startup("h200_startup")
+    steps = beside["compiled-piecewise (warm)"]["step_ms"]["1"] / beside["simplegraph"]["step_ms"]["1"]
     models, timed = NUMBERS[len(MODELS)], NUMBERS[len(waited)]
     starts = {arm: between(_ready(arm), ".1f") for arm in ("simplegraph", "simplegraph-lazy")}
     one, eight, single = (between(times, ".1f") for times in (alone[1], alone[8], waited))
@@ -71,7 +91,8 @@ def headline() -> str:
     )
     llama = (
         f"An 8 B Llama has graphs of 51 batch sizes after {starts['simplegraph']} s with `capture_graphs`. Compiled,",
-        f"it has them after {piecewise['cold']} s with a cold cache and after {piecewise['warm']} s with a warm one.",
+        f"it has them after {compiled['cold']} s with a cold cache and after {compiled['warm']} s with a warm one, and",
+        f"a step takes {steps:.2f} times ours.",
     )
     lazy = (
         'By default (`capture="lazy"`) a size is captured when it first comes, and that request waits. All 51 captures',
@@ -99,6 +120,6 @@ def losses() -> str:
         f"`make_graphed_callables` and tensordict check nothing and pad nothing. They are ready after {ready} s. Back",
         "to back they are as fast as ours; waited for, our calls take",
         f"{between(over.values())} times those of `make_graphed_callables`. With BERT ours are faster:",
-        "both make its mask in every call.",
+        "both make its mask anew.",
     )
     return bullets(" ".join(compiler), " ".join(unchecked))

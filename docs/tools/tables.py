@@ -12,6 +12,7 @@ from docs.tools import latency, lifecycle, model_table, notes, optimized, ranges
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
+from docs.tools.wording import wrapped
 
 MIB = 2**20
 PAGES = [
@@ -89,11 +90,11 @@ def _readme() -> str:
     table = grid(["", *shown.values(), "faster than eager, all runs", *more, ready_head], rows)
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
     other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
-    return (
-        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}. Weights\n"
-        "are random, proofs are on, and our graphs copy their outputs. `ready` is the seconds until the fourth call is "
-        f"done, compile caches empty:\n\n{table}"
+    text = (
+        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}; {ranges.slow_host()}. Random weights, with "
+        "proofs; our graphs copy outputs. `ready`: seconds until the fourth call is done, caches empty:"
     )
+    return f"{wrapped(text)}\n\n{table}"
 
 
 def _startup(file: str = "headline/startup") -> str:
@@ -173,7 +174,7 @@ def _headline() -> str:
         lines.append([text, f"{ours:.{digits}f}", ", ".join(others)])
 
     def starts(text: str, *path: str) -> None:
-        found = {arm: seconds_cell(start[arm], *path) for arm in ("simplegraph", *loops)}
+        found = {arm: seconds_cell(start[arm], *path, digits=9) for arm in ("simplegraph", *loops)}
         beside = {loops[arm]: float(found[arm]) for arm in loops if found[arm]}
         line(text, 1, float(found["simplegraph"]), beside)  # of two processes
 
@@ -188,7 +189,11 @@ def _headline() -> str:
     line("its step at batch 1, ms", 2, start["simplegraph"]["step_ms"]["1"], found)
     decode = load("headline/engine")["decode"]
     attention = next(name for name in _ATTENTION if f"{name} graph" in decode[0]["ms"])
-    engine = {f"{attention} eager": "eager", "eager": "the plain layers, eager", "GEMMs alone": "its products alone"}
+    engine = {
+        f"{attention} eager": "eager",
+        "eager": "the plain layers, eager",
+        "GEMMs alone": "its products by cuBLAS",
+    }
     text = f"the engine's step, fused layers, logits, {_ATTENTION[attention]}"
     steps(text, decode, f"{attention} graph", engine)
     engines = load("headline/vllm")["arms"]
