@@ -21,9 +21,11 @@ Case = tuple[str, str]  # the dotted name of the file, and of the test; of a fil
 def cases(file: str) -> Iterator[tuple[Case, str | None]]:
     """Yield every case of a step, and the reason if it was skipped; one that is expected to fail ran."""
     for test in ElementTree.parse(file).iter("testcase"):
-        skip = test.find("skipped")
-        is_skipped = skip is not None and skip.get("type") == "pytest.skip"
-        reason = skip.get("message", "") if is_skipped and skip is not None else None
+        skip, reason = test.find("skipped"), None
+        if skip is not None and skip.get("message") == "collection skipped":  # a file; the reason ends its text
+            reason = re.sub(r".*Skipped: (.*?)[\"']\)$", r"\1", skip.text or "", flags=re.DOTALL)
+        elif skip is not None and skip.get("type") == "pytest.skip":
+            reason = skip.get("message", "")
         yield (test.get("classname", ""), test.get("name", "")), reason
 
 
