@@ -46,6 +46,7 @@ def test_what_was_skipped_for_a_cause_is_printed_as_pytest_reads_it(
     step = [
         RUN.format("tests.test_skips", "test_ran"),
         SKIP.format("tests.test_skips", "test_kernel[a b]", "skip", "needs Triton"),
+        SKIP.format("tests.test_skips", "test_kernel[c]", "skip", "needs Triton"),
         SKIP.format("tests.test_cli.TestImportName", "test_it", "skip", "needs Triton, too"),
         FILE.format("tests.fused.test_layers", "no Triton"),
         SKIP.format("tests.test_skips", "test_gpu", "skip", "needs a GPU"),
@@ -55,7 +56,7 @@ def test_what_was_skipped_for_a_cause_is_printed_as_pytest_reads_it(
     file.write_text(f"<testsuites><testsuite>{''.join(step)}</testsuite></testsuites>")
     skips.main(["--of", "Triton", str(file)])
     assert capsys.readouterr().out.splitlines() == [
-        "tests/test_skips.py::test_kernel[a b]",
+        "tests/test_skips.py::test_kernel",
         "tests/test_cli.py::TestImportName::test_it",
         "tests/fused/test_layers.py",
     ]

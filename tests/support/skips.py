@@ -2,7 +2,7 @@
 
 ``python tests/support/skips.py FILE...`` counts the tests that no step ran, by cause; a test that one step skips and
 another runs, as one with Triton or with more packages does, is not counted. ``python tests/support/skips.py --of CAUSE
-FILE`` prints the tests that were skipped for a cause, a regular expression, as ``pytest @FILE`` reads them.
+FILE`` prints the tests of which cases were skipped for a cause, a regular expression, as ``pytest @FILE`` reads them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ def causes(files: Iterable[str]) -> collections.Counter[str]:
     return collections.Counter(cause for case, cause in skipped.items() if case not in ran | whole)
 
 
-def skipped_for(cause: str, file: str) -> Iterator[str]:
-    """Yield the ids of the tests, and paths of files, that a step skipped for a cause."""
+def skipped_for(cause: str, file: str) -> list[str]:
+    """List the tests, and the files, of which a step skipped cases for a cause; other packages may have other cases."""
+    found: dict[str, None] = {}
     for (dotted, name), reason in cases(file):
         if reason is not None and re.search(cause, reason):
-            yield f"{_path(dotted)}::{name}" if dotted else _path(name)
+            found[f"{_path(dotted)}::{name.partition('[')[0]}" if dotted else _path(name)] = None
+    return list(found)
 
 
 def _path(dotted: str) -> str:
