@@ -14,8 +14,8 @@ from docs.tools.wording import NUMBERS, between, bullets, wrapped
 
 # Runs of the models beside eager, and beside a compiler that starts from an empty cache.
 _RUNS = ("headline/models", "h200_models_410cdb8", "h200_optimized")
-_EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
-_KEYS = {"resnet18": _EARLY[0], "bert": _EARLY[1], "unet": _EARLY[2], "dit": _EARLY[3]}
+EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
+_KEYS = {"resnet18": EARLY[0], "bert": EARLY[1], "unet": EARLY[2], "dit": EARLY[3]}
 # Starts of the 8 B shape with 51 sizes on one H200, with proofs; and those beside a compiler.
 _STARTS = ("headline/startup", "h200_startup", "h200_startup_lean")
 _COMPILED = ("h200_startup", "h200_startup_compiled")
@@ -29,7 +29,7 @@ def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
                 found = row["arms"]
                 yield found["eager"], found["graph"], found["compiled"]
     if batch == 1:
-        for key in _EARLY:
+        for key in EARLY:
             (found,) = extra(f"h200x4_models/models_{key}")["models"].values()
             yield found["eager"], found["simplegraph"], found["compiled-reduce-overhead"]
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", minversion="5.0")
 from bench.figures import __main__ as command
 from bench.figures.jobs import JSON, all_jobs
 from bench.tools.options import command_line
-from docs.tools import latency, layer_kinds, model_table, optimized, raw, several_gpus, tables
+from docs.tools import latency, layer_kinds, model_table, optimized, ranges, raw, several_gpus, tables
 
 COMPUTED = {"modes", "lifecycle"}  # not measured
 # Paragraphs about files that stand in tables, too, and about starts of earlier commits.
@@ -33,6 +33,7 @@ PAST = {
 }
 
 EARLIER = {"h200_model_calls_881db13", "h100_sleep"}  # the same command at another commit or on another card
+EARLIER |= {f"h200x4_models/models_{key}" for key in ranges.EARLY}  # and the one before it
 
 
 def named() -> set[str]:
