@@ -6,9 +6,9 @@ its answers, as the arms of others do not; graphs of ``make_graphed_callables`` 
 ``torch.compile(mode="reduce-overhead")``. Others only if ``--arms`` names them: ``compiled-default``,
 ``compiled-max-autotune``, ``compiled-freezing``, ``aot-inductor`` (exported, compiled ahead of time, and loaded), and
 ``compiled-warm``, which is ``compiled`` with the compile caches that another process left. ``--in-turn`` has all
-batches in one row, one call each.
-Weights are random, in bfloat16 on a GPU. Processes prepare side by side, ``--at-once`` of them. One at a time
-makes the first calls of an arm, and they are timed one after the other while the others are halted.
+batches in one row, one call each. Weights are random, in bfloat16 on a GPU. Processes prepare side by side,
+``--at-once`` of them. One at a time makes the first calls of an arm, and they are timed one after the other while the
+others are halted.
 """
 
 from __future__ import annotations

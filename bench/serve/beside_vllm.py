@@ -1,8 +1,8 @@
 """``python -m bench.serve.beside_vllm``: starts and decode steps of our engine beside real vLLM's, on one GPU.
 
 Both have random weights of the 8 B shape, FlashAttention-3, prompts of 128 tokens, and greedy sampling. Each arm is
-a fresh process with empty compile caches; a warm one has those of its arm's process before. vLLM has to be installed:
-``pip install vllm``.
+a fresh process with empty compile caches; a warm arm has the caches that the arm before it left. vLLM has to be
+installed: ``pip install vllm``.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ class CallTable:
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Hashable, *, described: bool
     ) -> CannotBind | None:
         """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
-        resting, self._rest = self.resting, self._rest - 1
+        resting, self.resting = self.resting, None
+        self._rest -= 1
         try:
             if resting is not None and self._rest >= 0:
                 layout, refusal = resting
@@ -182,10 +183,10 @@ class CallTable:
                 if is_such and layout.plans.get((size, batch) if described else size) is refusal:
                     refusal.bind(leaves)
         except CannotBind as error:
+            self.resting = resting
             return error
-        except Exception:  # the call is of another kind: it is read as all are
-            self.resting = None
-        self.resting = None
+        except Exception:  # a call of another kind, such as without a tensor where these have one, is read as all are
+            return None
         return None
 
     def drop_plans(self) -> None:

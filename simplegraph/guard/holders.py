@@ -217,8 +217,6 @@ class ValueHolder:
         self.buffers: list[Any] = []
         self.mark: Any = None
         self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
-        self._plain: dict[str, tuple[Any, Hashable]] = {}  # values of a dict with a version, and their keys
-        self._uncounted: set[str] = set()
 
     def find(self) -> Any:
         """Return the container now. Raises any exception if it can no longer be reached."""
@@ -266,33 +264,16 @@ class ValueHolder:
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
-        before, self._plain, uncounted = self._plain, {}, self._uncounted
         for key, value in (
             [("its length", _length(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
         ):
-            if type(key) is str:
-                if key in uncounted:
-                    continue
-                if (known := before.get(key)) is not None and known[0] is value:  # most are as they were
-                    entries[key], self._plain[key] = known[1], known
-                    continue
-            if not self.counts(key):
-                if type(key) is str:
-                    uncounted.add(key)
-                continue
-            if type(value) is Door:
+            if not self.counts(key) or type(value) is Door:
                 continue
             # Guards compare tensors of a list if graphs read them, and a log of other tensors is no obstacle.
             is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
             if is_left_out and not self._tells(value):
                 continue
-            entry = value_key(value)
-            if entry is NOT_PLAIN:
-                entry = self._entry(value, opened, [key], empty)
-            elif by_ids or type(key) is not str:
-                self._kept.append(value)
-            else:
-                self._plain[key] = value, entry
+            entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
             if at is not NOT_PLAIN:

@@ -150,7 +150,10 @@ class PlainState:
         self._is_unread = True
 
     def _catch_up(self, module: Any) -> None:
-        """Look at what changed during runs that were not looked at: what all runs change, or else other code."""
+        """Sort what changed since the last look, around runs at which nothing was looked.
+
+        Runs changed the places that every run changes; other code may have changed the others.
+        """
         self._is_unread = False
         own: Changes = {}
         others: Changes = {}
@@ -215,11 +218,10 @@ class PlainState:
             is_complete = True
         finally:
             with self._lock:
-                was_read = not before or before is not self._entries  # by a run inside this one, or another thread
-                changes = self._look(module)
+                self._look(module)
                 # Eager breaks do not run in captures.
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
-                self._sort(_changes(before, self._entries) if was_read else changes, is_whole=is_whole)
+                self._sort(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
                     self._settle()
 
@@ -273,19 +275,15 @@ class PlainState:
         """Read the holders that moved since the last time; return the changes."""
         before, attributes = self._entries, own_dict(module) or {}
         try:
-            changes = self._read_moved(module, attributes)
-            if changes is not None:
-                return changes
-            self._find(module)
+            if not self._read_moved(module, attributes):
+                self._find(module)
         except Exception:  # another thread changes them: the call runs eagerly
             self.comparisons.clear()
             self._entries = {}
-        return _changes(before, self._entries) if before else {}
+        return _changes(before, self._entries) if before and self._entries is not before else {}
 
     def _close(self, module: Any) -> None:
         """Stop reading below containers that take new values all the time: each new item would be searched."""
-        if not (self._let_go or self._restless or self._closed):
-            return
         closed = frozenset(name for name, key in (*self._let_go, *self._restless) if key is ALL)
         if closed != self._closed:
             self._closed = closed
@@ -293,45 +291,43 @@ class PlainState:
             self._entries = {}
             self._look(module)
 
-    def _read_moved(self, module: Any, attributes: dict[str, Any]) -> Changes | None:
-        """Read the holders that moved; return the changes, or None if objects came or went, so all must be found."""
+    def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
+        """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
-            return None
+            return False
         for comparison in self.comparisons[:1]:
             if comparison.holds(attributes):
-                return {}
+                return True
             if not comparison.has_children(attributes):
-                return None
-            entries, is_in_order = dict(self._entries), True
-            changes: Changes = {}
+                return False
+            entries = dict(self._entries)
             moved = comparison.moved(attributes)
             for holder in moved:
                 inside = holder.inside
                 try:
                     empty = holder.read(self._opened)
                 except Exception:  # the object is gone, or another thread changes it
-                    return None
-                name, entries_before = holder.name, entries[holder.name]
-                entries[name] = holder.entries
-                found = _changes({name: entries_before}, {name: holder.entries})
-                changes |= found
-                is_in_order = is_in_order and list(entries_before) == list(holder.entries)
-                if name in self._closed:
+                    return False
+                entries_before = entries[holder.name]
+                entries[holder.name] = holder.entries
+                if holder.name in self._closed:
                     continue
-                if empty or holder.inside != inside or any(has_object(now) for _, now in found.values()):
-                    return None
+                opened = (entry for key, entry in holder.entries.items() if entries_before.get(key) != entry)
+                if empty or holder.inside != inside or any(map(has_object, opened)):
+                    return False
             if not moved or any(holder.mark is None for holder in moved):
-                return None
+                return False
+            before = ((holder.entries, self._entries[holder.name]) for holder in moved)
+            is_same = all(list(new.items()) == list(old.items()) for new, old in before)
             # The version may move though nothing that counts did, such as when a file's other globals are set, or a
             # run counts its calls.
             key, left_out = comparison.key, self._left_out
-            is_key = is_in_order and all(map(self._is_left_out, changes))
-            is_key = is_key or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))
+            is_key = is_same or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))
             self._hold(comparison.after(moved, key if is_key else None))
-            if changes or not is_in_order:
+            if not is_same:
                 self._entries = entries
-            return changes
-        return None
+            return True
+        return False
 
     def _find(self, module: Any) -> None:
         """Find all holders of values, and read them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import gc
 import itertools
 import operator
@@ -585,28 +586,25 @@ class Comparison:
         version: Any = versions.dict_version
         if version is None:
             return self._moved_otherwise()
-        later = self._copied()
-        later._versions = list(map(version, [*self._told_dicts, *self._dicts]))
-        changed = itertools.compress(self._by_version, map(operator.ne, later._versions, self._versions))
-        moved = {id(holder): holder for holder in changed}
+        later = copy.copy(self)
+        later._versions = [version(holder.container) for holder in self._by_version]
+        moved = {
+            id(holder): holder
+            for holder, now, before in zip(self._by_version, later._versions, self._versions, strict=True)
+            if now != before
+        }
         if self.root is not None and self._version is not None:
             later._version = version(attributes)
             if later._version != self._version:
                 moved[id(self.root)] = self.root
         return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
 
-    def _copied(self) -> Comparison:
-        """Return a copy to change, since another thread may be comparing with this one."""
-        later = object.__new__(Comparison)
-        vars(later).update(vars(self))
-        return later
-
     def _moved_otherwise(self) -> list[Any]:
         return [holder for holder in self.holders if holder.marked() != holder.mark]
 
     def renewed(self, renewed: Mapping[int, int]) -> Comparison:
         """Return the comparison with new versions of dicts, by the old ones; its mark stays valid for a reading."""
-        later = self._copied()
+        later = copy.copy(self)  # another thread may be comparing with this one
         later._versions = self._versions.copy()
         for at, version in enumerate(self._versions):
             if version in renewed:
@@ -621,13 +619,10 @@ class Comparison:
 
     def after(self, moved: Sequence[Any], key: Any) -> Comparison:
         """Return the comparison after these holders were read again."""
-        root = self.root if self._version is not None else None
-        if any(
-            (id(holder) not in self._at and holder is not root) or holder.buffers or type(holder.mark[1]) is not int
-            for holder in moved
-        ):
+        versioned = self._at.keys() | ({id(self.root)} if self._version is not None else set())
+        if any(id(holder) not in versioned or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
             return Comparison(self.root, self.holders, key)
-        later = self._copied()
+        later = copy.copy(self)  # another thread may be comparing with this one
         later.key, later.mark, later._versions = key, object(), self._versions.copy()
         for holder in moved:
             for at in self._at.get(id(holder), ()):

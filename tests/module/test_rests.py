@@ -67,6 +67,15 @@ def test_what_ends_the_refusal_is_noticed_after_the_rest(device: torch.device, n
         assert plain.runs == runs + 1, count
 
 
+def test_reset_graphs_ends_a_rest_at_once_as_the_warning_says(device: torch.device, no_grad: None) -> None:
+    plain, wrapped, x = refused(device, 300)
+    plain.counts = False
+    wrapped.reset_graphs()
+    for _ in range(4):
+        torch.testing.assert_close(wrapped(x), plain.linear(x))
+    assert wrapped.graph_stats.replays > 0
+
+
 def test_a_value_that_changes_during_a_rest_is_right_then_and_in_graphs_after_it(
     device: torch.device, no_grad: None
 ) -> None:
