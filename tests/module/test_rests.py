@@ -92,14 +92,15 @@ def test_a_value_that_changes_during_a_rest_is_right_then_and_in_graphs_after_it
 
 
 class Reads(nn.Module):
-    """Counts its runs of two rows, and reads an attribute by a name that stands nowhere in its code."""
+    """Reads two rows on the host, and reads an attribute by a name that stands nowhere in its code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.runs, self.which = nn.Linear(4, 4), 0, ["a", "dd"]
+        self.linear, self.which = nn.Linear(4, 4), ["a", "dd"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1 if len(x) == 2 else 0
+        if len(x) == 2 and x.sum().item() > 1e9:
+            return x
         return self.linear(x) + getattr(self, "".join(self.which), 0.0)
 
 
@@ -109,18 +110,19 @@ def test_what_other_code_sets_during_a_rest_is_no_change_by_runs(device: torch.d
     two, four = torch.randn(2, 4, device=device), torch.randn(4, 4, device=device)
     for _ in range(300):
         wrapped(two)
-    for _ in range(6):
-        wrapped(four)
-    for value in (1.0, 2.0):
-        plain.add = value
-        for _ in range(5):
-            wrapped(two)
+    for value in (0.0, 1.0, 2.0):
+        if value:
+            plain.add = value
+        for _ in range(3):
+            torch.testing.assert_close(wrapped(two), plain.linear(two) + value)
         for _ in range(5):
             torch.testing.assert_close(wrapped(four), plain.linear(four) + value)
+        for _ in range(100):
+            wrapped(two)
+    assert wrapped.graph_stats.replays > 0
     del plain.add
-    for _ in range(5):
-        wrapped(two)
-        torch.testing.assert_close(wrapped(four), plain.linear(four))
+    wrapped(two)
+    torch.testing.assert_close(wrapped(four), plain.linear(four))
 
 
 def test_calls_of_other_kinds_are_looked_at_during_a_rest(device: torch.device, no_grad: None) -> None:
