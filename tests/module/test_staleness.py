@@ -420,3 +420,26 @@ def test_a_reading_tells_an_added_attribute(device):
     assert reading.same(vars(module))
     module.note = 1
     assert not reading.same(vars(module))
+
+
+def test_a_replaced_buffer_without_an_address_is_noticed(device):
+    """A sparse tensor has none: it counts by identity."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH, device=device)
+            self.register_buffer("mask", torch.eye(WIDTH, device=device).to_sparse())
+
+        def forward(self, x):
+            return self.linear(x)
+
+    module = Masked().eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, WIDTH, device=device))
+    reading = model._graph_runner.builder.state.reading
+    assert reading.same(vars(module))
+    module.mask = torch.zeros(WIDTH, WIDTH, device=device).to_sparse()
+    assert not reading.same(vars(module))

@@ -216,7 +216,7 @@ MUTANTS = [
         ("tests/module/test_versions.py",),
     ),
     Mutant(
-        "what stands in slots is not compared before a replay",
+        "a registered tensor without an address is not compared before a replay",
         "guard/reading.py",
         "if self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:",
         "if False:",
