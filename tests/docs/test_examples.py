@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,16 @@ def shown_output(name: str) -> str:
 @pytest.mark.parametrize("name", [name for name in NEEDS if name != "encoder_service"])
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     load(name)["main"]()
-    printed = capsys.readouterr().out
+    shown, printed = shown_output(name), capsys.readouterr().out
     assert "replays" in printed
-    assert torch.cuda.is_available() or unprinted(shown_output(name), printed) == []  # a GPU's names are others
+    if NEEDS[name]:
+        shown, printed = without_nodes(shown), without_nodes(printed)
+    assert torch.cuda.is_available() or unprinted(shown, printed) == []  # a GPU's names are others
+
+
+def without_nodes(report: str) -> str:
+    """Leave out how many nodes each graph has: other versions of a package run other operators."""
+    return re.sub(r"^( +FULL(?: +\d+){3}) +\d+", r"\1 #", report, flags=re.MULTILINE)
 
 
 def test_the_service_answers_as_the_model_does_from_graphs_and_has_metrics(capsys: pytest.CaptureFixture[str]) -> None:
