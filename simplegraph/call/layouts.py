@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,11 @@ from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.torch_state import TorchSettings, function_modes
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
-# Reasons that depend only on classes and shapes of arguments, before the signature of a call is read.
+# Reasons that depend only on the module's mode and classes and shapes of arguments, before a call's signature is read.
 _BY_FORM = frozenset(
     {
         *(Reason.OPAQUE_ARGUMENT, Reason.BATCH_TOO_LARGE, Reason.SIZE_NOT_CAPTURED, Reason.EMPTY_BATCH),
-        *(Reason.AMBIGUOUS_BATCH_DIM, Reason.BATCH_MISMATCH),
+        *(Reason.AMBIGUOUS_BATCH_DIM, Reason.BATCH_MISMATCH, Reason.TRAINING),
     }
 )
 _MOST_FORMS = 64
@@ -46,7 +47,8 @@ class CallTable:
         layouts: the layouts of all signatures, the latest first.
         state_key: reads the module's Python state that is part of the key; None if there is none.
         plain: reads the plain values that are part of the key.
-        resting: the layout and the refusal of calls that run eagerly without a look at the module; None at most times.
+        resting: the refusal of calls that run eagerly without a look at the module, and their layout if they have one;
+            None at most times.
     """
 
     def __init__(self, config: CudaGraphConfig) -> None:
@@ -55,12 +57,10 @@ class CallTable:
         self.layouts: list[CallLayout] = []
         self.state_key = config.state_key
         self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
-        self.resting: tuple[CallLayout, Refusal] | None = None
+        self.resting: tuple[Refusal | FormRefusal, CallLayout | None] | None = None
         self._rest = 0  # calls
         self._reader: CallReader | None = None
-        # By the form of calls that were refused before they were read: why, the reader's `num_observed` then, and the
-        # parameter that required gradients, if that was why.
-        self._refused: dict[Hashable, tuple[tuple[Any, ...], int, tuple[Mapping[str, Any], str] | None]] = {}
+        self._refused: dict[Hashable, FormRefusal] = {}  # by the form of calls that were refused before they were read
 
     def reader(self, module: Any) -> CallReader:
         """Return the reader of the module's calls, which names their leaves."""
@@ -143,11 +143,16 @@ class CallTable:
 
     def check_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
-        if not self._refused or (refusal := self._refused.get(_form(args, kwargs))) is None:
-            return
-        why, num_observed, wanting = refusal
-        if num_observed == self.reader(module).num_observed and (wanting is None or _wants_grad(*wanting)):
-            raise CannotBind(*why)
+        if self._refused and (refusal := self._refusal_of_form(module, args, kwargs)) is not None:
+            self.note_refusal(refusal)
+            raise CannotBind(*refusal.why)
+
+    def _refusal_of_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FormRefusal | None:
+        """Find the refusal of calls of this form; None if there is none, or what was refused may have changed."""
+        refusal = self._refused.get(_form(module, args, kwargs))
+        if refusal is None or refusal.num_observed != self.reader(module).num_observed:
+            return None
+        return refusal if refusal.wanting is None or _wants_grad(*refusal.wanting) else None
 
     def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
         """Remember why a call was refused before it was read, if all such calls are."""
@@ -155,10 +160,11 @@ class CallTable:
         if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
             if len(self._refused) >= _MOST_FORMS:
                 self._refused.clear()
-            refusal = (why.reason, why.detail, why.size), self.reader(module).num_observed, wanting
-            self._refused[_form(args, kwargs)] = refusal
+            num_observed = self.reader(module).num_observed
+            refusal = FormRefusal((why.reason, why.detail, why.size), num_observed, wanting)
+            self._refused[_form(module, args, kwargs)] = refusal
 
-    def note_refusal(self, layout: CallLayout, refusal: Refusal) -> None:
+    def note_refusal(self, refusal: Refusal | FormRefusal, layout: CallLayout | None = None) -> None:
         """Note that a call was refused again: after some, the next few such calls run without a look at the module.
 
         Eager's answer is right whatever changed, and looking at what each run changes takes longer than small runs do.
@@ -166,7 +172,7 @@ class CallTable:
         """
         refusal.served += 1
         if refusal.served > _SURE:
-            self.resting, self._rest = (layout, refusal), min(refusal.served - _SURE, _LONGEST_REST)
+            self.resting, self._rest = (refusal, layout), min(refusal.served - _SURE, _LONGEST_REST)
 
     def rests(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Hashable, *, described: bool
@@ -175,8 +181,13 @@ class CallTable:
         resting, self.resting = self.resting, None
         self._rest -= 1
         try:
-            if resting is not None and self._rest >= 0:
-                layout, refusal = resting
+            if resting is None or self._rest < 0:
+                return None
+            refusal, layout = resting
+            if isinstance(refusal, FormRefusal):
+                if not described and self._refusal_of_form(module, args, kwargs) is refusal:
+                    raise CannotBind(*refusal.why)
+            elif layout is not None:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
                 size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
                 is_such = module.training is layout.training
@@ -212,6 +223,23 @@ class CallTable:
 
 # Not a bound method of the module: only the garbage collector would free that cycle, late.
 _reached_state: StateKey = operator.methodcaller("state")
+
+
+@dataclasses.dataclass
+class FormRefusal:
+    """Refuses calls of a form before they are read, until the module's reader learns something new.
+
+    Attributes:
+        why: the arguments of `CannotBind`.
+        num_observed: the reader's then.
+        wanting: the parameter that required gradients, if that is why.
+        served: calls that it refused.
+    """
+
+    why: tuple[Any, ...]
+    num_observed: int
+    wanting: tuple[Mapping[str, Any], str] | None
+    served: int = 0
 
 
 class Refusal:
@@ -268,10 +296,10 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
     return next(names, None)
 
 
-def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Return the form of a call: grad mode, classes of arguments, and dtype, shape, strides and device of tensors."""
+def _form(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """Return the form of a call: modes, classes of arguments, and dtype, shape, strides and device of tensors."""
     leaves, spec = flatten((args, dict(kwargs)))
-    return _grad_enabled(), spec, tuple(map(_form_of, leaves))
+    return _grad_enabled(), module.training, spec, tuple(map(_form_of, leaves))
 
 
 def _form_of(leaf: Any) -> Any:

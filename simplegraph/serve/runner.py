@@ -389,7 +389,7 @@ class GraphRunner:
             if error.reason is Reason.ALLOCATOR:
                 self._record.refuse(error.reason)
             if layout is not None and type(plan) is Refusal:
-                calls.note_refusal(layout, plan)
+                calls.note_refusal(plan, layout)
         except ResultChanged as error:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)

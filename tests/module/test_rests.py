@@ -137,3 +137,66 @@ def test_calls_of_other_kinds_are_looked_at_during_a_rest(device: torch.device, 
     with pytest.raises(TypeError):
         wrapped(x, 1)
     torch.testing.assert_close(wrapped(x), plain.linear(x))
+
+
+class Scales(nn.Module):
+    """Scales its answer by a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+REFUSED = {
+    "rows above every size": (Reason.BATCH_TOO_LARGE, 9, torch.no_grad),
+    "training mode": (Reason.TRAINING, 2, torch.no_grad),
+    "gradients": (Reason.GRAD, 2, torch.enable_grad),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve_others(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, rows, mode = REFUSED[kind]
+    plain = Scales().to(device).eval()
+    wrapped = sg.wrap(plain, capture_sizes=[2, 4], progress=False)
+    small, refused = torch.randn(2, 4, device=device), torch.randn(rows, 4, device=device)
+    looks = []
+    look = PlainState._look
+    monkeypatch.setattr(PlainState, "_look", lambda state, module: looks.append(1) or look(state, module))
+    replays = 0
+    for scale in (1.0, 2.0, 1.0):
+        with torch.no_grad():
+            for _ in range(6):
+                torch.testing.assert_close(wrapped(small), plain.linear(small) * plain.scale)
+        assert wrapped.graph_stats.replays > replays
+        replays = wrapped.graph_stats.replays
+        plain.train(kind == "training mode")
+        with mode():
+            for _ in range(_SURE + 200):
+                wrapped(refused)
+            looks.clear()
+            plain.scale = scale
+            for _ in range(2 * (_LONGEST_REST + 1)):
+                torch.testing.assert_close(wrapped(refused), plain.linear(refused) * scale)
+        assert len(looks) <= 12
+        plain.eval()
+        assert wrapped.graph_stats.replays == replays
+    assert reason in wrapped.graph_stats.eager
+    assert set(wrapped.graph_stats.eager) <= {reason, Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF}
+
+
+def test_parameters_that_are_frozen_during_a_rest_are_served_by_graphs_at_once(device: torch.device) -> None:
+    plain = Scales().to(device).eval()
+    wrapped = sg.wrap(plain, capture_sizes=[2], progress=False)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(300):
+        wrapped(x)
+    plain.requires_grad_(False)
+    for _ in range(4):
+        torch.testing.assert_close(wrapped(x), plain(x))
+    assert wrapped.graph_stats.replays > 0

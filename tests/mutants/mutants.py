@@ -968,8 +968,22 @@ MUTANTS = [
     Mutant(
         "calls that are refused are never looked at again",
         "call/layouts.py",
-        "if resting is not None and self._rest >= 0:",
-        "if resting is not None:",
+        "if resting is None or self._rest < 0:",
+        "if resting is None:",
+        ("tests/module/test_rests.py",),
+    ),
+    Mutant(
+        "every call that is refused by its form looks at the module",
+        "call/layouts.py",
+        "self.note_refusal(refusal)\n",
+        "",
+        ("tests/module/test_rests.py",),
+    ),
+    Mutant(
+        "calls that are refused in training mode are refused in evaluation mode, too",
+        "call/layouts.py",
+        "return _grad_enabled(), module.training, spec,",
+        "return _grad_enabled(), spec,",
         ("tests/module/test_rests.py",),
     ),
     Mutant(
