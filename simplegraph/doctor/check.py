@@ -411,7 +411,7 @@ class ModuleTrial:
         """Name the operator and the line that use a number of the batch size, as a graph's proof does, or None."""
         runs, half = NumbersBySize(), self._rows // 2
         first, second = (self._numbers(self._rows, self._leaves) for _ in range(2))
-        if first.other(second) is not None:
+        if first.differing_numbers(second) is not None:
             return None  # they change from run to run
         runs.learn(first)
         tried = [(2 * self._rows, self._padded(self._leaves, 1))]

@@ -419,7 +419,7 @@ def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = F
         padded_run: the same, padded.
         chooses: operators may pick values along the length, as a maximum does, since padding is never picked.
     """
-    chosen = None if chooses else padded_run.numbers.choice(run.numbers, places=False)
+    chosen = None if chooses else padded_run.numbers.differing_choice(run.numbers, places=False)
     if chosen is not None:
         return f"{chosen.described} {'picks from' if chosen.made else 'sorts'} the whole length, its padding too"
     return None if all(map(torch.equal, padded_run.drawn, run.drawn)) else "it draws more random numbers"

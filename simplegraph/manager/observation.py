@@ -85,7 +85,7 @@ def _eagerly(
     with casts, recording_breaks(tracer), following, observer:
         yield observer
     if run.key is not None:
-        answers = host.steady.learnt() if host.steady is not None else {}
+        answers = host.steady.collect_answers() if host.steady is not None else {}
         table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host, answers=answers)
     if tracer is not None:
         run.trace = tracer.finish(run.outputs)

@@ -99,7 +99,7 @@ class ReplayProof(contextlib.ExitStack):
         self._padding = graph.descriptor.num_tokens - rows if rows else 0
         tape = None
         if program.breaks:
-            from simplegraph.program.breaks.eager import BreakTape, played  # not loaded for full graphs
+            from simplegraph.program.breaks.eager import BreakTape, with_played_breaks  # not loaded for full graphs
 
             tape = BreakTape(breaking_operators(), observer, self._memory.copied)
         # The observer is asked first, as in a warmup: it sees reads that are served.
@@ -125,7 +125,7 @@ class ReplayProof(contextlib.ExitStack):
         self.written_inputs = {name for (name, _), before, now in inputs if difference(now, before, tolerance=EXACT)}
         if tape is not None:
             try:
-                program = played(program, tape.calls, self._differs, lambda: self.repeats)
+                program = with_played_breaks(program, tape.calls, self._differs, lambda: self.repeats)
             except BreakError as error:
                 self.structure_mismatch = str(error)
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)

@@ -1,7 +1,7 @@
-"""Find what captures changed in Python's objects, and put it back.
+"""Find changes that captures made in Python objects, and undo them.
 
-Tensors of a capture that Python keeps outside the graph, in a global, a closure, a cache, anywhere, are found and
-refused: a replay rewrites such memory, and until the first one it is undefined, so it means nothing to its keeper.
+A capture is refused if a tensor of it escapes: if Python keeps it outside the graph, in a global, a closure, a cache or
+anywhere else. Each replay overwrites such a tensor, and before the first replay its values are undefined.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.program.probes import Probe, RecordedRun, Run, Undone
 from simplegraph.program.snapshot import DoneFlag, Snapshot, in_memory
 
-_Located = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
-_GRACE = 20  # ms in which other threads may let go of a tensor
+_Located = tuple[weakref.ref[Tensor], int]  # a tensor, and the address of its memory
+_GRACE = 20  # ms for other threads to release a tensor
 
 
 class MakesMemory(Protocol):
-    """A run that tells which memory it made, such as a `Run` or an observer of one."""
+    """A run that knows the memory that it made, such as a `Run` or an observer."""
 
     @property
     def made(self) -> Callable[[Tensor], bool]:
@@ -41,13 +41,13 @@ class MakesMemory(Protocol):
 
 
 class PythonState(Probe):
-    """Remembers what captures may change in Python's objects: what code can reach.
+    """Saves the Python state that captures may change: everything that their code can reach.
 
     Args:
-        roots: modules, functions and other objects that captures run.
+        roots: the modules, functions and other objects that captures run.
 
     Attributes:
-        kept_remedy: what to do about a place that would keep a tensor, where nothing more is known of it.
+        kept_remedy: the default advice for a place that would keep a tensor.
     """
 
     kept_remedy = "Return it instead, or copy it into a buffer of the module."
@@ -55,29 +55,29 @@ class PythonState(Probe):
     def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
         self.snapshot = Snapshot()
-        self.collected = False  # all garbage there was
-        # By place and key, the done flags of runs that are undone: in this pass of captures, and in the one before.
+        self.collected = False  # a full garbage collection was made
+        # By place and key, the done flags of runs that were undone, in this pass of captures and in the pass before.
         self._flags: dict[tuple[int, Any], DoneFlag] = {}
         self._flags_before: dict[tuple[int, Any], DoneFlag] = {}
-        self._by_recordings: set[tuple[int, Any]] = set()  # those that a recording made
+        self._by_recordings: set[tuple[int, Any]] = set()  # the done flags that a recording set
         self._recorded = False  # a recording ended, and its done flags are still set
-        self._earlier: PythonState | None = None  # before a second try
+        self._earlier: PythonState | None = None  # the saved state before a second try
 
     def before_captures(self, *, again: bool = False) -> None:
-        """Remember the present state: what real runs changed stays."""
-        self.put_back_flags()  # of a run that was undone, if the state was remembered before
+        """Save the present state; changes that real runs made stay."""
+        self.put_back_flags()  # the flags of a run that was undone
         if not again:
             self._flags_before, self._flags = self._flags, {}
             self._by_recordings.clear()
         self.snapshot = Snapshot(*self._roots, code=True)
 
     def after_recording(self, recorded: RecordedRun) -> None:
-        """Refuse a capture that left tensors of its graph in Python objects, and put back what these held.
+        """Refuse a capture that left tensors of its graph in Python objects, and restore these objects.
 
-        Memory that no tensor of Python owns belongs to a library, such as cuBLAS for its workspace.
+        Memory that no Python tensor owns belongs to a library, such as a workspace of cuBLAS, and does not count.
 
         Raises:
-            EscapeError: tensors were left.
+            EscapeError: the capture left tensors.
         """
         self._recorded = True
         if not recorded.searched:
@@ -88,12 +88,12 @@ class PythonState(Probe):
         owned_addresses = {_address(tensor) for tensor in (*_tensors_of(program_holds), *recorded.run.owned())}
         if not device.left_alive(pool) - owned_addresses:
             return
-        gc.collect(0)  # a cycle is no escape
+        gc.collect(0)  # a tensor in a reference cycle is no escape
         kept = _tensors_at(device.left_alive(pool) - owned_addresses)
         if kept and not self.collected:  # once, since it takes longer than twenty captures
             self.collected = True
             gc.collect()
-        # A thread of autograd lets go of its last gradient a moment after `backward` has returned.
+        # Autograd's thread releases its last gradient shortly after `backward` has returned.
         for _ in range(_GRACE):
             if not _living(kept):
                 return
@@ -112,10 +112,10 @@ class PythonState(Probe):
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
     def note_kept(self, run: Run, names: Sequence[str]) -> None:
-        """Note which places a recording left tensors in, before that is refused."""
+        """Note the places in which a recording left tensors, before it is refused."""
 
     def remedy(self, names: Iterable[str]) -> str:
-        """Return the advice for places of these names that would keep a tensor."""
+        """Return the advice for places that would keep a tensor, given their names."""
         roots = [root for root in self._roots if isinstance(root, nn.Module)]
         for name, root in itertools.product(names, roots):
             owner, _, attribute = name.rpartition(".")
@@ -126,12 +126,12 @@ class PythonState(Probe):
         return self.kept_remedy
 
     def undo(self, stage: Undone, runs: Sequence[Run]) -> None:
-        """Put back what a stage changed; after `SECOND_TRY`, also go on from what was there before it."""
+        """Undo the changes of a stage; after `SECOND_TRY`, continue from the state saved before it."""
         if stage is Undone.RUN:
             self.put_back_flags()
         elif stage is Undone.RECORDING:
             for run in runs:
-                if kept := _tensors_at(run.left_addresses):  # what the error's own frames hold stays there
+                if kept := _tensors_at(run.left_addresses):  # tensors in the frames of the error stay
                     _put_back(kept, self)
         elif stage is Undone.RECORDINGS:
             self.put_back()
@@ -143,7 +143,7 @@ class PythonState(Probe):
             vars(self).update(vars(earlier))
 
     def inspect(self, capture: Any, summary: Any) -> Any:
-        """Restore another thread's flags, and forget everything, so that nothing is kept alive."""
+        """Restore done flags that another thread set, and drop the saved state, which keeps objects alive."""
         if self._flags_before:
             for key in self._flags.keys() ^ self._flags_before.keys():
                 flag = (self._flags_before | self._flags)[key]
@@ -153,11 +153,11 @@ class PythonState(Probe):
         return summary
 
     def put_back(self) -> list[str]:
-        """Put modules back as they were; returns the names of places that held memory of a graph."""
+        """Restore the modules; return the names of places that held graph memory."""
         return []
 
     def put_back_flags(self) -> None:
-        """Put back done flags: they say that work is done, such as memory filled, and the run was undone."""
+        """Reset done flags: they say that work is done, such as memory filled, and the work was undone."""
         flags = {(id(flag.place), flag.key): flag for flag in self.snapshot.take_done_flags()}
         self._flags = flags | self._flags
         self._by_recordings |= flags.keys() if self._recorded else set()
@@ -165,30 +165,30 @@ class PythonState(Probe):
 
     @property
     def sets_flags(self) -> bool:  # type: ignore[override]
-        """True if recordings set done flags, or another thread did meanwhile."""
+        """True if recordings, or another thread meanwhile, set done flags."""
         return bool(self._by_recordings)
 
     def set_twice(self) -> list[str]:
         return sorted({self._flags[key].name for key in self._by_recordings & self._flags_before.keys()})
 
     def release(self, runs: Iterable[MakesMemory]) -> None:
-        """Restore places that came to hold tensors made by these runs."""
+        """Restore places that now hold tensors made by these runs."""
         self.snapshot.release(
             functools.partial(in_memory, lambda part: any(run.made(part) for run in runs)), caches=False
         )
 
 
 def holds_graph_memory(value: Any, device: GraphDevice, pool: GraphPool) -> bool:
-    """True if a value is, or holds, a tensor that a capture into the pool made: it means nothing outside a replay."""
+    """True if a value is, or holds, a tensor that a capture into the pool made."""
     tensors = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
     return any(device.in_pool(pool, part) for part in tensors)
 
 
 def _put_back(kept: Sequence[_Located], state: PythonState) -> tuple[list[str], Sequence[str]]:
-    """Restore places; return the names of those that held tensors, and of those that still do.
+    """Restore places; return the names of the places that held tensors, and of those that still hold one.
 
-    A place whose former content is not known is left alone. Its tensor is undefined, and filled with NaN so that it
-    shows.
+    A place whose earlier content is unknown keeps its tensor. The tensor's values are undefined: it is filled with NaN,
+    which shows in results.
     """
     names = state.put_back()
     if not (tensors := _living(kept)):
@@ -223,17 +223,17 @@ _RETURNED_REMEDY = (
 
 
 def kept_by(names: Iterable[str]) -> str:
-    """Say that places of these names would keep tensors of a graph."""
+    """Return the sentence that places with these names would keep tensors of a graph."""
     return f"{quoted(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
 
 
 def quoted(names: Iterable[str]) -> str:
-    """List names of places: names of attributes in backquotes, descriptions such as "the global X of Y" as they are."""
+    """Join names of places: attributes in backquotes, descriptions such as "the global X of Y" without."""
     return ", ".join(name if " " in name else f"`{name}`" for name in names)
 
 
 def _tensors_of(roots: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in these objects and in what they hold, but for what modules hold."""
+    """Yield the tensors in these objects and below them, except tensors that modules hold."""
     for tensor in Walk(roots, Policy(_kind_of_owned)).collect_tensors():
         yield from parts(tensor)
 
@@ -243,7 +243,7 @@ def _kind_of_owned(kind: type) -> Any:
 
 
 def _tensors_at(addresses: set[int]) -> list[_Located]:
-    """Find every Python tensor that owns memory at one of these addresses; looks at all objects of the process."""
+    """Find every Python tensor that owns memory at one of these addresses, among all objects of the process."""
     if not addresses:
         return []
     with torch._C.DisableTorchFunctionSubclass():
@@ -251,25 +251,25 @@ def _tensors_at(addresses: set[int]) -> list[_Located]:
 
 
 def _holds_gradient(tensors: Sequence[Tensor]) -> bool:
-    """True if one of these tensors is the gradient of a leaf, also of one that the code does not lead to."""
+    """True if one of these tensors is the gradient of any leaf of the process."""
     with torch._C.DisableTorchFunctionSubclass():
         leaves = (tensor for tensor in all_tensors() if tensor.is_leaf and tensor.grad is not None)
         return any(leaf.grad is tensor for leaf in leaves for tensor in tensors)
 
 
 def _living(tensors: Iterable[_Located]) -> list[Tensor]:
-    """Return the tensors that are alive and still in the same memory: a parameter may have its own again."""
+    """Return the tensors that are alive and still in the same memory; a restored parameter has its own memory again."""
     living = ((reference(), address) for reference, address in tensors)
     return [tensor for tensor, address in living if tensor is not None and _address(tensor) == address]
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the memory that a tensor owns begins, 0 if it owns none: borrowed memory cannot be resized."""
+    """Return the address of memory that a tensor owns, else 0. Borrowed memory is not owned: it cannot be resized."""
     if tensor.layout is not torch.strided or is_wrapper(tensor):
         return 0
     try:
         storage = tensor.untyped_storage()
-        owned = storage.resizable() and storage.device.type != "meta"  # a fake one, which compilers keep, warns
+        owned = storage.resizable() and storage.device.type != "meta"  # torch warns about addresses of fake tensors
         return storage.data_ptr() if owned else 0
     except (RuntimeError, NotImplementedError, ValueError):  # fake, functional or not initialised
         return 0

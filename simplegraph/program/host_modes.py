@@ -1,21 +1,22 @@
-"""Modes that follow the CPU tensors of a forward: one for a warmup, and one for a capture.
+"""Modes that follow the CPU tensors of a forward on another device: `HostWarmup` and `HostCapture`.
 
-A capture records no copy from ordinary host memory, and a replay runs no CPU operator. What the forward makes on the
-CPU from Python data alone is as frozen as Python is, so a capture takes the device copies that a warmup made, found
-by the bits of the value. CPU tensors that were there before are values that may change: they are noted, for whoever
-watches them, and refused where writes to them would not show, as are random numbers drawn and memory written on the
-CPU.
+A capture records no copy from ordinary host memory, and a replay runs no CPU operator. Tensors that the forward makes
+on the CPU from Python data alone are constants, like Python itself: a capture uses the device copies that a warmup
+made, which are found by the bits of the value. CPU tensors from before the forward may change: guards compare their
+values. A capture is refused if changes of such a tensor cannot be noticed, and if the forward draws random numbers or
+writes to memory on the CPU.
 
-Not seen, because torch shows it to no mode: `.tolist()` and `.numpy()` of a CPU tensor from before (`.item()` is seen),
-one that tells `torch.tensor_split` where to split, one in a list that `torch.tensor` takes, what NumPy computes, and
-writes to a CPU tensor through NumPy; of a tensor above 64 bytes, also a later write through `.data` that leaves all
-sampled bytes as they were. A NumPy array that becomes a tensor in the forward counts as a tensor from before. On the
-emulator, whose device is the CPU, all CPU tensors are taken for the device's: there a list of numbers is a constant
-(`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and everything else is captured like work of the device, so that it shows
-neither stale CPU values nor CPU random numbers, writes and outputs.
+Torch shows these uses of a CPU tensor from before the forward to no mode: `.tolist()` and `.numpy()` (`.item()` is
+shown), its use as the split points of `torch.tensor_split` or in a list for `torch.tensor`, computations in NumPy, and
+writes through NumPy. For a tensor above 64 bytes, a later write through `.data` that changes no sampled byte is missed,
+too. A NumPy array that becomes a tensor in the forward counts as a tensor from before.
 
-CPU tensors that the forward is passed are followed by name (`HostArguments`). One that it moves to the device as it is
-has a static input there, which a capture reads in its place.
+On the emulator, whose device is the CPU, all CPU tensors count as tensors of the device. There, a list of numbers is a
+constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``), and everything else is captured like work of the device. So the
+emulator finds no stale CPU values, and no random numbers, writes and outputs on the CPU.
+
+CPU tensors that the forward is passed are followed by name (`HostArguments`). If the forward moves such a tensor to the
+device unchanged, it has a static input there, which a capture reads in its place.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ _MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
-# Operators that read back if every standard deviation is valid before they draw.
+# Operators that check on the host if every standard deviation is valid before they draw.
 _CHECKED_DRAWS = {_aten.normal.Tensor_Tensor, _aten.normal.float_Tensor}
 
 
 def _draw_unchecked(mean: Any, std: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    """Draw what `torch.normal` draws, by the operators that it is made of, without its check."""
+    """Draw the same numbers as `torch.normal` without its check, by the operators that it consists of."""
     first = mean if isinstance(mean, Tensor) else std
     shape = torch.broadcast_shapes(first.shape, std.shape)  # type: ignore[no-untyped-call]
     drawn = torch.empty(shape, dtype=first.dtype, device=first.device)
@@ -82,16 +83,17 @@ def _draw_unchecked(mean: Any, std: Tensor, *, generator: torch.Generator | None
 
 
 class HostArguments:
-    """The CPU tensors that a forward on another device is passed, and what a run does with each.
+    """The CPU tensors that a forward on another device is passed, and how a run uses each.
 
     Attributes:
-        names: of the arguments that share a memory, by storage key.
-        static: storage key -> the memory of the static input that a capture reads in its place, element for element;
-            None in a run on the caller's own tensors. Absent for an argument that is told apart by its value.
-        moved: names of those that the run moved to the device as they are; waited: names of those for which a move
-            waited, since it was not ``non_blocking``.
+        names: storage key -> names of the arguments in this memory.
+        static: storage key -> the memory of the static input that a capture reads in place of the argument; None in a
+            run on the caller's own tensors. Arguments that are compared by value have no entry.
+        moved: names of the arguments that the run moved to the device unchanged; waited: names of those moved by a
+            copy that waited, since it was not ``non_blocking``.
         read: name -> the operator, and the line, that used the argument on the CPU.
-        shows_python: reads that need no operator are noted, too, by a mode that costs some layers their fast path.
+        shows_python: True to note reads without an operator, too, by a mode under which some layers lose their fast
+            path.
     """
 
     def __init__(self, *, shows_python: bool = True) -> None:
@@ -103,17 +105,17 @@ class HostArguments:
         self.read: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor, static: Tensor | None = None, *, by_value: bool = False) -> None:
-        """Follow an argument."""
+        """Add an argument to follow."""
         self.names.setdefault(storage_key(tensor), []).append(name)
         if not by_value:
             self.static[storage_key(tensor)] = static
 
     def among(self, tensors: Iterable[Any]) -> list[Tensor]:
-        """List the tensors that lie in memory of these arguments."""
+        """List the tensors that are in the memory of these arguments."""
         return [tensor for tensor in strided_tensors(tensors) if storage_key(tensor) in self.names]
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor]) -> list[Tensor]:
-        """Note what an operator does with tensors of arguments among those on the CPU; return those it uses there."""
+        """Note how an operator uses CPU tensors that are arguments; return those that it uses on the CPU."""
         given = self.among(host)
         if not given or facts_of(func).reads_no_value:
             return []
@@ -130,7 +132,7 @@ class HostArguments:
         return used
 
     def note_read(self, tensor: Tensor, operator: str) -> None:
-        """Note that the forward used a tensor of an argument on the CPU."""
+        """Note that the forward used an argument's tensor on the CPU."""
         for name in self.names[storage_key(tensor)]:
             self.read.setdefault(name, f"{operator} at {current_user_location()}")
 
@@ -142,13 +144,13 @@ class HostArguments:
         return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _is_plain(self, tensor: Tensor) -> bool:
-        """True if a tensor of an argument has its elements, and not what is made of them."""
+        """True if a tensor has the elements of an argument in the same dtype, not conjugated or negated."""
         memory = self.static.get(storage_key(tensor))
         return not (tensor.is_conj() or tensor.is_neg()) and (memory is None or tensor.dtype is memory.dtype)
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], bool]:
-    """List the CPU tensors that an operator moves to the device as they are, and say if it waits for that."""
+    """List the CPU tensors that an operator moves to the device unchanged, and True if the operator waits for that."""
     if func is _TO_COPY:
         return (args[:1] if target_device(kwargs) != "cpu" else ()), not kwargs.get("non_blocking")
     if func not in _MOVES or func is _WHERE or args[0].is_cpu:
@@ -160,11 +162,11 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Se
 
 
 class _PythonReads(TorchFunctionMode):
-    """Shows a `HostMode` reads of a CPU tensor that need no operator."""
+    """Shows a `HostMode` the reads of a CPU tensor that need no operator."""
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__dlpack__)
-    SPLITS = (torch.tensor_split, Tensor.tensor_split)  # which read where to split
-    LISTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read numbers in lists
+    SPLITS = (torch.tensor_split, Tensor.tensor_split)  # functions that read split points
+    LISTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # functions that read numbers in lists
 
     def __init__(self, mode: HostMode) -> None:
         super().__init__()
@@ -188,16 +190,16 @@ class _PythonReads(TorchFunctionMode):
 class HostMode(OperatorMode, abc.ABC):
     """Sees every operator while active, and follows the CPU tensors among its arguments and results.
 
-    Where the graphs' device is the CPU, as the emulator's is, a CPU tensor says nothing: only Python data in lists
-    (`torch.tensor([0, 1])`) is known to come from the host.
+    On the emulator, whose device is the CPU, only Python data in lists (`torch.tensor([0, 1])`) is known to come from
+    the host.
 
     Args:
-        device: where the forward runs.
-        arguments: the CPU tensors that it is passed.
-        steady: follows what it reads back from the device; None if nothing is to be answered.
+        device: the device of the forward.
+        arguments: the CPU tensors that the forward is passed.
+        steady: follows values that the forward reads back from the device; None if no value may be taken from a warmup.
 
     Attributes:
-        shows_python: reads of arguments that need no operator are noted, too.
+        shows_python: True to note reads of arguments without an operator, too.
         met_host: True once the run used a CPU tensor.
     """
 
@@ -210,17 +212,17 @@ class HostMode(OperatorMode, abc.ABC):
         self.met_host = False
         self.arguments, self.steady = arguments, steady
         self._emulated = device.type == "cpu"
-        # CPU memory that the run made, by storage key; True if it follows from Python data and watched values. Keys
-        # only: memory from before lives throughout, so a key that is used again is again the run's own.
+        # CPU memory that the run made, by storage key; True if its values depend only on Python data and watched
+        # values. Memory from before lives during the whole run, so a reused key belongs to the run's own memory.
         self._made: dict[int, bool] = {}
         self._recorder: Any = None
 
     @contextlib.contextmanager
     def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
-        """Follow the run in here, but for what runs inside of breaks: it is not in the graph.
+        """Follow the run in the block, except the code of breaks, which is not in the graph.
 
         Args:
-            observer: a mode that is entered in here, and sees every operator before this one.
+            observer: another mode to enter for the block; it sees every operator before this mode.
         """
         self._recorder, lifts = ACTIVE.recorder, _get_lifting()
         _set_lifting(True)  # modes see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved
@@ -233,8 +235,8 @@ class HostMode(OperatorMode, abc.ABC):
             _set_lifting(lifts)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on plain tensors, and follow what it does."""
-        # Inside a break, or for one, no recorder of breaks is active.
+        """Run an operator on plain tensors, and follow its use of CPU tensors."""
+        # In the code of a break, no recorder of breaks is active.
         if ACTIVE.recorder is not self._recorder:
             result = defined(func(*args, **kwargs))
             if self.steady is not None:
@@ -246,16 +248,16 @@ class HostMode(OperatorMode, abc.ABC):
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton of a kernel that is passed these tensors."""
+        """Surround the launch of a Triton kernel that is passed these tensors."""
         with contextlib.nullcontext() if self.steady is None else self.steady.launching(tensors):
             yield
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and follow what it does with tensors on the CPU."""
+        """Run an operator, and follow its use of CPU tensors."""
         if is_higher_order(func) or (self._emulated and func is not _LIFT):
             return defined(func(*args, **kwargs))
         if self._emulated:
-            if args[0].dim() and args[0].numel():  # more than a number, which an operator can take along by itself
+            if args[0].dim() and args[0].numel():  # a kernel can be passed a single number by value
                 self._copy(content(args[0]), args[0], args[0].clone)
             self.met_host = True
             return func(args[0])
@@ -265,7 +267,7 @@ class HostMode(OperatorMode, abc.ABC):
             result = func(*args, **kwargs)
             self._note_made(result, constant=False)
             return defined(result)
-        if host and facts_of(func).is_composite:  # under inference_mode it comes whole
+        if host and facts_of(func).is_composite:  # inference_mode does not decompose it
             return self.take_apart(func, args, kwargs)
         on_host = len(host) == len(tensors)
         if host and self.arguments is not None:
@@ -283,14 +285,14 @@ class HostMode(OperatorMode, abc.ABC):
         return defined(result)
 
     def _note_made(self, result: Any, given: Sequence[Tensor] = (), *, constant: bool) -> bool:
-        """Note the CPU memory among an operator's results that it was not given; True if there is any."""
+        """Note the CPU memory that an operator made; True if it made some."""
         made = {storage_key(tensor) for tensor in strided_tensors((result,)) if tensor.is_cpu}
         made = made.difference(map(storage_key, given)) if made else made
         self._made.update(dict.fromkeys(made, constant))
         return bool(made)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; a constant that it moves to the device is read from a device copy."""
+        """Run an operator that moves CPU tensors to the device; constants are read from device copies."""
         first = args[0]
         if func is _TO_COPY:
             static = self._static(first)
@@ -299,7 +301,7 @@ class HostMode(OperatorMode, abc.ABC):
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_constant(first):
                 # The key includes the dtype, device and memory format of the copy.
                 key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
-                # A clone, since the forward may write to it, and every replay begins with the constant.
+                # A clone, since the forward may write to the tensor, and every replay must start with the constant.
                 return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
         elif func is _WHERE:
             like = next((tensor for tensor in args if not tensor.is_cpu), first)
@@ -311,13 +313,13 @@ class HostMode(OperatorMode, abc.ABC):
         else:
             indices = self._indices(args[1], first.device)
             args = (first, indices, *args[2:])
-            # With a mask on the device, a number on the CPU makes it masked_fill_, which needs no shapes.
+            # With a mask on the device and a number on the CPU, torch runs masked_fill_, whose shapes are fixed.
             if func in _PUT and not any(index.dtype in _MASKS for index in strided_tensors(indices)):
                 args = (first, indices, self._on_device(args[2], args[2].dtype, first.device), *args[3:])
         return func(*args, **kwargs)
 
     def _indices(self, indices: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-        """Return indices on the device; masks as the indices they stand for, which the device cannot count."""
+        """Return indices on the device; CPU masks are converted to indices, which a capture cannot do on the device."""
         on_device: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_constant(index):
@@ -341,11 +343,11 @@ class HostMode(OperatorMode, abc.ABC):
         return self._copied(value, device, tensor)
 
     def _copied(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
-        """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
+        """Return the device tensor that an operator reads in place of `value`, which is made of a CPU tensor."""
         return self._copy((content(value), device), source, lambda: value.to(device))
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        """True if a tensor's value follows from Python data and from earlier values that can be watched."""
+        """True if a tensor's value depends only on Python data, and on earlier values that guards can compare."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         if self._is_input(tensor):  # other memory at every call
@@ -354,11 +356,11 @@ class HostMode(OperatorMode, abc.ABC):
         return is_watchable(tensor) if constant is None else constant
 
     def _is_input(self, tensor: Tensor) -> bool:
-        """True for a tensor of an argument that has a static input on the device."""
+        """True for an argument's tensor that has a static input on the device."""
         return self.arguments is not None and storage_key(tensor) in self.arguments.static
 
     def _static(self, tensor: Tensor) -> Tensor | None:
-        """Return what a capture reads in place of a tensor of an argument; None if there is none."""
+        """Return the static input that a capture reads in place of an argument's tensor; None if there is none."""
         return None if self.arguments is None else self.arguments.on_device(tensor)
 
     def read_by_python(self, tensor: Tensor, func: Any) -> None:
@@ -368,40 +370,40 @@ class HostMode(OperatorMode, abc.ABC):
             arguments.note_read(tensor, f"{'Tensor' if hasattr(Tensor, func.__name__) else 'torch'}.{func.__name__}")
             self._check_argument(tensor)
 
-    # What a warmup and a capture do differently.
+    # Overridden by warmups and captures.
 
     def _check_argument(self, tensor: Tensor) -> None:
-        """Refuse a use on the CPU of a tensor that the forward is passed, if a graph cannot hold it."""
+        """Refuse the use of an argument's tensor on the CPU, if no graph can contain it."""
 
     def _check(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor], *, on_host: bool
     ) -> None:
-        """Refuse what a graph cannot hold, before it runs; `host` are its tensors on the CPU."""
+        """Refuse an operator that no graph can contain, before it runs; `host` are its CPU tensors."""
 
     @abc.abstractmethod
     def _copy(self, key: Hashable, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Return the device copy that operators read in place of what `make` makes of a CPU tensor.
+        """Return the device copy that operators read in place of a CPU tensor.
 
         Args:
-            key: what the copy is of, to the bit, and how it looks.
+            key: the exact value of the tensor, and the layout of the copy.
             source: the CPU tensor.
             make: makes the copy.
         """
 
 
-# Private to torch; where it is absent, a number that is made on the device is refused by the capture, as a copy is.
+# Private to torch. Without them, a capture refuses a number that is made on the device, as it refuses a copy.
 _get_lifting: Callable[[], bool] = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
 _set_lifting: Callable[[bool], object] = getattr(torch._C, "_set_only_lift_cpu_tensors", bool)
 
 
 def target_device(kwargs: dict[str, Any]) -> str:
-    """Return the type of the device that an operator is told to put its result on, the CPU if none."""
+    """Return the type of the device that an operator's arguments name for its result; "cpu" if they name none."""
     device = kwargs.get("device")
     return "cpu" if device is None else torch.device(device).type
 
 
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
-    """Follows a warmup, and copies what it moves to the device; the run reads these copies.
+    """Follows a warmup, and keeps device copies of the tensors that it moves to the device; the run reads the copies.
 
     Args:
         device: where the forward runs.
@@ -409,8 +411,8 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
         steady: as for `HostMode`.
 
     Attributes:
-        copies: device copies of what was moved, by content.
-        sources: the CPU tensors from before among what was moved.
+        copies: device copies of moved tensors, by content.
+        sources: moved CPU tensors from before the run.
     """
 
     def __init__(
@@ -422,7 +424,7 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, key: Hashable, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
         if key not in self.copies:
-            # No inference tensor: captures in other modes read it, too.
+            # Not an inference tensor: captures in other modes read the copy, too.
             with without_modes(), torch.inference_mode(False), torch.no_grad():
                 if not self._emulated and storage_key(source) not in self._made:
                     if sum(map(span, (*self.sources, source))) > LARGEST_TOTAL_BYTES:
@@ -433,22 +435,22 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
 
 
 class HostCapture(HostMode):  # type: ignore[no-untyped-call]
-    """Follows a capture, serves its constants from device copies, and refuses what a replay would not do.
+    """Follows a capture, takes its constants from device copies, and refuses operators that a replay would not repeat.
 
     Args:
         device: where the forward runs.
         copies: device copies that a warmup made, by content.
-        name: names a CPU tensor for messages, such as by the attribute that holds it.
+        name: returns the name of a CPU tensor for messages, such as that of its attribute.
         arguments: the CPU tensors that it is passed.
         steady: as for `HostMode`.
 
     Attributes:
-        served: the copies that the graph reads, by id; whoever replays it must own them.
-        reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
-            they held.
+        served: the copies that the graph reads, by id; the owner of the graph must keep them alive.
+        reads: CPU tensors from before that the capture read, by their place in memory; replays are valid while their
+            values stay the same.
     """
 
-    # Under a mode of functions torch takes other ways: attention has no fast path there. The graph must be eager's.
+    # Under a torch function mode, attention loses its fast path, and the graph would differ from eager.
     shows_python = False
 
     def __init__(
@@ -469,7 +471,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
-        """Follow the capture in here, but for what is done for breaks; `observer` as for `HostMode`."""
+        """Follow the capture in the block, except the code of breaks; `observer` as for `HostMode`."""
         SERVING.active, before = True, SERVING.active
         try:
             with super().following(observer):
@@ -477,7 +479,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if self._error is None or error is self._error or error.__cause__ is not None:
                 raise
-            raise error from self._error  # which TorchScript conceals
+            raise error from self._error  # TorchScript hides the cause
         finally:
             SERVING.active = before
 
@@ -488,7 +490,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         return super()._follow(func, args, kwargs)
 
     def check_refused(self) -> None:
-        """Raise what was refused, even if the forward swallowed it and went on."""
+        """Raise the refusal again, if the forward caught it and went on."""
         if self._error is not None:
             raise self._error
 
@@ -554,7 +556,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
 
 
 def used_on_cpu(name: str, where: str) -> tuple[str, str]:
-    """Say that a forward uses on the CPU what it is passed there, and what to do."""
+    """Return the cause and the remedy for an argument that a forward uses on the CPU."""
     cause = f"{name} is on the CPU, and the forward uses it there ({where})"
     move = f"as in {name} = {name}.to(device)" if name.isidentifier() else "by .to(device)"  # an item has no such name
     return cause, f"Move it first, {move}, or pass it on the device."

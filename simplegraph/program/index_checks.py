@@ -1,6 +1,6 @@
-"""Stop a run at an index out of range before a kernel reads there, which ends a process's use of a GPU.
+"""Stop a run at an index that is out of range, before a kernel reads there, which ends the process's use of the GPU.
 
-Runs that nobody asked for, of fewer rows than a call has, may meet indices that fit the call alone.
+The library runs forwards on fewer rows than a call has; indices that are valid for the call may be invalid there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDICES = frozenset({torch.int64, torch.int32})
 
 
 class _Index(NamedTuple):
-    """An index of a dimension, and the range in which its values must lie."""
+    """An index of a dimension, and the valid range of its values."""
 
     values: Tensor
     first: int
@@ -36,10 +36,10 @@ class _Index(NamedTuple):
 
 
 class IndexChecks(OperatorMode):  # type: ignore[no-untyped-call]
-    """Checks the indices of each of torch's operators on the host before that runs. Raises IndexError."""
+    """Checks the indices of each of torch's operators on the host before the operator runs. Raises IndexError."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator whose indices are in range."""
+        """Check the indices of an operator, and run it."""
         facts = facts_of(func)
         tensors = strided_tensors((*args, *kwargs.values()))
         if facts.is_composite and any(tensor.dtype in _INDICES for tensor in tensors):

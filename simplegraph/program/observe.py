@@ -1,7 +1,8 @@
-"""Observe the memory from outside that a forward reads and writes.
+"""Observe the memory from before a run that a forward reads and writes.
 
-Torch's dispatcher does not see launches of Triton's kernels, so an observer is shown which tensors they are passed. A
-graph of operators and such kernels reads nothing that neither was passed. Work of any other kind may read anything.
+Torch's dispatcher does not see launches of Triton kernels, so Triton shows an observer the tensors that a launch is
+passed. A graph of operators and Triton kernels reads only tensors that one of them is passed. Other work may read any
+memory.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ _MAX_SIZES = 3  # batch sizes whose latest run is remembered
 
 
 class PassedNumbers(NamedTuple):
-    """The numbers that one operator is passed.
+    """The Python numbers that one operator is passed.
 
     Attributes:
         func: the operator.
-        numbers: in the order of its arguments, but for defaults.
+        numbers: the numbers in the order of its arguments, without defaults.
         line: the file and the number of the user's line; None if there is none.
     """
 
@@ -68,14 +69,14 @@ class PassedNumbers(NamedTuple):
 
 
 class ChosenRows(NamedTuple):
-    """An operator that picks values among others, as a maximum does, or sorts them.
+    """A call of an operator that picks values, as a maximum does, or sorts them.
 
     Attributes:
         func: the operator.
-        given, made: the shapes of the tensors that it is passed and returns; of a sort, how many values it orders.
-        memory: the storage keys of what it returns.
+        given, made: the shapes of its arguments and results; for a sort, the number of values that it orders.
+        memory: the storage keys of its results.
         line: the file and the number of the user's line; None if there is none.
-        places: it finds places of integers, as of a token that ends a text.
+        places: True if it finds the places of integers, such as that of a token that ends a text.
     """
 
     func: Any
@@ -86,21 +87,21 @@ class ChosenRows(NamedTuple):
     places: bool
 
     def among_others(self, other: ChosenRows) -> bool:
-        """True if it picks among more or fewer values than in another run: what tells the runs apart is picked from."""
+        """True if it picks among more or fewer values than in a run of another size, so padding rows would count."""
         given, made = (max(map(_sizes_apart, *pair), default=0) for pair in zip(self[1:3], other[1:3], strict=True))
         return given > made
 
     @property
     def described(self) -> str:
-        """Name the operator and the line that calls it."""
+        """Name the operator, and the line that calls it."""
         return f"{self.func}{_place(self.line)}"
 
 
 class NumbersSeen:
-    """The numbers that a run passes to operators on floating tensors, in their order.
+    """The Python numbers that a run passes to operators on floating-point tensors, in order.
 
-    Those of data are kept apart: data may be made on the device. What breaks pass is not looked at: they run at every
-    call, and their Python may change for any reason.
+    Numbers that became tensors are kept separately: a run may also make such a tensor on the device. Numbers in breaks
+    do not count: breaks run at every call.
 
     Args:
         rows: the batch size of the run; 0 if it is not known.
@@ -113,7 +114,7 @@ class NumbersSeen:
         self.choices: list[ChosenRows] = []
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Note what an operator is passed, `tensors` among it; this runs for every operator observed."""
+        """Note the numbers that an operator is passed beside `tensors`; this runs for every observed operator."""
         if func is _LIFTED:
             self._note_data(args[0])
         elif not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()) if kwargs else args)):
@@ -121,12 +122,12 @@ class NumbersSeen:
             passed = [(number, default) for number, default in numeric if number.__class__ in _NUMBERS]
             inexact = (tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
             if passed and (_makes_number(func, args, kwargs) or any(inexact)):
-                # Torch passes a default only where something else follows it.
+                # Torch passes a default only if another argument follows it.
                 numbers = tuple(number for number, default in passed if number != default)
                 self.segments.append(PassedNumbers(func, numbers, running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
-        """Note a number that became a tensor, where reading it needs no wait for the device."""
+        """Note a number that became a tensor, if reading it does not wait for the device."""
         if tensor.dim() == 0 and tensor.is_cpu and tensor.is_floating_point():
             with without_modes():
                 self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
@@ -134,9 +135,10 @@ class NumbersSeen:
     def note_choice(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
-        """Note an operator that picks or sorts values; this runs for every operator observed.
+        """Note an operator that picks or sorts values; this runs for every observed operator.
 
-        The order of one row among padding rows changes with its values, and says nothing. Integers may be groups.
+        Only the number of sorted values counts: their order depends on the values. Sorts of integers do not count at
+        all, since the integers may be groups.
         """
         name = facts_of(func).name
         if name in _PICKING or (name in _SORTING and given[0].is_floating_point()):
@@ -147,14 +149,14 @@ class NumbersSeen:
             memory = frozenset(map(storage_key, made))
             places = name in _PLACES and not given[0].is_floating_point()
             self.choices.append(ChosenRows(func, passed, returned, memory, running_line(), places))
-        elif func in _READS:  # for a branch of Python's, which no capture takes
+        elif func in _READS:  # the choice decides a Python branch, which no capture can take
             read = set(map(storage_key, given))
             self.choices = [chosen for chosen in self.choices if read.isdisjoint(chosen.memory)]
 
-    def choice(self, seen: NumbersSeen, *, places: bool = True) -> ChosenRows | None:
-        """Find the first operator that picks among the rows, or along the length, by which two runs differ.
+    def differing_choice(self, seen: NumbersSeen, *, places: bool = True) -> ChosenRows | None:
+        """Find the first operator that picks among more or fewer values in a run of another size; None if none does.
 
-        `places` counts those that find places of integers, which is how a text's last token is found.
+        With `places`, operators that find the places of integers count: models find a text's last token so.
         """
         if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
             return None
@@ -163,8 +165,8 @@ class NumbersSeen:
             (choice for choice, other in pairs if choice.among_others(other) and (places or not choice.places)), None
         )
 
-    def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
-        """Find the first operator that two runs of the same operators pass other numbers."""
+    def differing_numbers(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
+        """Find the first operator that two runs pass different numbers; None if none, or if the operators differ."""
         for numbers, others in ((self.segments, seen.segments), (self.data, seen.data)):
             if [passed.func for passed in numbers] == [passed.func for passed in others]:
                 for pair in zip(numbers, others, strict=True):
@@ -174,24 +176,24 @@ class NumbersSeen:
 
 
 class NumbersBySize:
-    """The numbers of the runs of one signature, by batch size."""
+    """The Python numbers that runs of one signature passed to operators, by batch size."""
 
     def __init__(self) -> None:
         self._seen: dict[int, NumbersSeen] = {}
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget all numbers."""
         self._seen.clear()
 
     def learn(self, seen: NumbersSeen) -> tuple[str, str] | None:
-        """Remember a run; return what padding would change, as runs of two sizes tell, and what to do about it."""
+        """Remember a run; return (effect of padding, remedy) if runs of two sizes show that padding has an effect."""
         rows = seen.rows
         before = self._seen.pop(rows, None)
-        if before is not None and before.other(seen) is not None:
-            self._seen.clear()  # it changes at one size, too, so other sizes tell nothing
-        differences = ((size, earlier.other(seen)) for size, earlier in self._seen.items())
+        if before is not None and before.differing_numbers(seen) is not None:
+            self._seen.clear()  # numbers change without a change of the size, so other sizes show nothing
+        differences = ((size, earlier.differing_numbers(seen)) for size, earlier in self._seen.items())
         differ = next(((size, *pair) for size, pair in differences if pair is not None), None)
-        chosen = next(filter(None, map(seen.choice, self._seen.values())), None)
+        chosen = next(filter(None, map(seen.differing_choice, self._seen.values())), None)
         self._seen[rows] = seen
         while len(self._seen) > _MAX_SIZES:
             del self._seen[next(iter(self._seen))]
@@ -220,7 +222,7 @@ def _place(line: tuple[str, int] | None) -> str:
 
 
 def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if an operator makes a tensor of numbers for another one, as torch.where does without gradients.
+    """True if an operator makes a tensor of Python numbers for another operator, as torch.where does.
 
     The values of linspace and logspace depend on their number of steps.
     """
@@ -238,23 +240,23 @@ WHOLE = "all of it"
 
 
 def _region(tensor: Tensor) -> Any:
-    """Tell where the elements of a tensor lie; None where torch does not say."""
+    """Return where the elements of a tensor are in its storage; None if torch does not say."""
     if tensor.is_nested:
         return None
     is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return WHOLE if is_whole else lies_at(tensor)
 
 
-_OWN = __name__.partition(".")[0]  # no kernel of this library takes an address as a number
-_ADDRESSES = 1 << 32  # numbers from here on may be one
-# Elements of other dtypes may be addresses, or parts of a descriptor that has one.
+_OWN = __name__.partition(".")[0]  # no kernel of this library is passed an address as a number
+_ADDRESSES = 1 << 32  # numbers from here on may be addresses
+# Elements of other dtypes may be addresses, or parts of a descriptor that contains an address.
 _NO_ADDRESSES = frozenset({torch.bool, torch.int16, torch.int32})
 
 
 def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Show launches of Triton's kernels to the innermost mode that has `launching`, whose context surrounds them.
+    """Wrap the method that launches Triton kernels: the innermost mode's `launching` surrounds each launch.
 
-    The context is passed the tensors that the kernel can touch; None if they are not known.
+    `launching` is passed the tensors that the kernel can touch; None if they are not known.
     """
 
     def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,9 +264,9 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
         if launching is None:
             return run(self, *args, **kwargs)
         is_ours = str(getattr(self, "module", "")).partition(".")[0] == _OWN
-        # Beside the arguments of the kernel, `kwargs` has the grid and options of the compiler.
+        # `kwargs` also has the grid, and options of the compiler.
         given = [*args, *(value for name, value in kwargs.items() if name != "grid"), *_default_tensors(self)]
-        # Neither an argument nor an element of one may be an address.
+        # The tensors are known if no argument, and no element of a tensor, may be an address.
         shown_arguments = is_ours or all(map(_holds_no_address, given))
         with launching(strided_tensors(given) if shown_arguments else None):
             return run(self, *args, **kwargs)
@@ -273,14 +275,14 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _default_tensors(kernel: Any) -> list[Tensor]:
-    """List the tensors that a kernel is passed where its caller leaves an argument out."""
+    """List the tensors that are defaults of a kernel's arguments."""
     parameters = getattr(getattr(kernel, "signature", None), "parameters", {})
     return [parameter.default for parameter in parameters.values() if isinstance(parameter.default, Tensor)]
 
 
 def _holds_no_address(arg: Any) -> bool:
     if isinstance(arg, Tensor):
-        if type(arg).data_ptr is not Tensor.data_ptr:  # of a class that names other memory than its own
+        if type(arg).data_ptr is not Tensor.data_ptr:  # a class that returns the address of other memory
             return False
         return arg.dtype in _NO_ADDRESSES or arg.is_floating_point()
     return abs(arg) < _ADDRESSES if isinstance(arg, int) else isinstance(arg, (float, str, torch.dtype, type(None)))
@@ -296,40 +298,39 @@ _NOT_JOINED = "{} runs on a stream that has not waited for the captured one: it 
 
 
 class MemoryObserver(OperatorMode):
-    """Sees every operator while active, and collects the tensors that came from outside.
+    """Sees every operator while active, and collects the tensors from before the run ("external" tensors).
 
-    A CUDA graph keeps none of the memory it reads alive: the owner of the graph must, wherever the
-    forward found it (an attribute, a closure, a cache).
+    A CUDA graph does not keep alive the memory that it reads. The owner of the graph must keep it, wherever the forward
+    found it: in an attribute, a closure or a cache.
 
     Args:
-        device: where a capture is under way, to see if it records more than operators; None for an eager run.
+        device: the device of a capture, to see if it records other work than operators; None for an eager run.
         rows: the batch size of the run; 0 if it is not known.
-        after: of the run before, whose memory this one goes on with: it counts as its own.
-        before_write: called with a tensor before each write of an operator to memory from before the run; `id` does
-            nothing.
+        after: the observer of an earlier run whose memory this run uses: that memory counts as this run's own.
+        before_write: called with a tensor before an operator writes to external memory; the default does nothing.
 
     Attributes:
         captures: True if the observed run is a capture.
-        external: storage key -> a tensor of that memory, for memory that existed before.
-        passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
+        external: storage key -> a tensor in that memory, for external memory that segments read or write.
+        passed: the same for external memory that eager breaks were passed.
         written: storage keys of external memory that an operator wrote to.
-        regions: storage key -> where segments wrote to that memory: `WHOLE`, as `lies_at` tells, or None for an
-            operator that may leave elements out; nothing for launches of Triton, which may only read.
-        launched: those of external memory that launches of Triton were passed, and may write to.
+        regions: storage key -> the parts of that memory that segments wrote to: `WHOLE`, a result of `lies_at`, or None
+            for an operator that may leave elements out. Empty for Triton launches, which may only read the memory.
+        launched: storage keys of external memory that Triton launches were passed, and may write to.
         blank: storage keys of memory that the run made, and that nothing has written yet.
-        given: storage keys of all memory that operators were passed, if the run goes on with that of another.
-        may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
+        given: storage keys of all memory that operators were passed, if `after` is given.
+        may_draw: True if an operator draws random numbers, or may draw some without declaring it.
         differentiates: True if an operator outside of eager breaks ran under grad mode.
-        rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
+        rounds_by_group: True if an operator multiplies rows in groups, so that its rounding depends on their sizes.
         adds_in_any_order: True if an operator adds by atomics on a GPU.
-        unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
-        reads_anything: the same, if some of that work did not show which tensors it can touch.
+        unseen: the type of the device if the capture recorded work of no operator, such as a Triton kernel; else empty.
+        reads_anything: the same, if such work did not show the tensors that it can touch.
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
-        left_by_break: storage key -> which eager break made that memory and did not return it.
-        uses_of_left: that break -> what the forward did with such memory nevertheless.
-        numbers: what Python numbers operators are passed.
-        dtypes: of what operators return; gpu: the first GPU that some of it is on; None if none is.
-        operators: a hash of which operators ran, in their order.
+        left_by_break: storage key -> the number of the eager break that made that memory and did not return it.
+        uses_of_left: number of such a break -> how the forward used that memory nevertheless.
+        numbers: the Python numbers that operators are passed.
+        dtypes: the dtypes of results of operators; gpu: the first GPU that a result is on; None if none is.
+        operators: a hash of the operators that ran, in order.
     """
 
     def __init__(
@@ -359,29 +360,29 @@ class MemoryObserver(OperatorMode):
         self.dtypes: set[torch.dtype] = set()
         self.gpu: torch.device | None = None
         self.operators = 0
-        # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
-        # throughout, so a key that is freed and used again is again the forward's own.
+        # Keys only: a capture could not reuse memory that is held here. External memory lives during the whole run, so
+        # a key that is freed and used again belongs to memory that the forward made.
         self._made: set[int] = set() if after is None else set(after._made)
         self._follows = after is not None
-        self._made_inside: set[int] | None = None  # by the break that is running, if one is
+        self._made_inside: set[int] | None = None  # keys of memory made by the running break; None outside of breaks
 
     def made(self, tensor: Tensor) -> bool:
-        """True if the observed run made this memory."""
+        """True if the observed run made the tensor's memory."""
         return tensor.layout is torch.strided and storage_key(tensor) in self._made
 
-    def pass_on(self, tensors: Sequence[Any]) -> None:
-        """Note what a break is passed and the run did not make."""
+    def note_passed(self, tensors: Sequence[Any]) -> None:
+        """Note external tensors that a break is passed."""
         for tensor in strided_tensors(tensors):
             if not self.made(tensor):
                 self.passed[storage_key(tensor)] = tensor
-        self.find(tensors, "passes it to another break")
+        self.note_uses_of_left(tensors, "passes it to another break")
 
     @contextlib.contextmanager
     def inside_break(self) -> Iterator[set[int]]:
-        """Ignore what the run reads in here, since no graph will read it. What it writes still counts.
+        """Ignore reads in the block, since no graph will make them. Writes still count.
 
         Yields:
-            The storage keys of what it makes.
+            The storage keys of memory that the block makes.
         """
         self._made_inside = made = set[int]()
         try:
@@ -389,16 +390,16 @@ class MemoryObserver(OperatorMode):
         finally:
             self._made_inside = None
 
-    def find(self, tensors: Iterable[Any], use: str) -> None:
-        """Note which of these tensors a break left behind, since the forward uses them in this way."""
+    def note_uses_of_left(self, tensors: Iterable[Any], use: str) -> None:
+        """Note this use of those tensors that a break made and did not return."""
         for tensor in strided_tensors(tensors) if self.left_by_break else ():
             number = self.left_by_break.get(storage_key(tensor))
             if number is not None:
                 self.uses_of_left.setdefault(number, use)
 
     def _refuse(self, cause: str) -> None:
-        """Note an operator that a capture may not come to, and raise it in a capture."""
-        if self._device is None:  # else the error's own traceback tells
+        """Note an operator that no capture may contain; in a capture, raise the error."""
+        if self._device is None:  # in a capture, the traceback of the error shows the line
             cause += f"; it is called at {current_user_location()}"
         self.refused = HostError(cause, "", breaks=True)
         if self._device is not None:
@@ -408,10 +409,10 @@ class MemoryObserver(OperatorMode):
         """Run an operator, and note what it reads, writes and makes."""
         facts = facts_of(func)
         if facts.may_solve and self._made_inside is None:
-            if facts.is_composite:  # under inference_mode it comes whole, and may not come to one
+            if facts.is_composite:  # inference_mode does not decompose it, and its parts may not solve
                 return self.take_apart(func, args, kwargs)
             self._refuse(_EIGENSOLVER.format(func))
-        if func is _CUDNN_RNN and args[11] > 0 and args[12] and self._made_inside is None:  # it drops, and trains
+        if func is _CUDNN_RNN and args[11] > 0 and args[12] and self._made_inside is None:  # dropout, in training
             self._refuse(_CUDNN_DROPOUT)
         self.may_draw = self.may_draw or facts.may_draw
         self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
@@ -423,7 +424,7 @@ class MemoryObserver(OperatorMode):
         made_keys, inside, external = self._made, self._made_inside, self.external
         tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-        if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
+        if func is _LIFTED:  # the tensor was made from Python data without an operator
             made_keys.update(given)
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
@@ -448,7 +449,7 @@ class MemoryObserver(OperatorMode):
             if self.gpu is None and tensor.is_cuda:
                 self.gpu = tensor.device
             key = tensor.untyped_storage()._cdata
-            if key not in given and key not in external:  # new memory; its key may have been another's before
+            if key not in given and key not in external:  # new memory; freed memory may have had the same key
                 made_keys.add(key)
                 (self.blank.add if facts.is_uninitialised else self.blank.discard)(key)
                 self.left_by_break.pop(key, None)
@@ -457,19 +458,19 @@ class MemoryObserver(OperatorMode):
         return defined(result)
 
     def _note_given(self, given: dict[int, Tensor], reader: Any) -> None:
-        """Note the tensors, by storage key, that something is passed."""
+        """Note the tensors, by storage key, that an operator or a kernel is passed."""
         if self._follows:
             self.given.update(given)
         if self._made_inside is None:
             if self.left_by_break:
-                self.find(list(given.values()), f"reads it ({reader})")
+                self.note_uses_of_left(list(given.values()), f"reads it ({reader})")
             for key, tensor in given.items():
                 if key not in self._made and key not in self.external:
                     self.external[key] = tensor
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton of a kernel that is passed these tensors, and may write to any of them."""
+        """Surround the launch of a Triton kernel that is passed these tensors, and may write to any of them."""
         device = self._device
         if device is not None:
             self._look_for_unseen(device)
@@ -483,14 +484,14 @@ class MemoryObserver(OperatorMode):
             yield
         if device is not None:
             self._look_for_unseen(device, tensors_shown=tensors is not None)
-            self._last = device.recorded()  # so that launches by Triton's hooks in this one count as seen
+            self._last = device.recorded()  # launches by Triton's hooks during this launch count as seen
 
     def _look_for_unseen(self, device: GraphDevice, *, tensors_shown: bool = False) -> None:
-        """Note if more was recorded since the last operator, or since the segment began.
+        """Note if work was recorded since the last operator, or since the segment began.
 
         Args:
-            device: where.
-            tensors_shown: the work showed which tensors it can touch.
+            device: the device of the capture.
+            tensors_shown: True if the work showed the tensors that it can touch.
         """
         now, last = device.recorded(), self._last
         if now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0):
@@ -514,6 +515,6 @@ class MemoryObserver(OperatorMode):
 
 
 def observed_tensors(observers: Iterable[MemoryObserver]) -> Iterator[Tensor]:
-    """Yield the tensors that observers own."""
+    """Yield the external tensors that observers hold."""
     for observer in observers:
         yield from (*observer.external.values(), *observer.passed.values())

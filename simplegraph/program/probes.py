@@ -1,15 +1,14 @@
-"""The events of captures, and the probes that look on at them.
+"""The events of captures, and the probes that observe them.
 
-A probe adds what the engine of graphs does not know: Python's state, values on the host, what a forward reads and
-writes, what the driver tells of a graph, a library's ways. Events reach a list of probes in this order:
+A probe adds knowledge that captures themselves do not have: of Python state, values on the host, memory that a forward
+reads and writes, the driver's view of a graph, or a library. Each event reaches the probes of a list in this order:
 
-    before_captures     the runs that stay are over; in the list's order
-    before_capture      of each recording, before it begins; in the list's order
-    around              a run, eager or recorded; the list's first is the outermost
-    after_recording     from the last to the first: what came last is let go of first
-    inspect             when nothing can be undone any more; from the last to the first
-    undo                from the last to the first, so that each finds what those before it left; all of them, even if
-                        one raises
+    before_captures     after the runs whose effects stay; from the first to the last
+    before_capture      before each recording; from the first to the last
+    around              around each run, eager or recorded; the first probe is the outermost
+    after_recording     after each recording; from the last to the first
+    inspect             when the captures can no longer be undone; from the last to the first
+    undo                when something is undone; from the last to the first, each probe even if another raises
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ class Run:
     """One run of a forward.
 
     Attributes:
-        key: of the graph that it is a warmup or the recording of, or what tells several; None if it is neither.
-        job: what that graph is captured from, as its maker describes it; None for other runs.
-        label: what is run, for messages.
+        key: the key of the graph, or of several graphs, of which it is a warmup or the recording; None for other runs.
+        job: the `CaptureJob` of this graph; None for other runs.
+        label: its name in messages.
         rows: the batch size; 0 if it is not known.
-        recorded: its operators are recorded; otherwise they run.
-        as_recorded: it goes the way of a recording: it is one, or is compared with one.
-        rehearsed: nothing of it stays.
-        observed: each of its operators is looked at.
-        before_write: called with a tensor before an operator writes to memory from before the run, if that is observed.
-        made: returns True for a tensor in memory that the run made, if it was observed.
-        owned: returns the tensors that probes own because this run, or one before it, read them.
-        left_addresses: addresses of tensors that a failed recording had made and something owned.
-        outputs: what an eager run returned; trace: its `BreakTrace`, if it has breaks.
+        recorded: True if its operators are recorded instead of executed.
+        as_recorded: True if it takes the branches that a recording takes: it is a recording, or is compared with one.
+        rehearsed: True if all its effects are undone.
+        observed: True if each of its operators is observed.
+        before_write: called with a tensor before an operator of an observed run writes to memory from before the run.
+        made: returns True for a tensor in memory that the observed run made.
+        owned: returns the tensors that probes own because this run, or a run before it, read them.
+        left_addresses: addresses of tensors that a failed recording made and something else owned.
+        outputs: the result of an eager run; trace: its `BreakTrace`, if it has breaks.
     """
 
     key: Hashable | None = None
@@ -63,14 +62,15 @@ class Run:
 
 @dataclasses.dataclass(eq=False)
 class RecordedRun:
-    """Describes what a run was recorded as, before anything replays it.
+    """Describes a recording before its first replay.
 
     Attributes:
-        run: what was recorded.
-        device, pool: where, and into what memory.
-        program: the `Program` that came of it.
-        held: what the program holds, and the one before it whose memory it reads.
-        searched: tensors that it left behind are to be looked for: another recording that follows would own some.
+        run: the run that was recorded.
+        device, pool: its device and memory pool.
+        program: the resulting `Program`.
+        held: everything that the program holds, and the program before it if it reads its memory.
+        searched: True if tensors that it left behind are to be searched for. False if a recording follows that owns
+            some of them.
     """
 
     run: Run
@@ -82,7 +82,7 @@ class RecordedRun:
 
 
 class Undone(enum.Enum):
-    """Says what is undone, from the smallest to the largest."""
+    """The part of a capture that is undone, from the smallest to the largest."""
 
     RUN = "done flags of runs, of whose work no later call sees the effect"
     RECORDING = "a recording that failed"
@@ -91,12 +91,12 @@ class Undone(enum.Enum):
 
 
 class Probe:
-    """Looks on at captures. Override what is needed; each event does nothing.
+    """Observes captures. Override the events you need; by default each does nothing.
 
     Attributes:
-        refuses: True if recordings did what no graph may do, so that second tries are undone as well.
-        sets_flags: True if recordings set flags in Python's objects that say that work is done, or another thread did.
-        distrusts: True if recordings that were not observed may do other than those that were: all are then observed.
+        refuses: True if recordings did something that no graph may do, so that second tries are undone as well.
+        sets_flags: True if recordings, or another thread meanwhile, set done flags in Python objects.
+        distrusts: True if unobserved recordings may differ from observed ones; then all recordings are observed.
     """
 
     refuses: bool = False
@@ -110,27 +110,27 @@ class Probe:
         """Refuse a recording before it begins, by raising a CaptureError."""
 
     def around(self, run: Run) -> contextlib.AbstractContextManager[object]:
-        """Surround a run; see its operators, and refuse what no graph holds by raising."""
+        """Surround a run, to see its operators; refuse it by raising an error."""
         return contextlib.nullcontext()
 
     def after_recording(self, recorded: RecordedRun) -> None:
-        """Look at what a run was recorded as; refuse it by raising a CaptureError."""
+        """Inspect a recording; refuse it by raising a CaptureError."""
 
     def set_twice(self) -> list[str]:
-        """Name the done flags that recordings set in two passes of captures: the forward does, and no other thread."""
+        """Name the done flags that recordings set in two passes of captures, so that no other thread set them."""
         return []
 
     def inspect(self, capture: Any, summary: Any) -> Any:
-        """Look at the graphs of a `GraphCapture`, and let go of what undoing needed; return the summary of the rest."""
+        """Inspect the graphs of a `GraphCapture`, and release saved state; return the summary of the graphs kept."""
         return summary
 
     def undo(self, stage: Undone, runs: Sequence[Run]) -> None:
-        """Put back what these runs changed."""
+        """Undo the changes of these runs."""
 
 
 @contextlib.contextmanager
 def around(probes: Sequence[Probe], run: Run) -> Iterator[None]:
-    """Enter what all probes surround a run by."""
+    """Enter the contexts of all probes around a run."""
     with contextlib.ExitStack() as stack:
         for probe in probes:
             stack.enter_context(probe.around(run))

@@ -1,4 +1,4 @@
-"""A captured run: graph segments and eager breaks, in the order the forward ran them; and what records them."""
+"""A captured run: graph segments and eager breaks, in the order in which the forward ran them; and their recorder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Mark, Segment, order_draws
 from simplegraph.program.breaks.marks import name_of, recording_breaks
-from simplegraph.program.breaks.step import Break, BreakArguments, BreakCall, BreakRows, BreakTrace, Cell, Place
+from simplegraph.program.breaks.step import Break, BreakArguments, BreakCall, BreakRows, BreakSite, BreakTrace, Cell
 
-_KEPT_BYTES = 64 << 20  # of all that a program's breaks return: so much is kept until a replay is over
+_KEPT_BYTES = 64 << 20  # up to this size, the results of a program's breaks are kept until a replay is over
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """One step of a Program, and what it cost.
+    """One step of a Program, and its cost.
 
     Attributes:
         kind: "segment" or "break".
-        name: of a break, the function's.
-        nodes: operations in a segment, where the device can say.
-        ms: milliseconds in one replay, launches and waiting included; None until one was timed.
+        name: the name of a break's function; empty for a segment.
+        nodes: operations in a segment; None for a break, or if the device cannot say.
+        ms: milliseconds in one replay, launches and waiting included; None until a replay was timed.
     """
 
     kind: str
@@ -46,18 +46,18 @@ class Program:
     """A captured forward. FULL is a Program of a single segment.
 
     Attributes:
-        device: where it was captured.
-        steps: in the order of the forward; replaying them in order runs it again.
-        outputs: the leaves of what the forward returned, tensors at the addresses a replay writes.
-        spec: how the leaves are nested.
+        device: the device of the capture.
+        steps: segments and breaks in the order of the forward; a replay runs them in this order.
+        outputs: the leaves of the forward's result; tensors are at the addresses that a replay writes.
+        spec: the structure of the result.
         seconds: wall time of the capture.
         bytes: device memory the capture took, as the device's free memory saw it.
-        generators: random generators that it may draw from.
+        generators: random generators that the forward may draw from.
         live: True while it can be replayed.
-        constants: device copies of what the forward made from Python data, which the graph reads.
-        breaks: the steps that run eagerly; segments: those that are graphs.
-        replay: runs the steps on the current stream; what it returns is in `outputs`.
-        check_first: called before the first replay, which it refuses by raising; None once it has returned.
+        constants: device copies of tensors that the forward made from Python data; the graph reads them.
+        breaks: the steps that run eagerly; segments: the steps that are graphs.
+        replay: runs the steps on the current stream; the results are in `outputs`.
+        check_first: called before the first replay; refuses the replay by raising. None once it has returned.
     """
 
     device: GraphDevice
@@ -79,20 +79,20 @@ class Program:
         self.segments = tuple(step for step in self.steps if not isinstance(step, Break))
         self.replay = functools.partial(_replay_first, weakref.ref(self))
         self._marks: list[Mark] = []
-        self._rows = 0  # that breaks are passed now; 0 for all
+        self._rows = 0  # the number of rows that breaks are passed now; 0 for all rows
         kept = sum(step.bridged_bytes for step in self.breaks) <= _KEPT_BYTES
         for step in self.breaks:
             step.keeps = kept
 
     def take_returned(self) -> list[Any]:
-        """Release what breaks returned in a replay that is over, and return it, as far as it was kept."""
+        """Release the results of breaks in a replay that is over, and return those that were kept."""
         returned = [step.returned for step in self.breaks]
         for step in self.breaks:
             step.returned = None
         return returned
 
     def cut_breaks_by(self, dims: Sequence[BreakRows | None], padded: int) -> str | None:
-        """Pass breaks only the real rows, in these dimensions; return why that is impossible, or None."""
+        """Pass breaks only the real rows, which lie in these dimensions; return why that is impossible, or None."""
         if len(dims) != len(self.breaks):
             return f"{len(self.breaks)} eager breaks run at {padded} rows"
         pairs = list(zip(self.breaks, dims, strict=True))
@@ -103,7 +103,7 @@ class Program:
         return hindrance
 
     def pass_rows(self, rows: int) -> None:
-        """Pass breaks so many rows from now on; 0 for all rows."""
+        """Pass breaks this number of rows from now on; 0 for all rows."""
         if rows != self._rows:
             self._rows = rows
             for step in self.breaks:
@@ -111,11 +111,11 @@ class Program:
 
     @property
     def held(self) -> list[Any]:
-        """List everything kept for replays: outputs, and what breaks are passed and return."""
+        """List everything kept for replays: outputs, and the arguments and results of breaks."""
         return [self.outputs, *[(step.whole, step.accepts) for step in self.breaks]]
 
     def costs(self) -> list[StepCost]:
-        """List its steps with their costs; waits for the second replay, which is timed if there are several steps."""
+        """List the steps with their costs; waits for the second replay, which is timed if there are several steps."""
         marks = zip(self._marks, self._marks[1:], strict=False)
         times: Sequence[float | None] = [after.ms_since(before) for before, after in marks] or [None] * len(self.steps)
         return [
@@ -126,11 +126,11 @@ class Program:
         ]
 
     def result(self) -> Any:
-        """Return what the forward returned, nested as it was; tensors live until the pool's next replay."""
+        """Return the forward's result in its structure; tensors are valid until the pool's next replay."""
         return self.spec.unflatten(self.outputs)
 
     def wait(self) -> None:
-        """Wait until it can be replayed; raise what the driver says if it cannot."""
+        """Wait until the program can be replayed; raises the driver's error if it cannot."""
         for segment in self.segments:
             segment.wait()
 
@@ -143,15 +143,15 @@ class Program:
         self.replay = _refuse_dropped
 
 
-# `Program.replay` is the first of these; each hands on to the next: first, timed, steady. A single segment's own replay
-# follows the first at once, which saves a Python frame on every replay. They know the program only weakly, so that it
-# is gone with its last reference.
+# `Program.replay` is `_replay_first`, then `_replay_timed`, then `_replay_steady`: each sets the next. In a program of
+# one segment, the segment's own `replay` follows `_replay_first`, which saves a Python frame. These functions refer to
+# the program weakly, so that its last reference ends it.
 
 
 def _replay_first(program: weakref.ref[Any]) -> None:
-    """Replay each step for the first time, and learn how to replay it from now on.
+    """Replay each step for the first time, and choose how to replay it from now on.
 
-    Random states show if a segment's kernels draw, even if no operator shows it.
+    The states of the generators show if a segment's kernels draw random numbers, even if no operator shows it.
     """
     owner: Any = program()
     replays: list[Callable[[], None]] = []
@@ -174,7 +174,7 @@ def _replay_first(program: weakref.ref[Any]) -> None:
 
 
 def _replay_timed(program: weakref.ref[Any], replays: Sequence[Callable[[], None]]) -> None:
-    """Replay the steps with marks between them, for `costs`; not the first time, which pays for loading."""
+    """Replay the steps with marks between them, for `costs`. The first replay is not timed: it loads kernels."""
     owner: Any = program()
     owner.replay = functools.partial(_replay_steady, replays)
     marks = [owner.device.mark()]
@@ -199,7 +199,7 @@ def _refuse_dropped() -> None:
 
 
 def _replay_drawing(device: GraphDevice, segment: Segment) -> None:
-    """Replay a segment that draws random numbers, while no other one and no capture runs: they share generators."""
+    """Replay a segment that draws random numbers, while no other segment and no capture uses the generators."""
     with CAPTURE_LOCK:
         if device.current_stream() != device.drawing_stream:
             order_draws(device)
@@ -208,12 +208,12 @@ def _replay_drawing(device: GraphDevice, segment: Segment) -> None:
 
 @dataclasses.dataclass(eq=False)
 class SegmentRecorder:
-    """Records a forward's segments and, where a trace of it is given, its breaks.
+    """Records the segments of a forward and, if a trace of its breaks is given, the breaks.
 
     Attributes:
-        device, pool: where.
+        device, pool: the device and the memory pool of the capture.
         generators: random generators, beside the default one, that the forward draws from.
-        trace: what a warmup saw of the breaks; None makes breaks part of a single segment.
+        trace: the breaks as a warmup met them; None makes breaks part of a single segment.
         continues: the pool's last Program is always replayed before this one.
         all_generators: every generator that the forward may draw from.
     """
@@ -226,7 +226,7 @@ class SegmentRecorder:
 
     def __post_init__(self) -> None:
         self.operators: frozenset[Any] = frozenset() if self.trace is None else self.trace.operators
-        self._cells: dict[int, Cell] = {}  # by the id of what they hold now
+        self._cells: dict[int, Cell] = {}  # by the id of the object that a cell holds now
         self._steps: list[Segment | Break] = []
         self._breaks = self._stream = 0
         self._ambient = Modes.now(self.device.torch_device.type)
@@ -276,14 +276,14 @@ class SegmentRecorder:
         step = self._break(name, function, (args, kwargs), spec, leaves, passed)
         self._steps.append(step)
         self.device.begin(self.pool, self.generators, continues=True)
-        place = Place(leaves, passed, self._keep, self._cells)
+        site = BreakSite(leaves, passed, self._keep, self._cells)
         with recording_breaks(None):
-            entered = [result.enter(place) for result in warmup_call.results]
-        step.spec, step.accepts = warmup_call.spec, [accept for _, accept in entered]
-        return warmup_call.spec.unflatten([value for value, _ in entered])
+            stand_ins = [result.stand_in(site) for result in warmup_call.results]
+        step.spec, step.accepts = warmup_call.spec, [accept for _, accept in stand_ins]
+        return warmup_call.spec.unflatten([value for value, _ in stand_ins])
 
     def _warmup_call(self, function: Callable[..., Any], name: str) -> BreakCall:
-        """Return the call of the warmup that this call repeats."""
+        """Return the warmup's call of the break that this call repeats."""
         index, self._breaks = self._breaks, self._breaks + 1
         calls = self.trace.calls if self.trace is not None else []
         if index >= len(calls) or calls[index].function != function:
@@ -301,19 +301,18 @@ class SegmentRecorder:
             self._steps.append(segment)
 
     def _hold(self, leaf: Any, made_here: bool) -> Any:
-        """Return an argument as every replay passes it: graph memory is borrowed, all else is owned."""
+        """Return an argument as every replay passes it: graph memory is borrowed, everything else is owned."""
         if isinstance(leaf, Tensor):
             return self._keep(leaf) if made_here else leaf
         return self._cells.get(id(leaf), leaf)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Borrow memory of the pool, so that what is captured next may use it; other memory stays owned.
+        """Borrow memory of the pool, so that later captures may reuse it; other memory stays owned.
 
-        Memory of the pool was written by an earlier step of this very Program, which writes it again in
-        every replay before it is read here.
+        An earlier step of the same Program wrote this memory, and writes it again in every replay before it is read.
         """
         if type(tensor) is Tensor and self.device.in_pool(self.pool, tensor):
-            # Not inference tensors, whatever mode the forward is in: those refuse writes from other modes.
+            # Never an inference tensor, whatever mode the forward is in: these refuse writes from other modes.
             with torch.inference_mode(False):
                 return self.device.borrow(self.pool, tensor)
         return tensor
@@ -327,7 +326,7 @@ class SegmentRecorder:
         leaves: Sequence[Any],
         passed: Sequence[Any],
     ) -> Break:
-        """Make the step that calls the function again, with its arguments or what stands for them."""
+        """Make the step that calls the function again, with its arguments or their replacements in a replay."""
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         changed = modes.changed_from(self._ambient)
@@ -336,10 +335,10 @@ class SegmentRecorder:
 
 
 def _passed(call: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
-    """Say how to put the arguments of a break together again from what replays hold.
+    """Describe how a replay rebuilds the arguments of a break.
 
-    Containers in there without graph memory are leaves: they stay the same objects, so that what is put into them
-    later is seen. The outer ones are made by every call.
+    Containers among the arguments that hold no graph memory are passed as they are, so that the break sees later
+    changes of them. The tuple of positional arguments and the dict of keyword arguments are new in every call.
     """
     nested: list[TreeSpec] = []
     parts: list[Any] = []
@@ -361,7 +360,7 @@ def _passed(call: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[A
 def _without_graph_memory(
     value: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any], start: int
 ) -> BreakArguments:
-    """See `_passed`; the leaves of this value begin at `start`."""
+    """Describe how a replay rebuilds one argument; its leaves begin at `start`. See `_passed`."""
     if spec.type is None:
         return BreakArguments(LEAF, passed[start : start + 1], [start])
     opened, end = opened_once(value), start + spec.num_leaves

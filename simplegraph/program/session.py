@@ -1,4 +1,4 @@
-"""Set up what must hold while graphs are captured, and put it back afterwards, whatever happened."""
+"""Set up streams, locks and modes for captures, and restore them afterwards, also after a failure."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ logger = logging.getLogger("simplegraph")
 
 @dataclasses.dataclass(eq=False)
 class CaptureSession:
-    """One or many captures into one pool, on the capture stream, without garbage collection.
+    """Captures one or several runs into one pool, on the capture stream, without garbage collection.
 
-    `thorough` sessions, meant for many captures, also start from a synchronised device and an
-    emptied cache, and collect before; a single lazy capture does without that.
+    A `thorough` session is meant for many captures: it also collects garbage, synchronizes the device and empties the
+    allocator's cache before the first. A single lazy capture does not need that.
 
     Args:
-        device: where to capture.
-        pool: what the captured tensors live in; its lock is held for the whole session.
-        thorough: see above.
+        device: the device to capture on.
+        pool: the memory of the captured tensors; its lock is held for the whole session.
+        thorough: True for a thorough session.
     """
 
     device: GraphDevice
@@ -51,15 +51,15 @@ class CaptureSession:
         refuse_inside_capture(self.device.is_capturing())
         wait_before_captures()  # before the locks are taken, since the callbacks may need them
         with contextlib.ExitStack() as stack:
-            # In this order everywhere: whoever serves a call holds its pool's lock already.
+            # Locks are taken in this order everywhere: the code that serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(without_collections())
-            # With collection off, everything that this session makes is young: memory that cycles held then shows as
-            # freed.
+            # While collection is paused, all objects of this session stay in the youngest generation. Collecting it at
+            # the end frees memory that reference cycles hold.
             stack.callback(gc.collect, 0)
             if self.thorough:
-                gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
+                gc.collect(1)  # recent objects only: a full collection takes longer than twenty captures
             stack.callback(self._hand_over)
             stack.enter_context(self.device.on_capture_stream())
             stack.enter_context(self.device.own_allocations())
@@ -76,8 +76,8 @@ class CaptureSession:
         self._stack.__exit__(*exc_info)  # type: ignore[arg-type]
 
     def _hand_over(self) -> None:
-        # The caller's stream has waited for the capture stream. Nothing else may wait for that one later:
-        # it may be capturing for another thread by then.
+        # The caller's stream has waited for the capture stream. Later replays must not wait for the capture stream,
+        # which may be capturing for another thread by then.
         self.pool.stream = self.device.current_stream()
 
     def capture(
@@ -93,23 +93,23 @@ class CaptureSession:
         follows: Program | None = None,
         followed: bool = False,
     ) -> Program:
-        """Record one run. The run executes nothing; its outputs hold values after the first replay.
+        """Record one run. The run executes nothing on the device; its outputs hold values after the first replay.
 
         Args:
             run: the forward, on inputs whose addresses stay valid.
-            label: what is captured, for messages ("batch size 8"), if `about` does not tell.
-            about: what is captured, for probes. In an unobserved run with breaks, tensors left behind are not searched
-                for: they are hard to tell from the breaks' own.
-            probes: look at the recording, and may refuse it.
+            label: the name of the capture in messages ("batch size 8"), if `about` is not given.
+            about: the description of the run for probes. In an unobserved run with breaks, tensors that the run left
+                behind are not searched for: they cannot be distinguished from tensors of the breaks.
+            probes: inspect the recording, and may refuse it.
             generators: random generators, beside the device's default one, that the run draws from.
-            trace: what a warmup saw of the run's eager breaks, which split it; None captures them as part of it.
-            wait: return once it can be replayed; otherwise call `Program.wait` before that.
-            follows: the Program captured last, which every replay of this one comes after: this one reads its memory.
-            followed: the next capture follows this one; what both leave behind is looked for then.
+            trace: the eager breaks as a warmup met them, at which the run is split; None captures them as part of it.
+            wait: True to return once the Program can be replayed; with False, call `Program.wait` before a replay.
+            follows: the Program captured last, if this one reads its memory and is always replayed after it.
+            followed: True if the next capture follows this one; tensors left behind are searched for after that one.
 
         Raises:
-            CaptureError: the run cannot be captured, or a probe refuses it. Stream, pool and generators are as they
-                were before the call; `about.left_addresses` has the memory that something still owned.
+            CaptureError: the run cannot be captured, or a probe refuses it. Stream, pool and generators are restored;
+                `about.left_addresses` has the addresses of the recording's memory that something still owns.
         """
         about = about or Run(label=label, recorded=True)
         started, free_before = time.perf_counter(), self.device.free_memory()
@@ -124,7 +124,7 @@ class CaptureSession:
             del result, leaves, borrowed
             taken = max(0, free_before - self.device.free_memory())
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
-            # Outputs are borrowed by now, so that one which is kept elsewhere shows.
+            # Outputs are borrowed by now: if an output's memory is still owned, something else keeps it.
             holds = [*program.held, *(() if follows is None else follows.held)]
             searched = self.pool.watched and not followed
             recorded = RecordedRun(about, self.device, self.pool, program, holds, searched)
@@ -142,7 +142,7 @@ class CaptureSession:
     def _record(
         self, recorder: SegmentRecorder, run: Callable[[], Any], about: Run
     ) -> tuple[Any, tuple[Segment | Break, ...]]:
-        """Run what is recorded, and return its result and the steps; nothing is under way after a failure."""
+        """Record a run, and return its result and the steps; after a failure, no capture is under way."""
         with _reseeding_shows(recorder.all_generators):
             try:
                 recorder.begin()
@@ -160,7 +160,7 @@ class CaptureSession:
     def _left_alive(self) -> set[int]:
         try:
             return self.device.left_alive(self.pool)
-        except RuntimeError as error:  # the failure that is reported comes first
+        except RuntimeError as error:  # the failure of the capture is the one to report
             logger.debug("the memory that a failed capture left cannot be listed: %s", error)
             return set()
 
@@ -173,10 +173,10 @@ class CaptureSession:
 
 @contextlib.contextmanager
 def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Give generators an unlikely seed for the time of a capture.
+    """Give generators an unlikely seed during a capture, so that reseeding is noticed.
 
-    Capturing draws no numbers, and reseeding is refused, but not to the seed that is set already: eager
-    would start over then, and replays go on. Generators of the host do draw, and are put back.
+    A capture draws no numbers. Torch refuses to reseed a generator in it, except with the seed that is set already: an
+    eager run would then restart the sequence, and a replay would not. The host's generators do draw, and are restored.
     """
     states, host = random_states(generators), HostRandom()
     for generator in generators:

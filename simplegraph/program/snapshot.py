@@ -1,9 +1,9 @@
-"""Read what objects hold without running their code; remember it, find and name changes, and put them back.
+"""Save the contents of Python objects without running their code, find and name changes, and undo them.
 
-A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
-tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
-say that a replay cannot stand for a call. Other values in containers and objects stay, since another thread may have
-put them there, unless they stop a graph: what a forward changes whenever it runs, and flags that say that work is done.
+A capture executes nothing on the device, but its Python code runs. The run belongs to no call of the user's, so its
+changes of modules, and tensors that it left anywhere, are undone. If it left a tensor of the capture, no replay can
+serve the call. Other values in containers and objects stay, since another thread may have put them there, with two
+exceptions: values that the forward changes at every run, and done flags, which tell later calls that work is done.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from simplegraph.base.walk import (
 )
 
 ABSENT = object()
-_KEPT = (nn.Module, BaseException)  # which lead to tensors
+_KEPT = (nn.Module, BaseException)  # objects that may lead to tensors
 _FIXED = (*ATOMS, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta)
 _FIXED += uuid.UUID, pathlib.PurePath
 _FLAGS = (bool, type(None))
@@ -57,8 +57,8 @@ def put(place: Any, key: Any, value: Any) -> None:
     """Set `place[key]`, or delete it if the value is `ABSENT`.
 
     Args:
-        place: anything that `held_by` returns a dict of, a list or a set.
-        key: as `held_by` gives it; an index of a list, an item of a set.
+        place: a list, a set, or any object whose contents `held_by` returns as a dict.
+        key: a key of these contents; an index of a list, an item of a set.
         value: the new value.
     """
     kind, gone = type(place), value is ABSENT
@@ -75,7 +75,7 @@ def put(place: Any, key: Any, value: Any) -> None:
 
 
 def value_at(place: Any, key: Any) -> Any:
-    """Return `place[key]`, with a key as `put` takes it; `ABSENT` if there is none."""
+    """Return `place[key]`, with a key as for `put`; `ABSENT` if there is no such key."""
     contents = held_by(place)
     if isinstance(contents, dict):
         return contents.get(key, ABSENT)
@@ -85,11 +85,11 @@ def value_at(place: Any, key: Any) -> Any:
 
 
 def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> None:
-    """Restore these keys of a place, or all in the same order, from what `held_by` returned before."""
+    """Restore these keys of a place, or all keys in their order, from contents that `held_by` returned before."""
     if isinstance(before, tuple):
         base = kind_of(type(place))
         others = [] if keys is None else [value for at, value in enumerate(base.__iter__(place)) if at not in keys]
-        # What another thread put there meanwhile stays, where only additions have to go.
+        # If all earlier items are still there, only the added ones are removed: another thread's items stay.
         complete = keys is not None and {*map(id, before)} <= {*map(id, others)}
         base.clear(place)
         (base.update if base is set else base.extend)(place, others if complete else before)
@@ -115,7 +115,7 @@ def is_untouched(place: Any, before: Any) -> bool:
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """True for the same object, and for equal values that nothing can change inside."""
+    """True for the same object, and for equal immutable values."""
     if now is before:
         return True
     if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
@@ -128,12 +128,12 @@ def is_same(now: Any, before: Any) -> bool:
 def _is_fixed_kind(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.generic):
-        return not issubclass(kind, (numpy.void, numpy.object_))  # the first can be written, the second holds anything
+        return not issubclass(kind, (numpy.void, numpy.object_))  # `void` is mutable, `object_` may hold any object
     return issubclass(kind, _FIXED)
 
 
 def is_fixed(value: Any) -> bool:
-    """True for values that nothing can change inside."""
+    """True for immutable values."""
     for base in (tuple, frozenset):
         if issubclass(type(value), base):
             return all(map(is_fixed, base.__iter__(value)))
@@ -141,22 +141,24 @@ def is_fixed(value: Any) -> bool:
 
 
 def is_equal(now: Any, before: Any) -> bool:
-    """True for what is the same, and for lists of such values: a forward may make its first list again at each run."""
+    """True if `is_same`, and for lists of the same values: a forward may make an equal list at each run."""
     if type(now) is list and type(before) is list and len(now) == len(before):
         return all(map(is_equal, now, before))
     return is_same(now, before)
 
 
 def in_memory(is_wanted: Callable[[Tensor], bool], thing: Any) -> bool:
-    """True if a thing is a tensor, or wraps one, whose memory is wanted."""
+    """True if a thing is a tensor, or wraps a tensor, whose memory is wanted."""
     return issubclass(type(thing), Tensor) and any(has_address(part) and is_wanted(part) for part in parts(thing))
 
 
 class DoneFlag(NamedTuple):
-    """A plain value that replaced another one in a place; `ABSENT` if there is none.
+    """A plain value that replaced another plain value in a place; `ABSENT` stands for no value.
 
     Attributes:
-        name: of the place.
+        name: the name of the place.
+        place, key: the place, and the key in it.
+        now, before: the new value and the earlier one.
     """
 
     name: str
@@ -167,36 +169,36 @@ class DoneFlag(NamedTuple):
 
     @property
     def tells(self) -> bool:
-        """True if the value may say that something is done; texts and other numbers are results."""
+        """True if the value may say that work is done; texts and other numbers are results."""
         kinds = {type(self.now), type(self.before)}
         changes = ABSENT in (self.now, self.before) or type(self.place) is list or not kinds.isdisjoint(_FLAGS)
         return changes and all(value is ABSENT or type(value) in (int, *_FLAGS) for value in (self.now, self.before))
 
     def exchange(self, expected: Any, value: Any) -> None:
-        """Replace the value by another one, if the place still holds it."""
+        """Set the value if the place still holds the `expected` one."""
         if is_same(value_at(self.place, self.key), expected):
             put(self.place, self.key, value)
 
 
 class Snapshot:
-    """Remembers what objects hold, and containers and users' objects below them, and where each tensor lies.
+    """Saves the contents of objects, and of containers and users' objects below them, and the place of each tensor.
 
-    Values of tensors are not copied: a capture writes none.
+    Values of tensors are not copied: a capture does not write them.
 
     Args:
         *roots: modules, functions and other objects.
-        tensors: False leaves out where tensors lie, and dispatches no operator.
-        code: True reads code as well.
+        tensors: False leaves out the addresses of tensors, and dispatches no operator.
+        code: True follows code, too.
         breaks: False leaves out the code of eager breaks.
 
     Attributes:
-        walk: what led to everything that was reached.
+        walk: the walk that found the objects.
     """
 
     @without_collections()
     def __init__(self, *roots: Any, tensors: bool = True, code: bool = False, breaks: bool = True) -> None:
         self.walk = walk = Walk(roots, Policy(code=DEPTH if code else 0, breaks=breaks))
-        # By id: the place, what it held, and True if no code lies on the way to it.
+        # By id: the place, its contents, and True if no code is on the way to it.
         self._places: dict[int, tuple[Any, Any, bool]] = {id(opened[0]): opened for opened in walk}
         near = (thing for thing, _, is_near in self._places.values() if is_near)
         self._modules = [(thing, type(thing)) for thing in near if issubclass(type(thing), nn.Module)]
@@ -205,14 +207,14 @@ class Snapshot:
         self._tensors = [(part, part.detach(), lies_at(part), tensor) for tensor, part in storages]
 
     def changes(self, *, code: bool = False) -> dict[str, Any]:
-        """Return the changed values of places without code on the way, by name, and tensors that were moved.
+        """Return changed values by name, and tensors that were moved, in places that are reached without code.
 
-        A dict, and hence an object, is compared key by key; a list, a set or a deque is one place. Equal numbers,
-        texts, and tuples and lists of them are the same; a list that was changed itself is a place that was.
+        A dict or an object is compared key by key; a list, a set or a deque is one place. Equal numbers, texts, and
+        tuples and lists of them count as unchanged. A list whose items changed counts as a changed place.
 
         Args:
-            code: add numbers and texts, and lists of them, of places with code on the way, and what containers gained
-                there; globals that it names.
+            code: True adds places that code leads to: numbers, texts and lists of them, and new items of containers.
+                Of a file's globals, only those that the code names count.
         """
         changed: dict[str, Any] = {}
         named = {
@@ -238,10 +240,11 @@ class Snapshot:
         return changed | {self.walk.path(tensor): part for part, _, _, tensor in self._moved()}
 
     def put_back(self, names: Collection[str] = ()) -> None:
-        """Restore what modules held, the tensors that any place held, and where tensors lay.
+        """Restore the contents of modules, the tensors in all places, and the memory of tensors.
 
         Args:
-            names: places, as `changes` names them, to restore whatever they held; others with code on the way stay.
+            names: names of places, as `changes` returns them, that are restored whatever they held. Other places that
+                code leads to stay as they are.
         """
         for module, kind in self._modules:
             if type(module) is not kind:
@@ -265,11 +268,11 @@ class Snapshot:
                 tensor.data = memory
 
     def take_done_flags(self) -> list[DoneFlag]:
-        """Put back the plain values of containers and objects, and return them, if one of them may be a done flag.
+        """Restore the plain values of containers and objects, and return them, if one of them may be a done flag.
 
-        A done flag is a flag or a whole number that was not there before or is gone: it may say that memory is filled,
-        while a capture, or a run that is undone, fills none. What another thread may wait for, in a deque or in a list
-        that grew or shrank, stays.
+        A done flag is a flag or a whole number that was added or removed: it may say that memory is filled, but a
+        capture, or a run that is undone, fills none. Deques, and lists that grew or shrank, stay as they are: another
+        thread may wait for their items.
         """
         flags = [
             DoneFlag(self.walk.path_of(key, place), place, key, now, old)
@@ -284,7 +287,7 @@ class Snapshot:
         return flags
 
     def _touched(self, *, code: bool = False) -> list[tuple[Any, Any]]:
-        """List the places that hold other objects now, and what they held; with `code` also those beyond code."""
+        """List the places that hold other objects now, with their earlier contents; `code` adds those beyond code."""
         for holder, is_near in self.walk.filled():
             self._places[id(holder)] = holder, {}, is_near
         return [
@@ -297,14 +300,14 @@ class Snapshot:
         return [entry for entry in self._tensors if lies_at(entry[0]) != entry[2]]
 
     def release(self, unwanted: Callable[[Any], bool], *, caches: bool = True) -> list[str]:
-        """Restore every place that came to hold something unwanted, or what leads to that.
+        """Restore every place that now holds, or leads to, something unwanted.
 
         Args:
-            unwanted: returns True for what no place may hold.
-            caches: clear those of functools where they hold it.
+            unwanted: returns True for objects that no place may hold.
+            caches: True to clear caches of functools that hold such objects.
 
         Returns:
-            The names of those places.
+            The names of these places.
         """
         names = []
         for holder, contents in self._touched(code=True):
@@ -324,19 +327,19 @@ class Snapshot:
         return list(dict.fromkeys(names))
 
     def _leads_to(self, value: Any, unwanted: Callable[[Any], bool]) -> bool:
-        """True if a value is unwanted or holds something unwanted; places inside it are asked by themselves."""
+        """True if a value is unwanted, or holds something unwanted; known places inside it are checked separately."""
         walk = Walk([value], Policy(referring_kind, objects=MAX_BEYOND_CODE), self._places)
         return unwanted(value) or any(unwanted(item) for _, contents, _ in walk for item in contents)
 
 
 def _counts_beyond(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
-    """True for plain values by a key of a dict beyond code, and for what a run adds."""
+    """True if a changed key of a dict beyond code counts: it has an immutable value, or is new and holds no tensor."""
     value = now.get(key)
     return is_fixed(value) if key in before else not _keeps_tensors(value)
 
 
 def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """True if a list or set beyond code holds other plain values, or grew by what keeps no tensor."""
+    """True if a list or set beyond code holds other plain values, or gained items that hold no tensor."""
     ids_before = set(map(id, before))
     gained = [item for item in now if id(item) not in ids_before]
     if len(now) > len(before):
@@ -345,25 +348,25 @@ def _gained(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
 
 
 def _keeps_tensors(value: Any) -> bool:
-    """True for tensors and what holds some: such a place is a cache, or refused since it keeps a graph's memory."""
+    """True for tensors and objects that hold some: a place with them is a cache, or is refused as an escape."""
     return issubclass(type(value), _KEPT) or next(tensors_in(value), None) is not None
 
 
 def _has_other_keys(holder: Any, now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """True for a dict with other keys, such as a log, or another order of keys, such as a cache of what was used."""
+    """True for a dict with other keys, such as a log, or with its keys in another order, such as an LRU cache."""
     of_users = kind_of(type(holder)) in DICTS and not is_globals(holder)
     return of_users and not (len(now) == len(before) and all(map(operator.is_, now, before)))
 
 
 def _is_whole(holder: Any, before: Any) -> bool:
-    """True for what is put back as a whole: a list, a set, and a dict that has another order alone."""
+    """True for places that are restored as a whole: lists, sets, and dicts of which only the order changed."""
     return isinstance(before, tuple) or (kind_of(type(holder)) in DICTS and held_by(holder).keys() == before.keys())
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
-    """List the keys by which a place holds another value, with both values; of a set the items that came or went.
+    """List (key, new value, old value) of the changed keys of a place; of a set, its added and removed items.
 
-    None of a list that is longer or shorter, or of a deque: these pass things on, maybe to another thread.
+    The list is empty for deques, and for lists that grew or shrank: they may hand items to another thread.
     """
     now, base = held_by(place), kind_of(type(place))
     if base is set:
@@ -378,7 +381,7 @@ def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _exchanged(container: Any, before: Any) -> list[tuple[Any, bool]]:
-    """List what a container gained or lost, and True for the latter."""
+    """List (item, True if it was removed) of the items that a container gained or lost."""
     now, old = ({id(item): item for _, item in items_of(contents)} for contents in (held_by(container), before))
     both = now | old
     return [(both[key], key in old) for key in now.keys() ^ old.keys()]

@@ -1,12 +1,13 @@
-"""Values that a forward reads back from memory which no run writes: a capture takes them from a warmup.
+"""Values that a forward reads back from memory that no run writes: a capture takes them from a warmup.
 
-``if self.ready:``, ``int(self.stride)`` and ``bool(self.mask.all())`` wait for the device, which no capture can. Where
-such a value follows from tensors of the module alone, and no run writes to these, every call reads the same. So a
-warmup follows what the forward computes, and remembers what it read; a capture that comes to the same computation of
-the same memory goes on with that value. The graph holds while the versions of these tensors stay.
+``if self.ready:``, ``int(self.stride)`` and ``bool(self.mask.all())`` wait for the device, which no capture can do. If
+such a value is computed from tensors of the module alone, and no run writes to these, every call reads the same value.
+So a warmup follows the forward's computations and remembers the values that it read. A capture that reads the result of
+the same computation on the same memory uses the remembered value. The graph is valid while the versions of these
+tensors stay the same.
 
-Only a proof notices a write that raises no version: through ``.data``, or by a kernel that torch does not dispatch.
-What a CPU reads without an operator (``tolist``) is not seen, and refused.
+Only a proof notices writes that raise no version: through ``.data``, or by a kernel that torch does not dispatch. Reads
+without an operator (``tolist`` on a CPU) are not seen, and are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _READS = {
 
 
 class _Origin(NamedTuple):
-    """Says what a tensor's values follow from: a digest of the computation, and the storages it begins at."""
+    """The origin of a tensor's values: a digest of the computation, and the keys of the storages that it reads."""
 
     digest: bytes
     roots: frozenset[int]
@@ -43,31 +44,31 @@ _NOT_MADE = _Origin(b"", frozenset())
 
 
 class KnownTensors(NamedTuple):
-    """Tells the tensors of a module from those that its calls are passed.
+    """Distinguishes the tensors of a module from tensors that its calls are passed.
 
     Attributes:
-        held: lists the tensors of the module that lie in the memory of a tensor.
-        inputs: storage keys of what a run is passed.
+        held: lists the tensors of the module that share the memory of a tensor.
+        inputs: storage keys of a run's arguments.
     """
 
     held: Callable[[Tensor], Sequence[Tensor]]
     inputs: Collection[int]
 
     def holds(self, tensor: Tensor) -> bool:
-        """True if a tensor is the module's, which has no other in its memory: a write there may raise its version."""
+        """True if a tensor is the module's only tensor in its memory, so that a write there raises its version."""
         return {id(held) for held in self.held(tensor)} == {id(tensor)}
 
 
 class SteadyReads:
-    """Follows what a run computes, and knows the values that follow from memory of before which nothing writes.
+    """Follows the computations of a run, to find values that are computed from memory that no run writes.
 
     Args:
-        device: what the run computes on. A CPU tensor beside a GPU is followed elsewhere.
-        tensors: which are the module's.
-        answers: of a capture, what warmups read, by computation; None in a warmup.
+        device: the device of the run. CPU tensors of a run on a GPU are followed by `HostMode`.
+        tensors: tells which tensors are the module's.
+        answers: in a capture, the values that warmups read, by computation; None in a warmup.
 
     Attributes:
-        used: what answers of this capture follow from; answered: True if there were any.
+        used: the tensors from which used answers were computed; answered: True if an answer was used.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class SteadyReads:
         answers: Mapping[bytes, Answer] | None = None,
     ) -> None:
         self._device, self._tensors, self._answers = device, tensors, answers
-        # By storage key, of what is made and passed; None for what follows from data.
+        # Origins by storage key, of memory that is made and passed; None for values that depend on data.
         self._made: dict[int, _Origin | None] = dict.fromkeys(tensors.inputs)
-        self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before as they were met first, and versions
+        self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before the run, and their first versions
         self._written: set[int] = set()
-        self._blank: set[int] = set()  # storage keys of what is made and not written yet
+        self._blank: set[int] = set()  # storage keys of memory that is made and not written yet
         self._read: dict[bytes, tuple[Any, frozenset[int]]] = {}
         self._sees_all = True
         self.used: list[WatchedVersion] = []
         self.answered = False
 
-    def learnt(self) -> dict[bytes, Answer]:
-        """Return what this run read of memory that it did not write; call at its end."""
+    def collect_answers(self) -> dict[bytes, Answer]:
+        """Return the values that this run read from memory that it did not write; call it at the end of the run."""
         if not self._sees_all:
             return {}
         watched: dict[int, WatchedVersion] = {}
@@ -103,7 +104,7 @@ class SteadyReads:
         }
 
     def run(self, proceed: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or answer in its place."""
+        """Run an operator, or return the answer in its place."""
         given = {storage_key(tensor): tensor for tensor in strided_tensors((*args, *kwargs.values()))}
         is_known = not is_higher_order(func) and func.namespace in ("aten", "prims")
         origin = self._origin(func, args, kwargs, given) if is_known else None
@@ -124,7 +125,7 @@ class SteadyReads:
             self._note_written(tensor, origin)
         for index, tensor in enumerate(strided_tensors((result,))):
             key = storage_key(tensor)
-            if key not in given:  # its key may have been another's before
+            if key not in given:  # freed memory may have had the same key
                 self._outside.pop(key, None)
                 self._made[key] = origin and _Origin(b"%d %b" % (index, origin.digest), origin.roots)
                 (self._blank.add if is_known and facts_of(func).is_uninitialised else self._blank.discard)(key)
@@ -132,7 +133,7 @@ class SteadyReads:
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton of a kernel, which may write to what it is passed."""
+        """Surround the launch of a Triton kernel, which may write to these tensors."""
         if tensors is None:
             self._sees_all = False
         for tensor in strided_tensors(tensors or ()):
@@ -140,7 +141,7 @@ class SteadyReads:
         yield
 
     def _holds(self, answer: Answer, roots: frozenset[int]) -> bool:
-        """True if a value is what the run would read now."""
+        """True if the run would read the answer's value now."""
         tensors = [self._outside[key][0] for key in sorted(roots)]
         return (
             self._sees_all
@@ -151,13 +152,13 @@ class SteadyReads:
         )
 
     def forget(self, result: Any) -> None:
-        """Count what an eager break made as data."""
+        """Count memory that an eager break made as data."""
         self._made.update(dict.fromkeys(map(storage_key, strided_tensors((result,)))))
 
     def _origin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[int]) -> _Origin | None:
-        """Say what the results of an operator follow from, which is given memory of these keys; None if from data."""
+        """Return the origin of an operator's results, given the keys of its arguments; None if they depend on data."""
         facts = facts_of(func)
-        if func is _LIFT:  # before others: its memory may have been another tensor's, which this run let go
+        if func is _LIFT:  # first: a tensor that this run freed may have had the same key
             self._made[storage_key(args[0])] = _origin_of_data(args[0])
         reads_values = not (facts.name.endswith("_like") or facts.name.startswith("new_"))
         follows_data = reads_values and any(self._made.get(key, _NOT_MADE) is None for key in given)
@@ -171,7 +172,7 @@ class SteadyReads:
         return _Origin(hashlib.blake2b(text, digest_size=16).digest(), frozenset(roots))
 
     def _followed(self, tensor: Tensor, roots: set[int]) -> str | None:
-        """Describe a tensor by what it follows from; None if from data. Adds its roots."""
+        """Describe a tensor by its origin, and add the origin's roots; None if the tensor depends on data."""
         layout = _layout(tensor, roots)
         if layout is None or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
@@ -187,13 +188,13 @@ class SteadyReads:
         return f"{origin.digest!r} {at} {layout}"
 
     def _meet(self, key: int, tensor: Tensor) -> bool:
-        """Meet a tensor that a run did not make; True if it may hold the same at every call, as far as is known."""
+        """Note a tensor that the run did not make; False if it is known to hold other values at other calls."""
         if key in self._outside or key in self._made:
             return key not in self._written
         is_steady = (
             tensor.device.type == self._device.type
             and key not in self._written
-            and not tensor.is_inference()  # which has no version
+            and not tensor.is_inference()  # inference tensors have no version
             and not is_written_by_graphs(tensor)
         )
         if is_steady:
@@ -201,7 +202,7 @@ class SteadyReads:
         return is_steady
 
     def _copied(self, args: Sequence[Any]) -> _Origin | None:
-        """Return what a copy into new memory follows from, as its source does; None if they differ in form."""
+        """Return the origin of a copy into new memory, which is its source's; None if their layouts differ."""
         given = strided_tensors(args[:2])
         if len(given) < 2 or storage_key(given[0]) not in self._blank:
             return None
@@ -219,7 +220,7 @@ class SteadyReads:
 
 
 def _origin_of_data(tensor: Tensor) -> _Origin | None:
-    """Say what a tensor of Python data follows from, which became one before any operator saw it."""
+    """Return the origin of a tensor that was made from Python data; None if it is large."""
     is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
     return _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
 
@@ -231,7 +232,7 @@ def _layout(tensor: Tensor, _: set[int]) -> str | None:
 
 
 def _described(value: Any, tell: Callable[[Tensor, set[int]], str | None], roots: set[int]) -> str | None:
-    """Describe an argument of an operator, tensors as one is told; None if one is not, or for what has no value."""
+    """Describe an argument of an operator by its value, and tensors by `tell`; None if a part cannot be described."""
     kind = type(value)
     if issubclass(kind, Tensor):
         return tell(value, roots) if value.layout is torch.strided else None

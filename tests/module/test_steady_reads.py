@@ -358,7 +358,7 @@ def test_what_a_kernel_of_triton_may_write_is_data() -> None:
             with reads.launching([made]):
                 pass
         reads.run(proceed, item, (made,), {})
-        return len(reads.learnt())
+        return len(reads.collect_answers())
 
     assert learnt(launch=False) == 1
     assert learnt(launch=True) == 0

@@ -1,1 +1,7 @@
-"""Splits a run where the user asked for it: marks, traces, recorded segments. Captures without breaks skip it."""
+"""Eager breaks, at which the user splits a run: marks, traces, steps. Captures without breaks do not load this folder.
+
+marks  `eager_break` and `break_at`
+step   one break as a step of a Program
+eager  breaks in eager runs: traced for a capture, recorded for a proof, or finished after a replay that stopped
+rows   the batch dimensions of the arguments and results of breaks
+"""

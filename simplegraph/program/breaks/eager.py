@@ -1,4 +1,4 @@
-"""Run breaks in an eager forward: trace them for a capture, or record their effects and play them back in a replay."""
+"""Run the breaks of an eager forward: trace them for a capture, or record their effects to repeat them in a proof."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ _KEEPS = "keeps a tensor that it is passed, whose memory later replays write; ke
 
 
 class BreakTracer:
-    """Runs the breaks of an eager forward and notes what they are passed and return.
+    """Runs the breaks of an eager forward, and traces their arguments and results.
 
     Args:
         operators: operators that break by themselves.
-        observer: sees the run, and hence what memory the forward made.
-        device: where the forward runs.
-        inputs: storage keys of the call's tensors: a graph has them in buffers of its own.
+        observer: observes the run, and knows the memory that the forward made.
+        device: the device of the forward.
+        inputs: storage keys of the call's tensors; a graph has static inputs in their place.
 
     Attributes:
-        trace: what was seen so far.
+        trace: the trace so far.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class BreakTracer:
         self._device = device
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the break, and note what it is passed and returns."""
+        """Run the break, and trace its arguments and results."""
         observer = self._observer
         if observer is None:
             return function(*args, **kwargs)
         args, kwargs = wait_collectives((args, kwargs))
         arguments, nesting = flatten((args, kwargs))
         made_here = tuple(issubclass(type(leaf), Tensor) and observer.made(leaf) for leaf in arguments)
-        observer.pass_on(arguments)
+        observer.note_passed(arguments)
         before = [_geometry(leaf) for leaf in arguments]
         nodes = list(map(_node, arguments))
         rewritten = [
@@ -97,7 +97,7 @@ class BreakTracer:
         ]
         owners = list(map(_owners, rewritten))
         keys = {memory_of(leaf) for leaf in itertools.compress(arguments, made_here)}
-        # Blank until the break writes there, so that its writes show.
+        # Count the memory as blank until the break writes there: this shows the break's writes.
         blank, observer.blank = keys & observer.blank, observer.blank | keys
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
@@ -115,14 +115,14 @@ class BreakTracer:
         ]
         more = map(operator.gt, map(_owners, rewritten), owners)
         kept = any(memory_of(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
-        # Autograd keeps tensors that a backward needs, and a handle of started work keeps the tensors that it works on.
+        # Autograd keeps tensors for a backward, and a handle of asynchronous work keeps the tensors of the work.
         hands_on = any(map(_is_handed_on, classified))
         differentiable = torch.is_grad_enabled() or any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves)
         problem = _KEEPS if kept and not differentiable and not hands_on else None
         if before != [_geometry(leaf) for leaf in arguments]:
             problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
         elif _changed((args, kwargs), arguments, nesting):
-            # A replay would pass the same container again, and the segments after it hold this run's tensors.
+            # Replays pass the same container, but the segments after the break read the tensors of the capture.
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
         elif torch.is_grad_enabled():
             others = [leaf for leaf in leaves if all(leaf is not argument for argument in arguments)]
@@ -135,7 +135,7 @@ class BreakTracer:
         return result
 
     def _describe(self, leaf: Any, made: bool, filled: Collection[int]) -> Argument:
-        """Describe an argument, so that a call with another batch size can be compared."""
+        """Describe an argument, to compare it with the same argument at another batch size."""
         if not issubclass(type(leaf), Tensor) or leaf.layout is not torch.strided or is_wrapper(leaf):
             if any(leaf is value for value in self._handed_on):
                 return Argument(Cell)
@@ -146,11 +146,11 @@ class BreakTracer:
         return Argument(kind, (tuple(leaf.shape), leaf.stride()), key in filled)
 
     def finish(self, outputs: Any = None) -> BreakTrace:
-        """Return the trace of the run, which returned these outputs and is over."""
+        """Return the trace of the run, which is over and returned these outputs."""
         if self._observer is not None:
-            self._observer.find(flatten(outputs)[0], "returns it")
+            self._observer.note_uses_of_left(flatten(outputs)[0], "returns it")
             for number, use in self._observer.uses_of_left.items():
-                # A replay would go on with the tensor that the warmup's call of the break made.
+                # A replay would read the tensor that the break made in the warmup.
                 call = self.trace.calls[number]
                 self.trace.calls[number] = call._replace(problem=call.problem or _LEFT.format(use))
         self._observer = None
@@ -163,7 +163,7 @@ def _is_handed_on(result: Result | str) -> bool:
 
 
 def _key_of(leaf: Any) -> Any:
-    """Return a key that tells an object apart from that of another call, without keeping the object alive."""
+    """Return a key that distinguishes an object from another call's, without keeping the object alive."""
     if issubclass(type(leaf), ATOMS):
         return leaf
     if issubclass(type(leaf), types.MethodType):
@@ -175,7 +175,7 @@ def _key_of(leaf: Any) -> Any:
 
 
 def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
-    """True if containers among the arguments hold other objects than before."""
+    """True if containers among the arguments hold other objects than before the call."""
     after, now = flatten(passed)
     return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
 
@@ -198,19 +198,19 @@ def _node(leaf: Any) -> Any:
 
 
 Differs = Callable[[Tensor, Tensor], str | None]
-Copied = Callable[[Collection[int]], Callable[[], object]]  # copies memory, given by its storage keys
+Copied = Callable[[Collection[int]], Callable[[], object]]  # copies memory of these storage keys; returns its restore
 
 
 class RecordedBreak(NamedTuple):
-    """One call of a break in an eager run.
+    """One call of a break in an eager run, with its effects.
 
     Attributes:
-        function: what was called.
-        results, spec: the leaves of what it returned, tensors cloned, and how they nest.
-        arguments: for each leaf of its arguments that the run made, what the call left in it; None for others.
-        passed: the same before the call; None also for memory that nothing had written and the call filled.
-        shapes: those of all its arguments that are tensors, None for others.
-        outside: puts back what it wrote to memory from before the run.
+        function: the function of the break.
+        results, spec: the leaves of the result, with tensors cloned, and its structure.
+        arguments: for each leaf of the arguments, a copy made after the call if the run made the tensor; else None.
+        passed: the same, copied before the call; None also for blank memory that the call filled.
+        shapes: the shape of each leaf of the arguments; None for a leaf that is no tensor.
+        outside: repeats the writes of the call to memory from before the run.
         effects: see `Break`.
     """
 
@@ -225,15 +225,15 @@ class RecordedBreak(NamedTuple):
 
 
 class BreakTape:
-    """Runs the breaks of an eager forward, and records their effects.
+    """Runs the breaks of an eager forward, and records their effects for a proof.
 
     Args:
         operators: operators that break by themselves.
-        observer: sees the run.
-        copied: copies what breaks write to memory from before the run.
+        observer: observes the run.
+        copied: copies memory from before the run that breaks wrote to.
 
     Attributes:
-        calls: what was recorded, in the order of the forward.
+        calls: the recorded calls, in the order of the forward.
     """
 
     def __init__(self, operators: frozenset[Any], observer: MemoryObserver, copied: Copied) -> None:
@@ -243,7 +243,7 @@ class BreakTape:
         self._copied = copied
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the break, and record what it returns and writes."""
+        """Run the break, and record its result and its writes."""
         observer = self._observer
         args, kwargs = wait_collectives((args, kwargs))
         passed, _ = flatten((args, kwargs))
@@ -260,7 +260,7 @@ class BreakTape:
             observer.launched |= launched
         leaves, spec = flatten(result)
         arguments = [None if copy is None else leaf.clone() for leaf, copy in zip(passed, before, strict=True)]
-        # A write may leave the value that was there; of kernels that no operator shows, only a change is seen.
+        # Blank memory was filled if an operator wrote there, or if its values changed: not all kernels are observed.
         filled = [
             empty and copy is not None and (storage_key(leaf) not in observer.blank or not torch.equal(copy, leaf))
             for leaf, copy, empty in zip(passed, before, blank, strict=True)
@@ -290,7 +290,7 @@ def _differ(leaf: Any, copy: Tensor | None) -> bool:
 
 
 class PlayedBreak(Break):
-    """A break that repeats the effects of a recorded call, and must be passed what that call was passed."""
+    """Repeats the effects of a recorded call in place of a break, and compares the arguments with the recorded ones."""
 
     def __init__(self, step: Break, recorded: RecordedBreak, differs: Differs, repeats: Callable[[], bool]) -> None:
         super().__init__(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
@@ -298,10 +298,10 @@ class PlayedBreak(Break):
         self._differs, self._repeats = differs, repeats
 
     def replay(self) -> None:
-        """Put the recorded results and writes where the next segment reads them, and pad them as a replay does.
+        """Copy the recorded results and writes to the memory that the next segment reads, and pad them.
 
         Raises:
-            BreakError: they do not fit, or the segments before pass other values.
+            BreakError: the results do not fit, or the segments before pass other values than in the recorded call.
         """
         recorded = self._recorded
         if recorded.spec != self.spec:
@@ -313,13 +313,13 @@ class PlayedBreak(Break):
                 raise BreakError(f"what eager break {self.name} is passed {difference}")
             if copy is not None and given is None:
                 self._fill(target, copy)
-            elif copy is not None:  # the segments made its padding rows
+            elif copy is not None:  # the segments before made the padding rows
                 self._front(target, copy).copy_(copy)
         recorded.outside()
         for accept, leaf in zip(self.accepts, recorded.results, strict=True):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
-                # A result of the same size with padded rows may be made of all of them.
+                # The result's shape does not follow the rows, so padding rows may have entered its values.
                 if (
                     self.dims is None
                     and leaf.shape == bridge.target.shape
@@ -329,7 +329,7 @@ class PlayedBreak(Break):
                 self._fill(bridge.target, leaf)
                 if bridge.tail is not None:
                     self._pad(bridge.tail)
-            # Other tensors are arguments, or outside, and written already.
+            # Other tensors are arguments, or from before the run, and are written already.
             elif not issubclass(type(leaf), Tensor) and (problem := accept(leaf)) is not None:
                 raise self._refused(problem)
         for tail in self.tails:
@@ -342,7 +342,7 @@ class PlayedBreak(Break):
             tail.repeat_last()
 
     def _fill(self, target: Tensor, copy: Tensor) -> None:
-        """Copy what a smaller batch left, and pad it: by zeros or, since zeros are a constant, by repeating it."""
+        """Copy the values of a smaller batch, and pad them by zeros, or by repeating them if `repeats` says so."""
         self._front(target.zero_(), copy).copy_(copy)
         if self._repeats() and copy.numel():
             times = [-(-padded // size) for padded, size in zip(target.shape, copy.shape, strict=True)]
@@ -355,11 +355,11 @@ class PlayedBreak(Break):
 
 
 class FinishedBreaks:
-    """Serves the first breaks of an eager forward by what they returned in a replay, and runs the others.
+    """Serves the first breaks of an eager forward by their results in a stopped replay, and runs the others.
 
     Args:
         operators: operators that break by themselves.
-        calls: the functions of the first ones, and what they returned.
+        calls: the functions of the breaks that ran in the replay, and their results.
     """
 
     def __init__(self, operators: frozenset[Any], calls: Iterable[tuple[Any, Any]]) -> None:
@@ -367,7 +367,7 @@ class FinishedBreaks:
         self._remaining = list(calls)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the break returned before, or run it. Raises BreakError if the forward calls another one."""
+        """Return the break's result from the replay, or run the break. Raises BreakError if another break is called."""
         if not self._remaining:
             with recording_breaks(None):
                 return function(*args, **kwargs)
@@ -377,23 +377,23 @@ class FinishedBreaks:
         return result
 
     def check_done(self) -> None:
-        """Refuse a forward that did not reach all of the first ones. Raises BreakError."""
+        """Refuse a forward that did not call all breaks that ran in the replay. Raises BreakError."""
         if self._remaining:
             raise BreakError(
                 f"the forward called eager break {name_of(self._remaining[0][0])} before, and now does not."
             )
 
 
-def played(
+def with_played_breaks(
     program: Program, calls: Sequence[RecordedBreak], differs: Differs, repeats: Callable[[], bool] = bool
 ) -> Program:
-    """Return the program with its breaks played back; the segments are shared.
+    """Return the program with recorded calls in place of its breaks; the segments are shared.
 
     Args:
-        program: what replays run.
-        calls: of an eager run.
-        differs: says how what a break is passed differs from what it was passed in that run, or None.
-        repeats: True if the results of a smaller batch are padded by themselves, not by zeros.
+        program: the program of the replays.
+        calls: the calls of its breaks in an eager run.
+        differs: describes the difference of an argument from the same argument in the eager run; None if equal.
+        repeats: returns True if results of a smaller batch are padded by repeating them, instead of by zeros.
 
     Raises:
         BreakError: the eager run called other breaks than the program has.

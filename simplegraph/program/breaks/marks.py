@@ -1,8 +1,7 @@
-"""Eager breaks: calls that run between two segments of a captured forward instead of inside one.
+"""Mark eager breaks: calls that run between two segments of a captured forward instead of inside a segment.
 
-A break is marked once, on a function, on modules by name, or by an operator's tag. The mark does
-nothing by itself: only the active recorder of breaks in the thread sees it, in a piecewise capture or the warmup before
-it.
+A break is marked on a function, on modules by name, or by an operator's tag. The mark alone has no effect: it is read
+only by the thread's active recorder of breaks, in a piecewise capture or in a warmup before it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from simplegraph.base.patches import subclass
 
 
 class BreakRecorder(Protocol):
-    """Is called for every break that a thread meets.
+    """Serves the calls of breaks in a thread while it is active.
 
     Attributes:
         operators: operators that break by themselves.
@@ -32,7 +31,7 @@ class BreakRecorder(Protocol):
     operators: frozenset[Any]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call of a break, and return what the forward goes on with."""
+        """Serve a call of a break, and return its result to the forward."""
 
 
 class _ThreadBreaks(threading.local):
@@ -44,10 +43,10 @@ ACTIVE = _ThreadBreaks()
 
 
 def recorder_of(function: Any) -> BreakRecorder | None:
-    """Return the recorder that serves a call of this break; None if it is a plain call.
+    """Return the recorder that serves calls of this break; None if the break is a plain call.
 
-    It is a plain call in a backward that the forward runs, since on a GPU that runs in another thread, which ends no
-    segment; and in a transform of torch.func, whose tensors have no memory.
+    A break is a plain call in a backward that the forward runs, since a GPU's backward runs in another thread, which
+    cannot end a segment; and in a transform of torch.func, whose tensors have no memory.
     """
     recorder = ACTIVE.recorder
     if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
@@ -78,13 +77,12 @@ def inlining(functions: Collection[Any]) -> Iterator[None]:
         ACTIVE.inlined = before
 
 
-# A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
-# times a capture. A dispatch key that only some operators have a kernel for, and that a thread includes only
-# while it captures, costs the others nothing.
+# A dispatch mode would see every operator of a forward, at several microseconds each. Instead, operators that break
+# have a kernel for a spare dispatch key, which a thread includes only while it captures. Other operators lose no time.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
 _library: Any = torch.library  # typed loosely because torch leaves it untyped
-_libraries: list[Any] = []  # whose kernels end with them
+_libraries: list[Any] = []  # kept alive: the kernels end with their library
 _intercepted: set[Any] = set()
 _lock = threading.Lock()
 
@@ -100,7 +98,7 @@ def breaking_operators() -> frozenset[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _tagged(names: frozenset[str]) -> frozenset[Any]:
-    """Pick the operators with the tag; each name takes microseconds, so the last answer is kept."""
+    """Pick the operators with the tag. Cached, since each name takes microseconds."""
     operators: set[Any] = set()
     for name in names:
         packet, _, overload = name.partition(".")
@@ -114,7 +112,7 @@ _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 
 
 def _overload(name: str) -> list[Any]:
-    """Find the operator of a registered name, such as ``aten::sort.stable``; empty if Python cannot call it."""
+    """Find the operator with a registered name, such as ``aten::sort.stable``; empty if Python cannot call it."""
     namespace, _, qualified = name.partition("::")
     packet, _, overload = qualified.partition(".")
     try:
@@ -173,22 +171,25 @@ def eager_break(function: Any = None, *, padded: bool = False) -> Any:
         @sg.eager_break
         def attention(q, k, v, metadata): ...
 
-    In FULL mode, in graphs for training, inside another break, a backward or a transform of torch.func, and outside a
-    capture it is a plain call. Tensors among the
-    arguments are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed
-    as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
-    where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).
-    The result must have the same structure, shapes and dtypes at every replay: let the function hold everything up to
-    where shapes are fixed again. In a padded batch of a wrapped module it is passed the real rows and nothing else;
-    where these cannot be told from the padding rows, only exact sizes are replayed. What it leaves behind elsewhere for
-    the forward to read keeps the size eager: return it.
+    The function is a plain call in FULL mode, in graphs for training, inside another break, a backward or a transform
+    of torch.func, and outside a capture.
+
+    Tensors among the arguments are graph memory: they are valid until the function returns, and must not be kept. Other
+    objects are passed as they are, so that the function reads their present state at every replay. Returned tensors are
+    copied to the memory that the next segment reads, unless the function writes into an argument and returns this
+    argument or nothing. The result must have the same structure, shapes and dtypes at every replay: let the function
+    include everything up to the point where shapes are fixed again. If the function leaves a tensor elsewhere that the
+    forward reads, the size runs eagerly: return the tensor.
+
+    In a padded batch of a wrapped module the function is passed the real rows only. If these cannot be distinguished
+    from the padding rows, only exact sizes are replayed.
 
     Args:
         function: a function or method; its Python code runs at every replay.
-        padded: pass padding rows, too: for attention that an engine plans for the padded batch.
+        padded: True to pass padding rows, too, for attention that an engine plans for the padded batch.
 
     Raises:
-        ConfigError: it is a class, a module, or its body does not run when it is called (a generator, async).
+        ConfigError: `function` is a class or a module, or its body does not run when it is called (a generator, async).
     """
     if function is None:
         return functools.partial(eager_break, padded=padded)
@@ -230,13 +231,12 @@ def _check_function(function: Any) -> None:
 
 
 def break_at(module: nn.Module, *patterns: str) -> list[str]:
-    """Make every call of the matching submodules an eager break: for models whose code is not ours.
+    """Make every call of the matching submodules an eager break, for models whose code you cannot edit.
 
         sg.break_at(model, "*.self_attn")
 
-    The whole call breaks, hooks included. Copies and pickles of the module keep their breaks, unless
-    its class makes them in its own way (`__deepcopy__`, torch.fx). Graphs captured before
-    are not changed: mark first.
+    The whole call breaks, hooks included. Copies and pickles of the module keep their breaks, unless its class defines
+    how it is copied (`__deepcopy__`, torch.fx). Graphs that were captured before are not changed: mark breaks first.
 
     Args:
         module: the model; changed in place.
@@ -246,7 +246,7 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
         The names that matched, in the model's order.
 
     Raises:
-        ConfigError: a pattern matches nothing, or it is no module.
+        ConfigError: a pattern matches nothing, or `module` is not a module.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"break_at got {module!r}; expected a torch.nn.Module instance first.")
@@ -270,7 +270,7 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
 
 
 def _breaking_class(original: Any) -> Any:
-    """Make a subclass whose call is a break, and that pickles by the original's name."""
+    """Make a subclass whose calls are breaks, and whose instances are pickled by the original's name."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.__call__(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Finds which dimensions of what breaks are passed and return hold the rows of a batch, from runs of two sizes."""
+"""Find the batch dimensions of the arguments and results of breaks, from the traces of two batch sizes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from simplegraph.program.breaks.step import (
 
 
 def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> list[BreakRows | None] | str:
-    """Find where breaks are passed and return the rows of a batch, from traces at two batch sizes.
+    """Find the batch dimensions of the arguments and results of breaks.
+
+    Args:
+        one: the batch size of a run, and the trace of its breaks.
+        other: the same of a run with another batch size.
 
     Returns:
-        For each break its dimensions, None if it is to be passed padding rows, too. Or why a batch with padding rows
-        cannot be cut to the real ones.
+        The dimensions of each break; None for a break that is passed padding rows, too. Or a sentence that says why
+        breaks cannot be passed the real rows alone.
     """
     (a, first), (b, second) = one, other
     if [call.function for call in first.calls] != [call.function for call in second.calls]:
         return f"other eager breaks run at {b} rows than at {a}"
     rows: list[BreakRows | None] = []
     for call, like in zip(first.calls, second.calls, strict=True):
-        # Tagged operators are taken for attention, which is planned for the padded batch.
+        # Tagged operators are assumed to be attention, which is planned for the padded batch.
         if isinstance(call.function, (PaddedBreak, torch._ops.OpOverload)):
             rows.append(None)
             continue
@@ -53,12 +57,12 @@ def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> 
 
 
 def alike_rows(one: BreakRows | None, other: BreakRows | None) -> bool:
-    """True if two breaks are passed and return rows in the same dimensions."""
+    """True if two breaks have the same batch dimensions."""
     return one is other or (one is not None and other is not None and one[:2] == other[:2])
 
 
 class _FollowsOtherwise(Exception):
-    """Says why a tensor cannot be cut to the rows of a batch."""
+    """A tensor cannot be cut to the rows of a batch."""
 
 
 def _argument_dim(a: int, b: int, one: Argument, other: Argument) -> int | None:
@@ -79,7 +83,7 @@ def _result_dim(arguments: Sequence[int | None], a: int, b: int, one: Result, ot
         return None
     if one.make is pass_view and one.geometry[2] != other.geometry[2]:
         raise _FollowsOtherwise("returns a view of an argument whose beginning follows the number of rows")
-    # A new tensor is copied, so that it does not matter how its rows lie in memory.
+    # New tensors are copied, so the layout of their rows in memory does not matter.
     strided = one.make is pass_view
     return _row_dim("returns", (a, b), one.geometry[:2], other.geometry[:2], strided=strided)
 
@@ -87,7 +91,7 @@ def _result_dim(arguments: Sequence[int | None], a: int, b: int, one: Result, ot
 def _row_dim(
     verb: str, sizes: tuple[int, int], one: tuple[Any, ...], other: tuple[Any, ...], *, strided: bool = True
 ) -> int | None:
-    """Return the one dimension that is as long as the batch at both sizes, None if all are the same."""
+    """Return the dimension whose length is the batch size in both runs; None if the two shapes are equal."""
     (shape, stride), (shape_after, stride_after) = one, other
     if len(shape) != len(shape_after):
         raise _FollowsOtherwise(f"{verb} a tensor of {len(shape)} dimensions or of {len(shape_after)}")
@@ -109,7 +113,7 @@ def _row_dim(
 def _same_kind(one: Any, other: Any) -> bool:
     if type(one) is tuple and type(other) is tuple:
         return len(one) == len(other) and all(map(_same_kind, one, other))
-    if one is IN_THE_CALL or other is IN_THE_CALL:  # warmups on static inputs do not tell these from other memory
+    if one is IN_THE_CALL or other is IN_THE_CALL:  # warmups on static inputs do not show these
         return True
     if type(one) is weakref.ref and type(other) is weakref.ref:
         return one() is other() is not None

@@ -1,8 +1,8 @@
-"""Breaks: calls of them in a warmup, and steps of a Program that call the function at every replay.
+"""Breaks: their calls in a warmup, and the steps of a Program that call them at every replay.
 
-A capture does not run breaks, since the values they would read do not exist yet. The warmup before it
-showed what each of them returns. The capture goes on with stand-ins, and every replay puts the result
-where its stand-in lies, or finds that it is there already.
+A capture does not run breaks, since the values that they would read do not exist yet. The warmup before the capture
+showed the form of each result. In the capture, a stand-in takes the place of the result. Every replay copies the result
+to the memory of its stand-in, or checks that it is there already.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HOLD_MORE = (
 
 
 class ResultChanged(BreakError):
-    """Ends a replay at a break whose result differs in kind from the captured one.
+    """Stops a replay at a break whose result differs in form from the captured one.
 
     Attributes:
         step: the break.
-        cause: what it returned, in place of what.
-        graph: what was replayed; None until the table tells.
-        returned: what the breaks of this replay returned, in their order; empty if it was not kept.
+        cause: the sentence that names the result and the expected result.
+        graph: the `CapturedGraph` that was replayed; None until the table sets it.
+        returned: the results of the breaks in this replay, in order; empty if they were not kept.
     """
 
     def __init__(self, step: Break, problem: str) -> None:
@@ -56,14 +56,14 @@ class Cell:
     value: Any
 
 
-class Place(NamedTuple):
-    """Describes a capture to the stand-ins for a break's results that enter it.
+class BreakSite(NamedTuple):
+    """The point of a capture at which stand-ins for a break's results are made.
 
     Attributes:
         leaves: the leaves of the break's arguments, as the forward passed them.
         passed: the same leaves, as every replay will pass them.
         keep: returns a captured tensor in a form that steps may hold.
-        cells: the cells that later breaks read in place of an object, by the object's present id.
+        cells: by the id of an object, the cell that later breaks read in its place.
     """
 
     leaves: Sequence[Any]
@@ -73,12 +73,12 @@ class Place(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One leaf of what a break returns.
+    """One leaf of a break's result.
 
     Attributes:
-        make: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
-        fixed: its first arguments, which are the same at every batch size.
-        geometry: its next ones, in nested tuples, whose integers may follow the batch size; the last is a `Place`.
+        make: makes the stand-in, called with `fixed`, `geometry` and a `BreakSite`.
+        fixed: arguments of `make` that are the same at every batch size.
+        geometry: arguments of `make`, in nested tuples, whose integers may follow the batch size.
         any_size: True if it is known to be the same for every batch size.
     """
 
@@ -87,21 +87,21 @@ class Result(NamedTuple):
     geometry: tuple[Any, ...] = ()
     any_size: bool = False
 
-    def enter(self, place: Place) -> tuple[Any, Accept]:
-        """Return what stands in for it in a capture, and what takes it at a replay."""
-        return self.make(*self.fixed, *self.geometry, place)
+    def stand_in(self, site: BreakSite) -> StandIn:
+        """Return the stand-in for a capture, and the function that accepts the value of a replay."""
+        return self.make(*self.fixed, *self.geometry, site)
 
 
-IN_THE_CALL = object()  # stands for where a tensor lies that the call was passed, or the forward made
+IN_THE_CALL = object()  # in place of the address of a tensor that the call was passed, or that the forward made
 
 
 class Argument(NamedTuple):
-    """Describes one leaf of what a break is passed, to be compared with that of a call of another batch size.
+    """Describes one leaf of a break's arguments, to compare it with the same leaf at another batch size.
 
     Attributes:
-        kind: the class of a strided tensor, and where it lies if the forward was not passed it and did not make it; or
-            else the value or a reference.
-        geometry: shape and strides of a strided tensor; None for all else.
+        kind: for a strided tensor its class, its dtype, and its address or `IN_THE_CALL`; else the value, or a
+            reference.
+        geometry: shape and strides of a strided tensor; else None.
         filled: True if it is a tensor of the forward that the break fills or writes to.
     """
 
@@ -111,7 +111,7 @@ class Argument(NamedTuple):
 
 
 class BreakRows(NamedTuple):
-    """Says which dimension of each leaf of a break's arguments and results holds the batch's rows; None if none does.
+    """The batch dimension of each leaf of a break's arguments and results; None for a leaf without one.
 
     Attributes:
         arguments, results: the dimensions.
@@ -124,14 +124,14 @@ class BreakRows(NamedTuple):
 
 
 class BreakCall(NamedTuple):
-    """Record what a warmup saw of one call of a break.
+    """One call of a break, as a warmup observed it.
 
     Attributes:
-        function: what was called.
+        function: the function of the break.
         made_here: for each leaf of the arguments, True if it is a tensor that the forward made.
-        spec, results: how the result nests, and what its leaves are.
-        problem: why no graph can have this break; None if it can.
-        arguments: describes each leaf of the arguments; None of a call that no warmup saw.
+        spec, results: the structure of the result, and its leaves.
+        problem: why no graph can contain this break; None if a graph can.
+        arguments: a description of each leaf of the arguments; None if the call is derived from two other sizes.
     """
 
     function: Callable[..., Any]
@@ -143,17 +143,17 @@ class BreakCall(NamedTuple):
 
     @property
     def any_size(self) -> bool:
-        """True if it is known what the break returns at other batch sizes."""
+        """True if the form of the result is known at all batch sizes."""
         return self.problem is None and all(result.any_size for result in self.results)
 
 
 @dataclasses.dataclass
 class BreakTrace:
-    """The breaks of a forward, as a warmup met them.
+    """The calls of breaks in a forward, as a warmup observed them.
 
     Attributes:
         operators: operators that break by themselves.
-        calls: in the order of the forward.
+        calls: the calls, in the order of the forward.
     """
 
     operators: frozenset[Any]
@@ -161,15 +161,15 @@ class BreakTrace:
 
     @property
     def any_size(self) -> bool:
-        """True if captures of other batch sizes can go by it."""
+        """True if captures of all batch sizes can use the trace."""
         return all(call.any_size for call in self.calls)
 
 
 def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], rows: int) -> BreakTrace | None:
-    """Find what breaks return at a batch size from traces at two others, each given with its rows.
+    """Derive the trace of a batch size from traces of two others, each given with its size.
 
     Returns:
-        None if the traces differ by more than sizes that are equal, or proportional to the rows.
+        The trace; None if some length differs between the two traces, and is not proportional to the batch size.
     """
     (a, first), (b, second) = one, other
     if a == b or len(first.calls) != len(second.calls):
@@ -190,14 +190,14 @@ def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], ro
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """True if both are one object, or plain values that are equal."""
+    """True for the same object, and for equal plain values."""
     return one is other or (
         issubclass(type(one), ATOMS) and type(one) is type(other) and constant_key(one) == constant_key(other)
     )
 
 
 def same_results(call: BreakCall, other: BreakCall) -> bool:
-    """True if two calls of a break return what the same segment can go on with: alike in structure and in kind."""
+    """True if the same segment can read the results of both calls of a break: they have one structure and form."""
     if call.function != other.function or call.spec != other.spec:
         return False
     return all(
@@ -207,7 +207,7 @@ def same_results(call: BreakCall, other: BreakCall) -> bool:
 
 
 def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
-    """Return a geometry at `rows` rows from those at two sizes; None if they differ otherwise."""
+    """Derive a geometry at `rows` rows from those at two sizes; None if it is not proportional to the size."""
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):
         parts = [_follow(*pair, sizes, rows) for pair in zip(one, other, strict=True)]
         return None if None in parts else tuple(parts)
@@ -218,12 +218,12 @@ def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
 
 
 class Tail(NamedTuple):
-    """The padding rows of a tensor that the next segment reads, which a break leaves as they are.
+    """The padding rows of a tensor that the next segment reads; a break that is passed the real rows leaves them.
 
     Attributes:
-        padding: these rows.
-        real: the rows before them; last: the last of these.
-        dim: which dimension holds them.
+        padding: a view of the padding rows.
+        real: a view of the real rows; last: of the last real row.
+        dim: the batch dimension.
     """
 
     padding: Tensor
@@ -233,27 +233,28 @@ class Tail(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dim: int, rows: int) -> Tail:
-        """Return the padding rows of a tensor that has so many real rows."""
+        """Return the padding rows of a tensor that has `rows` real rows."""
         padding = tensor.narrow(dim, rows, tensor.shape[dim] - rows)
         return cls(padding, tensor.narrow(dim, 0, rows), tensor.narrow(dim, rows - 1, 1), dim)
 
     def repeat_last(self) -> None:
-        """Repeat the last real row: indices that an earlier batch left may be out of range."""
+        """Fill the padding rows with the last real row: indices from an earlier batch may be out of range."""
         self.padding.copy_(self.last)
 
     def repeat_all(self) -> None:
-        """Repeat the real rows over and over."""
+        """Fill the padding rows with the real rows, repeated cyclically."""
         places = torch.arange(self.padding.shape[self.dim], device=self.real.device) % self.real.shape[self.dim]
         self.padding.copy_(self.real.index_select(self.dim, places))
 
 
 class BreakArguments(NamedTuple):
-    """Puts the arguments of a break together for a replay.
+    """Builds the arguments of a break for a replay.
 
     Attributes:
-        nested: how the parts nest.
-        parts: graph memory, cells, and objects that stay the same.
-        leaves: the place of each part among the leaves of what the forward passed; None of a container that stays.
+        nested: the structure of the parts.
+        parts: graph memory, cells, and objects that are the same at each replay.
+        leaves: the index of each part among the leaves of the forward's arguments; None for a container that is passed
+            as it is.
     """
 
     nested: TreeSpec
@@ -262,16 +263,16 @@ class BreakArguments(NamedTuple):
 
     @property
     def fixed(self) -> bool:
-        """True if all replays may be passed the same containers."""
+        """True if all replays may pass the same containers."""
         deep = (child.type is not None for arguments in self.nested.children for child in arguments.children)
         return not any(deep) and not any(isinstance(part, Cell) for part in self.parts)
 
     def __call__(self) -> Any:
-        """Build a replay's arguments, and those by name."""
+        """Return the positional and the keyword arguments of a replay."""
         return self.nested.unflatten([leaf.value if issubclass(type(leaf), Cell) else leaf for leaf in self.parts])
 
     def cut(self, dims: Sequence[int | None], rows: int) -> BreakArguments:
-        """Return the same with the first rows of tensors whose rows lie in these dimensions."""
+        """Return the arguments with the tensors cut to their first `rows` rows, given their batch dimensions."""
         return self._replace(
             parts=[
                 part if leaf is None or dims[leaf] is None else part.narrow(dims[leaf], 0, rows)
@@ -280,12 +281,12 @@ class BreakArguments(NamedTuple):
         )
 
     def tensor(self, leaf: int) -> Tensor | None:
-        """Return the tensor in this place; None if it is in a container that stays."""
+        """Return the tensor of a leaf; None if it is in a container that is passed as it is."""
         return self.parts[self.leaves.index(leaf)] if leaf in self.leaves else None
 
 
 class _Form(NamedTuple):
-    """Holds what a break is passed and takes at one number of rows; see `Break`."""
+    """The arguments and accepted results of a break at one number of rows; see `Break`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -294,7 +295,7 @@ class _Form(NamedTuple):
     tails: Sequence[Tail]
 
 
-_MOST_FORMS = 64  # of a break: a step with views of some tensors each
+_MOST_FORMS = 64  # numbers of rows for which a break keeps its arguments
 
 
 @dataclasses.dataclass(eq=False)
@@ -302,19 +303,19 @@ class Break:
     """A call that runs eagerly at every replay.
 
     Attributes:
-        name: what reports call it.
-        function: what is called.
-        whole: what the capture passed it; graph memory among that is borrowed.
-        modes: re-enters grad mode, inference mode and autocast around the call, where the forward sets any.
-        args, kwargs: what it is called with at the current number of rows.
+        name: its name in reports.
+        function: the function to call.
+        whole: the arguments for all rows of the graph; graph memory among them is borrowed.
+        modes: re-enters the grad mode, inference mode and autocast that the forward set around the call; None if none.
+        args, kwargs: the arguments at the current number of rows.
         rebuilt: makes `args` and `kwargs` for each replay; None if they stay the same.
-        spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
-        tails: padding rows of what it is passed and fills, at the current number of rows.
-        effects: why an eager run that repeats what ran before the call's end would differ from the first; empty if a
-            proof saw nothing, None before one.
-        keeps: what it returns is kept until the replay is over.
-        returned: what it returned in the replay that is under way.
-        dims: which dimensions hold rows; None if it is passed padding rows, too.
+        spec, accepts: the structure of the result, and the function that accepts each leaf; set during the capture.
+        tails: padding rows of arguments that the break fills, at the current number of rows.
+        effects: why an eager run that repeats the forward up to this break would differ from the first run; empty if
+            it would not, None before a proof.
+        keeps: True if the result is kept until the replay is over.
+        returned: the result in the current replay.
+        dims: the batch dimensions of arguments and results; None if the break is passed padding rows, too.
     """
 
     name: str
@@ -337,16 +338,16 @@ class Break:
         self.pass_to(self.whole)
 
     def pass_to(self, arguments: BreakArguments) -> None:
-        """Pass these arguments from now on."""
+        """Use these arguments from now on."""
         fixed = arguments.fixed
         self.rebuilt = None if fixed else arguments.__call__
         self.args, self.kwargs = arguments() if fixed else ((), {})
 
     def replay(self) -> None:
-        """Call the function, and put what it returns where the next segment reads it.
+        """Call the function, and copy its result to the memory that the next segment reads.
 
         Raises:
-            ResultChanged: the result is not what the next segment was captured with.
+            ResultChanged: the result differs in form from the one that the next segment was captured with.
         """
         args, kwargs = self.rebuilt() if self.rebuilt else (self.args, self.kwargs)
         if self.modes is None:
@@ -372,7 +373,7 @@ class Break:
     # Batches with padding rows.
 
     def hindrance(self, dims: BreakRows, rows: int) -> str | None:
-        """Say why the break of a graph of so many rows cannot be passed fewer, in these dimensions; None if it can."""
+        """Say why a break in a graph of `rows` rows cannot be passed fewer rows in these dimensions; None if it can."""
         for leaf, dim in enumerate(dims.arguments):
             if dim is None:
                 continue
@@ -389,7 +390,7 @@ class Break:
         return None
 
     def cut(self, rows: int) -> None:
-        """Pass so many rows from now on; 0 for all rows."""
+        """Pass this number of rows from now on; 0 for all rows."""
         if self.dims is None:
             return
         if not self._forms:
@@ -416,7 +417,7 @@ class Break:
 
     @property
     def bridged_bytes(self) -> int:
-        """The bytes of the tensors that it returns and that replays copy."""
+        """The bytes of returned tensors that replays copy."""
         bridges = (getattr(accept, "__self__", None) for accept in self.accepts)
         return sum(bridge.target.nbytes for bridge in bridges if isinstance(bridge, Bridge))
 
@@ -430,15 +431,15 @@ def _nesting(spec: TreeSpec | None) -> str:
     return f"a {spec.type.__name__} of {len(spec.children)}"
 
 
-Entry = tuple[Any, Accept]  # what stands in for a result, and what takes it at a replay
+StandIn = tuple[Any, Accept]  # the stand-in for a result, and the function that accepts the value of a replay
 
 
 class Bridge:
-    """Memory where the next segment reads a tensor that the break made: each replay's is copied there.
+    """Copies a tensor that a break made to the memory that the next segment reads.
 
     Attributes:
-        target: that memory, of the real rows.
-        tail: its padding rows, if it has some.
+        target: this memory, of the real rows.
+        tail: its padding rows, if there are any.
     """
 
     def __init__(self, target: Tensor, tail: Tail | None = None) -> None:
@@ -459,17 +460,17 @@ class Bridge:
 
 
 def _bridge(
-    dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], place: Place
-) -> Entry:
-    """Copy each replay's tensor to memory of the capture."""
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], site: BreakSite
+) -> StandIn:
+    """Stand in for a tensor that the break makes: each replay copies its tensor to memory of the capture."""
     with torch.inference_mode(False):  # not an inference tensor: replays in other modes write to it
         bridge = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return bridge, Bridge(place.keep(bridge)).accept
+    return bridge, Bridge(site.keep(bridge)).accept
 
 
-def pass_back(index: int, place: Place) -> Entry:
-    """Go on with an argument, given by its index among the leaves, which is where it should be already."""
-    given, passed = place.leaves[index], place.passed[index]
+def pass_back(index: int, site: BreakSite) -> StandIn:
+    """Stand in for an argument that the break returns, given by its index among the leaves; it is in place already."""
+    given, passed = site.leaves[index], site.passed[index]
 
     def accept_argument(leaf: Any) -> str | None:
         expected = passed.value if isinstance(passed, Cell) else passed
@@ -478,20 +479,20 @@ def pass_back(index: int, place: Place) -> Entry:
     return given, _InPlace(passed).accept if isinstance(given, Tensor) else accept_argument
 
 
-def pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, place: Place) -> Entry:
-    """Go on with a view of an argument; the offset is from where that begins."""
-    both = place.leaves[index], place.passed[index]
+def pass_view(index: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, site: BreakSite) -> StandIn:
+    """Stand in for a view of an argument; `offset` counts from the argument's first element."""
+    both = site.leaves[index], site.passed[index]
     given, passed = (tensor.as_strided(shape, stride, tensor.storage_offset() + offset) for tensor in both)
     return given, _InPlace(passed).accept
 
 
-def _outside(tensor: Tensor, place: Place) -> Entry:
-    """Go on with a tensor from before the forward: the graph reads it where it is, so it must stay there."""
+def _outside(tensor: Tensor, site: BreakSite) -> StandIn:
+    """Stand in for a tensor from before the forward: the graph reads it in place, so each replay must return it."""
     return tensor, _InPlace(tensor).accept
 
 
 class _InPlace:
-    """Takes a tensor that is where the next segment reads it already."""
+    """Accepts a tensor that is already in the memory that the next segment reads."""
 
     def __init__(self, target: Tensor) -> None:
         self.target, self._memory = target, lies_at(target)
@@ -506,8 +507,8 @@ class _InPlace:
         return f"{shown(leaf)} at another address; it was in place at the warmup. Return a clone, or always that one"
 
 
-def _constant(value: Any, place: Place) -> Entry:
-    """Go on with a plain value: the segments after it are captured with it, so it must stay."""
+def _constant(value: Any, site: BreakSite) -> StandIn:
+    """Stand in for a plain value: the next segments are captured with it, so each replay must return it."""
 
     def accept_constant(leaf: Any) -> str | None:
         return (
@@ -519,10 +520,10 @@ def _constant(value: Any, place: Place) -> Entry:
     return value, accept_constant
 
 
-def hand_on(kind: type, place: Place) -> Entry:
-    """Stand in for an object of a class, such as a handle to wait for: later breaks are passed each replay's own."""
+def hand_on(kind: type, site: BreakSite) -> StandIn:
+    """Stand in for another object, such as a handle of asynchronous work: later breaks are passed each replay's own."""
     cell = Cell(Withheld(kind, "that an eager break returned"))
-    place.cells[id(cell.value)] = cell
+    site.cells[id(cell.value)] = cell
     return cell.value, functools.partial(setattr, cell, "value")
 
 
@@ -533,14 +534,14 @@ def classify_result(
     made_here: Callable[[Tensor], bool],
     device: torch.device,
 ) -> Result | str:
-    """Classify a result that a warmup saw; return what is wrong with it where no graph can go on with it.
+    """Classify one leaf of a result that a warmup saw; return the problem if no graph can use it.
 
     Args:
-        leaf: one leaf of what the break returned.
+        leaf: one leaf of the break's result.
         before: the leaves before it.
         arguments: the leaves of the break's arguments.
         made_here: returns True if the forward made a tensor's memory.
-        device: where the graph is.
+        device: the device of the graph.
     """
     index = next((index for index, argument in enumerate(arguments) if argument is leaf), None)
     if issubclass(type(leaf), ATOMS):
@@ -570,7 +571,7 @@ def classify_result(
 
 
 def memory_of(leaf: Any) -> int:
-    """Return the storage key of a tensor; 0 for all else."""
+    """Return the storage key of a strided tensor; 0 for other values."""
     return storage_key(leaf) if issubclass(type(leaf), Tensor) and leaf.layout is torch.strided else 0
 
 
@@ -584,7 +585,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def shown(leaf: Any) -> str:
-    """Describe a result."""
+    """Describe a leaf of a result for messages."""
     if issubclass(type(leaf), Tensor):
         layout = "" if leaf.layout is torch.strided else f", {leaf.layout}"
         return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}{layout}, on {leaf.device}"
