@@ -1,17 +1,22 @@
-"""Guards: the state of a module that graphs read, and its comparison at each call.
+"""Guards: the state of a module that graphs depend on, and its comparison at each call.
 
-guards        the state that graphs read; if it moves, graphs are captured again
-reading       compares a module's present state with its earlier state at every call
-links         the order in which a comparison reads attributes and slots
+Two parts of the state are compared. A `Reading` compares tensors, modules, hooks and other objects: if one is moved or
+replaced, graphs are captured again. A `Comparison` compares plain values (numbers, flags, texts): they are a part of a
+call's key, and each set of values has graphs of its own. A place is a holder and a key in it, such as a module's
+attributes and "scale". A place is "moved" once it holds another object.
+
+guards        the tensors and objects that graphs read
+reading       `Reading` and `Comparison`: the check at every call
+links         the order in which a reading reads attributes and slots
 versions      the versions of dicts, which say when to read a dict again
 plain_state   the plain values that a call reads through Python, as a part of its key
-holders       finds the objects that hold such values
+holders       finds the objects that hold plain values
 values        keys of plain values
 code_below    finds the code below a call by the names that it contains
 survey        lists all tensors and modules of a module, by name
 scripted      the state of TorchScript modules, which lies in C++
 torch_state   settings and modes of torch around a call
-functions     makes a module of a function, from the objects that it reaches
-carried       tensors that runs carry over in attributes: outputs, and inputs if a run reads them
+functions     makes a module of a function, with the objects that it reaches
+carried       tensors that runs leave in attributes for later runs
 effects       Python state that a run changes
 """

@@ -1,8 +1,8 @@
-"""Tensors that runs of a module leave in attributes of modules: ``self.hidden = h``, ``self.state = (h, c)``.
+"""Carry tensors that runs leave in attributes of modules: ``self.hidden = h``, ``self.state = (h, c)``.
 
-A place that a run writes is one more output, and if runs read it first, one more argument, under a name that no
-parameter can have: ``self.hidden``. So graphs copy it, and no graph memory hangs in a module. A tuple is taken apart
-as one in an argument or an output is: each replay leaves a new tuple.
+A place that a run writes becomes a further output of the graph. If runs read the place before they write it, it also
+becomes a further argument, under a name that no parameter can have: ``self.hidden``. So the tensors are copied, and no
+graph memory stays in a module. Tuples are flattened as in arguments and outputs: each replay leaves a new tuple.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from simplegraph.base.tensors import has_address, storage_key
 from simplegraph.guard.versions import dict_version
 from simplegraph.program.snapshot import ABSENT, is_same, is_untouched
 
-KEPT = "kept"  # stands for a tensor or a tuple that a run did not replace
+KEPT = "kept"  # the output in place of a tensor or a tuple that a run did not replace
 
 
 class WithCarried(NamedTuple):
-    """Holds the result of a run, and the values that it left in the places that the call passed."""
+    """The result of a run, and the values that it left in the places that the call passes."""
 
     result: Any
     carried_values: tuple[Any, ...]
@@ -41,7 +41,7 @@ class CarriedPlace:
         module: a weak reference to the module.
         key: the name of the attribute.
         is_buffer: True for a registered buffer.
-        by_hook: True if a hook of torch's sets it before each use; then the tensor of eager's last run stays there.
+        by_hook: True if a hook of torch's sets it before each use; then the tensor of the last eager run stays there.
         is_read: True if runs read the value before they replace it.
     """
 
@@ -54,7 +54,7 @@ class CarriedPlace:
 
     @property
     def holder(self) -> dict[str, Any]:
-        """The dict that the place is in; an empty one once the module is gone."""
+        """The dict that contains the place; an empty dict once the module is gone."""
         module = self.module()
         if module is None:
             return {}
@@ -66,7 +66,7 @@ class CarriedPlace:
         return self.holder.get(self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        """Set the value, or delete the place; runs no user code."""
+        """Set the value, or delete the place, without running user code."""
         if value is ABSENT:
             self.holder.pop(self.key, None)
         else:
@@ -112,14 +112,14 @@ class CarriedTensors:
 
     Attributes:
         places: the places; the tuple is replaced as a whole.
-        stale: True once places were added or changed, so that graphs of calls that did not pass them must be dropped.
+        stale: True once places were added or changed: graphs of calls that did not pass them must be dropped.
     """
 
     def __init__(self, *, enabled: bool = False) -> None:
         self.enabled = enabled
         self.places: tuple[CarriedPlace, ...] = ()
         self.stale = False
-        self._before: dict[str, set[int]] = {}  # by name, the storage keys of the tensors before the latest run
+        self._before: dict[str, set[int]] = {}  # name of a place -> storage keys of its tensors before the latest run
 
     @property
     def passed(self) -> list[CarriedPlace]:
@@ -131,7 +131,7 @@ class CarriedTensors:
         return {(id(place.holder), place.key) for place in self.places}
 
     def adopt(self, places: Iterable[CarriedPlace], read: Collection[int]) -> None:
-        """Add places that a capture found; `read` are the storage keys of memory that it read."""
+        """Add places that a capture found; `read` has the storage keys of memory that the capture read."""
         by_name = {place.name: place for place in self.places}
         self.places = tuple((by_name | {place.name: place for place in places}).values())
         self.stale = True
@@ -147,7 +147,7 @@ class CarriedTensors:
         )
 
     def note_read(self, read: Collection[int]) -> None:
-        """Note which places were read in the latest run, given the storage keys of memory that it read."""
+        """Note the places that the latest run read, given the storage keys of memory that it read."""
         self._promote([place for place in self.places if not self._before.get(place.name, set()).isdisjoint(read)])
 
     def _promote(self, read: Sequence[CarriedPlace]) -> None:
@@ -164,7 +164,7 @@ class CarriedTensors:
         self._before = {place.name: set(map(storage_key, _tensors_in(place.value))) for place in self.places}
 
     def call(self, runner: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call that passes the values of its places, and set the places to the values that it leaves."""
+        """Serve a call: pass the values of places as arguments, and set the places to the values of the outputs."""
         places = self.passed
         before = _Dicts(places)
         result = runner.call(module, args, _arguments(kwargs, places))
@@ -177,17 +177,17 @@ class CarriedTensors:
         return result.result
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments with the values of places that runs read, and None for the other places."""
+        """Return keyword arguments with the values of the places that runs read, and None for the other places."""
         return _arguments(kwargs, self.passed)
 
     def run(self, function: Callable[[Mapping[str, Any]], Any], kwargs: Mapping[str, Any], *, is_call: bool) -> Any:
-        """Run a module on keyword arguments; if they pass places, also return the values that the run left there.
+        """Run a module; if the keyword arguments pass places, also return the values that the run left there.
 
         Args:
             function: runs the module on its own keyword arguments.
             kwargs: the module's keyword arguments, and the values of places.
-            is_call: True for a call, which reads and sets the places themselves; else the places are set to the passed
-                values during the run only.
+            is_call: True for a call of the user, which reads and sets the places themselves. Otherwise the places have
+                the passed values during the run only.
 
         Raises:
             PlacesFoundError: the run read a place that is not passed.
@@ -205,7 +205,7 @@ class CarriedTensors:
 
     @contextlib.contextmanager
     def _bound(self, places: Sequence[CarriedPlace], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Set places to the passed values, or to unreadable ones if none is passed; restore them after the block."""
+        """Set places to the passed values, or else to unreadable objects; restore the places after the block."""
         values_before = [place.value for place in places]
         unread = []
         for place, value in zip(places, values_before, strict=True):
@@ -237,7 +237,7 @@ class CarriedTensors:
 
 
 class _Dicts:
-    """The dicts that places are in, as before a call, so that the call's own writes do not make guards read them again.
+    """The dicts that contain places, before a call: guards need not read a dict again after the call's own writes.
 
     Args:
         places: the places.
@@ -245,7 +245,7 @@ class _Dicts:
 
     def __init__(self, places: Iterable[CarriedPlace]) -> None:
         holders = [place.holder for place in places] if dict_version is not None else []
-        # By id: the dict, its version, taken before anything is read, and its expected contents after the call.
+        # By id: the dict, its version from before anything was read, and its expected contents after the call.
         self._before = {id(holder): (holder, dict_version(holder), holder.copy()) for holder in holders}  # type: ignore[misc]
 
     def put(self, place: CarriedPlace, value: Any) -> None:
@@ -256,7 +256,7 @@ class _Dicts:
         place.put(value)
 
     def renewed(self) -> dict[int, int]:
-        """Return the new version by the old one, for dicts in which nothing else was replaced meanwhile."""
+        """Return {old version: new version} of the dicts in which nothing else was replaced meanwhile."""
         now = [(before, dict_version(holder), holder, copy) for holder, before, copy in self._before.values()]  # type: ignore[misc]
         return {before: after for before, after, holder, copy in now if after != before and is_untouched(holder, copy)}
 
@@ -277,13 +277,13 @@ def _arguments(kwargs: Mapping[str, Any], places: Iterable[CarriedPlace]) -> dic
 
 
 def _holds_tensors(value: Any) -> bool:
-    """True for a tensor, and for a tuple of tensors, plain values and such tuples."""
+    """True for a tensor, and for a tuple of tensors, plain values and further such tuples."""
     kind = type(value)
     return issubclass(kind, Tensor) or (issubclass(kind, tuple) and _is_plain(value) and bool(_tensors_in(value)))
 
 
 def _is_plain(value: tuple[Any, ...]) -> bool:
-    """True for a tuple that holds nothing but tensors, plain values and such tuples."""
+    """True for a tuple that holds only tensors, plain values and further such tuples."""
     return not containers(value) and all(issubclass(type(leaf), RETURNABLE) for leaf in flatten(value)[0])
 
 
@@ -297,9 +297,9 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _withhold(place: CarriedPlace) -> list[weakref.ref[Withheld]]:
-    """Replace the tensors in a place by unreadable objects, and return references to these.
+    """Replace the tensors in a place by unreadable objects, and return weak references to these objects.
 
-    What a tuple holds beside tensors, and its length, are plain values, which are part of a call's key.
+    The length of a tuple and its other values are plain values, which are part of a call's key.
     """
     place.put(map_leaves(place.value, _is_tensor, lambda leaf: Withheld(type(leaf), f"in {place.name}")))
     return [weakref.ref(leaf) for leaf in flatten(place.value)[0] if type(leaf) is Withheld]

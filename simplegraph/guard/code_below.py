@@ -1,4 +1,4 @@
-"""Find the code below a module's calls by the names in it: functions, classes, and globals of files."""
+"""Find the code that a module's calls may run, by the names in it: functions, classes, and globals of files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simplegraph.guard.values import MAX_WIDTH
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FLAGS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR says by a bit if it loads a method
+_FLAGS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR has a bit that tells if it loads a method
 _NOT_CALLED = frozenset(
     f"__{name}__"
     for name in (
@@ -51,7 +51,7 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> CodeNames:
-    """Return the names and strings in code."""
+    """Return the names and strings in code, inner functions included."""
     inner = [names_of(value) for value in code.co_consts if issubclass(type(value), types.CodeType)]
     texts = frozenset(_texts_in(code.co_consts))
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
@@ -75,7 +75,7 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def only_fills(code: types.CodeType, name: str) -> bool:
-    """True if code only adds to the container in a global or closure variable, such as a log, and never reads it."""
+    """True if code only adds to the container in a variable, such as a log, and never reads the container."""
     inner = (inner_code for inner_code in code.co_consts if issubclass(type(inner_code), types.CodeType))
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_LOADS]
     loads = [following for step, following in itertools.pairwise(steps) if step.argval == name]
@@ -85,7 +85,7 @@ def only_fills(code: types.CodeType, name: str) -> bool:
 
 
 def _is_method(step: dis.Instruction) -> bool:
-    """True if an instruction loads an attribute to call it immediately."""
+    """True if an instruction loads an attribute that the next instructions call as a method."""
     flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
     return step.opname == "LOAD_METHOD" or flagged
 
@@ -96,7 +96,7 @@ def is_packaged(code: types.CodeType) -> bool:
 
 
 def functions_in(value: Any) -> list[Any]:
-    """List the functions that a value is, or wraps."""
+    """List the function that a value is, and the functions that it wraps."""
     inner = () if not is_descriptor(type(value)) and not callable(value) else _INNER
     candidates = (value, *(attribute_of(value, name) for name in inner))
     return [candidate for candidate in candidates if issubclass(type(candidate), _FUNCTIONS)]
@@ -104,18 +104,18 @@ def functions_in(value: Any) -> list[Any]:
 
 @by_class
 def is_descriptor(kind: type) -> bool:
-    """True for classes of descriptors, which compute attributes."""
+    """True for classes of descriptors, whose objects compute attributes."""
     return class_member(kind, "__get__") is not None
 
 
 class CodeBelow:
     """Lists the functions, classes and globals that the code of some classes leads to, starting at their forwards.
 
-    A method counts if some code contains its name, whichever object it is called on; operators always count.
+    A method counts if any code contains its name, whatever the object; methods of operators always count.
 
     Args:
         classes: classes of modules and other objects.
-        functions: further functions that are called, tables of functions, and classes that are read.
+        functions: further functions that are called, tables of functions, and classes.
         breaks: True to read the code of eager breaks as well.
         called: names of methods that are called.
 
@@ -144,7 +144,7 @@ class CodeBelow:
         self.functions: list[types.FunctionType] = []
         self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
         self._read: set[int] = set()
-        # Functions to read, and how many functions, classes and files they are away.
+        # Functions to read, and the number of functions, classes and files that lead to each.
         self._to_read: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
         for kind in classes:
             self._add_class(kind, 0)
@@ -157,7 +157,7 @@ class CodeBelow:
 
     @property
     def computes_names(self) -> bool:
-        """True if code may read attributes by names that are not in it."""
+        """True if code may read attributes by names that it computes."""
         return not _COMPUTING.isdisjoint(self.names)
 
     def _add_class(self, kind: type, away: int) -> None:
@@ -235,7 +235,7 @@ class CodeBelow:
 
 
 def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
-    """Return the names that code may read of another file; a number with the name of a called method does not count."""
+    """Return the names of another file that code may read. A number does not count if its name is only called."""
     return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
 
 

@@ -1,4 +1,4 @@
-"""Find the Python state that one run of a module changes, and undo the changes of captures."""
+"""Find the Python state that a run of a module changes, and undo the changes of captures."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from simplegraph.program.escapes import PythonState, holds_graph_memory, quoted
 from simplegraph.program.probes import Run, Undone
 from simplegraph.program.snapshot import ABSENT, Snapshot, in_memory, is_same
 
-_MAX_BYTES = 1 << 20  # the largest bytes and arrays that are compared
+_MAX_BYTES = 1 << 20  # the size of the largest byte strings and arrays that are compared
 
 
 class ModuleState(PythonState):
-    """Saves the state of a module before captures, and finds the places that hold graph memory after them.
+    """Saves the Python state of a module before captures, and finds places that hold graph memory after them.
 
     Args:
         module: the module.
-        device, pool: the device and the pool of the capture.
+        device, pool: the device and the pool of the captures.
         counted: state that every run of the module changes.
-        inputs: storage keys of the static inputs, which the caller never passed: no place may keep one.
-        retry: True to try a recording that leaves tensors a second time, since a warmup may fill a cache.
-        passes_carried: True if calls can pass the tensors that runs leave in attributes, so that these are not refused.
+        inputs: storage keys of the static inputs, which no place may keep.
+        retry: True to repeat a recording that leaves tensors, after a warmup, which may fill a cache.
+        passes_carried: True if calls can pass the tensors that runs leave in attributes (see `carried`).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModuleState(PythonState):
             )
         # By their dotted names, the attributes that a recording left tensors in.
         self._carried_places: dict[str, CarriedPlace] = {}
-        self._tried: set[str] | None = set() if retry else None  # labels of recordings that left some
+        self._tried: set[str] | None = set() if retry else None  # labels of recordings that left tensors
         self._device, self._pool, self._counted = device, pool, counted
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
 
@@ -72,7 +72,7 @@ class ModuleState(PythonState):
 
     @property
     def sets_flags(self) -> bool:  # type: ignore[override]
-        """True if recordings set done flags; changes at every run, or in `state_key`, are none."""
+        """True if recordings set done flags. Changes at every run, or in `state_key`, do not count."""
         return not self._counted.names and not self._counted.in_key and super().sets_flags
 
     def put_back(self) -> list[str]:
@@ -86,7 +86,7 @@ class ModuleState(PythonState):
         return _names_in_code(self._module, kept)
 
     def note_kept(self, run: Run, names: Sequence[str]) -> None:
-        """Pass the places as inputs of calls, if all are attributes of modules, and the recording was tried again.
+        """Pass the places as inputs of calls, if all are attributes of modules and the recording was repeated.
 
         Raises:
             PlacesFoundError: calls can pass the places.
@@ -107,8 +107,8 @@ class ModuleState(PythonState):
 class PythonEffects:
     """Saves Python state that a run may change: a module's, numbers that code names, generators and positions.
 
-    A capture cannot undo changes of positions: of Python generators, iterators and files, and the contents of bytes
-    and arrays on the host. They are found if a function names them, or if an object or a class holds them.
+    A capture cannot undo changes of positions (of Python generators, iterators and files), byte strings and arrays on
+    the host. Such objects are found if a function names them, or if an object or a class holds them.
     """
 
     def __init__(self, module: Any) -> None:
@@ -125,19 +125,19 @@ class PythonEffects:
         return self._snapshot.changes(code=True).keys() | self._random.drawn() | self.advanced()
 
     def put_back(self) -> set[str]:
-        """Restore containers and numbers, and name the places that changed."""
+        """Restore containers and numbers, and return the names of the places that changed."""
         changed = self.changed()
         self._snapshot.put_back(changed)
         return changed
 
     def advanced(self) -> set[str]:
-        """Name the objects whose positions changed."""
+        """Return the names of objects whose positions changed."""
         changed = (thing for thing, read, before in self._positions if not is_same(_position(thing, read), before))
         return set(map(self._snapshot.walk.path, changed))
 
 
 def _position(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Return the position of an object that code advances; None if it cannot be read."""
+    """Return the position of a generator, an iterator or a file; None if it cannot be read."""
     with contextlib.suppress(Exception):  # a closed file, the system's random generator
         return read(value)
     return None
@@ -181,13 +181,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class CountedState:
-    """Finds the state below the module that both the first eager run and the first captured run of a size change.
+    """Finds the Python state of a module that every run changes, such as a counter.
 
-    Only the first run fills a cache, and only eager runs change what eager breaks change, so neither counts. Positions,
-    which no capture could undo, are compared at eager runs only, until one run leaves them unchanged.
+    A change counts if both the first eager run and the first captured run of a size make it. So caches do not count,
+    which only the first run fills, nor changes by eager breaks, which captured runs do not run. Positions, which no
+    capture could undo, are compared at eager runs only, until a run leaves them unchanged.
 
     Attributes:
-        names: the dotted names of the places; None before the first capture.
+        names: the dotted names of the places that every run changes; None before the first capture.
         in_key: True if the first captured run changed `state_key`.
         advanced: names of objects whose positions the latest eager run changed.
     """
@@ -201,17 +202,17 @@ class CountedState:
 
     @property
     def watched(self) -> bool:
-        """True once the changes of an eager run were observed."""
+        """True once the changes of an eager run are known."""
         return self._changed is not None
 
     def check(self, module: Any) -> None:
-        """Refuse to record a forward that advances host state at every run. Raises CannotBind."""
+        """Refuse to record a forward that advances positions at every run. Raises CannotBind."""
         if self._always:
             raise CannotBind(Reason.PYTHON_STATE, ", ".join(_names_in_code(module, sorted(self._always))))
 
     @contextlib.contextmanager
     def eager_run(self, module: Any) -> Iterator[None]:
-        """Note the changes of a real run, if it is the first: comparing takes milliseconds."""
+        """Note the changes of the first real run in the block; others are not compared, which takes milliseconds."""
         if self._changed is not None and not self.advanced:
             yield
             return
@@ -223,7 +224,7 @@ class CountedState:
 
     @contextlib.contextmanager
     def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
-        """Find the places that a captured run changes as well, unless it changes `state_key`, which the caller chose.
+        """Find the places that a captured run changes as well. Changes of `state_key` are allowed: the caller chose it.
 
         Args:
             module: the module.
@@ -240,16 +241,16 @@ class CountedState:
         finally:
             self.in_key = state_key is not None and state_key(module) != key
             names = [] if self.in_key else sorted(self._changed & run.changed())
-            if complete or names:  # a capture that failed may have stopped before the changes
+            if complete or names:  # a failed capture may have stopped before the changes
                 self.names = sorted({*(self.names or ()), *names})
 
     @property
     def undone(self) -> Collection[str]:
-        """Name the places that a capture restores: none if a graph serves, else all that an eager run changed, too."""
+        """Return the names of places to restore after a capture; none if a graph can serve the module."""
         return () if self.names == [] else {*(self._changed or ()), *(self.names or ())}
 
     def refusal(self, module: Any) -> tuple[str, str]:
-        """Say why there can be no graph of the module, and what to do."""
+        """Return why the module can have no graph, and the remedy."""
         names = quoted(_names_in_code(module, self.names or []))
         cause = f"the forward changes {names} whenever it runs, and a replay runs no Python"
         places = {name.rpartition(".")[2] if name.endswith(".training") else name for name in self.names or ()}
@@ -267,5 +268,5 @@ class CountedState:
 
 
 def _names_in_code(module: Any, names: Iterable[str]) -> list[str]:
-    """Return names of places as code has them: of a function's module, what the function reaches is in `reached`."""
+    """Return names of places as code has them: without the prefix `reached` in the module of a function."""
     return [name.removeprefix("reached.") for name in names] if isinstance(module, FunctionModule) else [*names]

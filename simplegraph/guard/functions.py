@@ -1,10 +1,11 @@
-"""Make a module of a plain function, so that it gets graphs as modules do; the module holds what the function reaches.
+"""Make a module of a plain function, so that the function has graphs like a module.
 
-A function reaches, beside its arguments, the objects that names in its code lead to: its closure, defaults, globals,
-the arguments of a partial, the object that it is a method of, and attributes of these. The user's functions, methods
-and properties among them are read as well. A name alone does not tell which object's attribute it is, so an attribute
-that no code reads may be found because another object has one of the same name. Instructions only show if a name is a
-global's, and if it is called as a method: a loop's counter called ``step`` is not what ``optimizer.step()`` reads.
+The module holds everything that the function reaches. Beside its arguments, a function reaches its closure, defaults
+and globals, the arguments of a partial, the object of a method, and attributes of all these, as far as code names them.
+The code of users' functions, methods and properties among them is read, too. A name in code does not show whose
+attribute it is, so an attribute that no code reads may be found because another object has one of the same name. But
+instructions show if a name is a global's, and if it is only called as a method: the name in ``optimizer.step()`` does
+not count for a number called ``step``.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
 from simplegraph.program.snapshot import restore
 
 _code_of = operator.attrgetter("__code__")
-_WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # their contents are found in other ways
+_WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # not opened: found in other ways
 
 
 class CodePlace(NamedTuple):
-    """A place that code may read: ``holder[key]`` was `value`; `name` is its name in code, such as ``self.model``."""
+    """A place that code may read: ``holder[key]`` was `value`. `name` is its name in code, such as ``self.model``."""
 
     name: str
     holder: Any
@@ -47,14 +48,14 @@ class CodePlace(NamedTuple):
     value: Any
 
 
-# Reading these runs no user code; the last is a field of a named tuple.
+# Descriptors that run no user code; the last is a field of a named tuple.
 _READABLE = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType, type(vars(CodePlace)["name"]))
 
 
 class Attributes:
-    """Gives the attributes of an object, a class or a closure's cell as items; for a method its function.
+    """Reads the attributes of an object, a class or a closure's cell as items; of a method its function.
 
-    Attributes are read past the object's own ``__getattribute__``, except through a weak proxy.
+    The object's own ``__getattribute__`` is not run, except through a weak proxy.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -72,7 +73,7 @@ class Attributes:
 
 
 class Items:
-    """Gives the items of a dict of a user's class, past the methods of that class."""
+    """Reads the items of a dict of a user's class without running the methods of that class."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         self._owner = owner
@@ -88,27 +89,27 @@ class Items:
 
 
 class Reach:
-    """Finds the places that functions, and the user's functions that they reach, may read.
+    """Finds the places that functions, and users' functions that they reach, may read.
 
     Attributes:
-        exempt: places, by the id of a dict and the key, that do not count, nor does what lies there.
-        opened: ids of the objects whose attributes are such places.
+        exempt: places, as (id of a dict, key), that do not count, nor does anything below them.
+        opened: ids of the objects whose attributes were looked up.
         codes: the names in the code of each function; functions: the functions.
     """
 
     def __init__(self) -> None:
         self.exempt: Collection[tuple[int, Any]] = ()
-        self._names = {"__call__"}  # in all code that was read, now or earlier
+        self._names = {"__call__"}  # names in all code that was read, now or earlier
         self._values: set[str] = set()  # names of attributes that may be plain values
 
     def find(self, functions: Iterable[Any]) -> list[CodePlace]:
         """List the places, with their present values."""
         roots, number_of_names = list(functions), 0
-        while number_of_names != len(self._names):  # more code may name more attributes of what was looked into before
+        while number_of_names != len(self._names):  # further code may name further attributes of known objects
             number_of_names = len(self._names)
             self._places: dict[tuple[int, Any], CodePlace] = {}
             self._taken: set[str] = set()
-            self._attributes: set[int] = set()  # ids of dicts of objects that were looked into
+            self._attributes: set[int] = set()  # ids of dicts of objects that were opened
             self.opened: set[int] = set()
             self.codes: list[CodeNames] = []
             self.functions: list[types.FunctionType] = []
@@ -169,7 +170,7 @@ class Reach:
         self._add_all("", keywords, keywords)
 
     def _open(self, owner: Any, name: str) -> None:
-        """Add the attributes of an object, or the items of a dict, that any code names."""
+        """Add the attributes of an object, or the items of a dict, that code names."""
         for namespace in _namespaces(owner):
             for key in sorted(self._names & namespace.keys()):
                 if key not in self._values and issubclass(type(namespace[key]), ATOMS):
@@ -192,7 +193,7 @@ class Reach:
             self._add(f"{prefix}{key}", holder, key)
 
     def _add(self, name: str, holder: Any, key: Any, owner: Any = None) -> None:
-        """Add a place of a holder, or of the object that it belongs to, and read its value next."""
+        """Add a place, and queue its value to be read; `owner` is the object that the holder belongs to."""
         if (id(holder), key) in self.exempt:
             return
         at = id(holder if owner is None else owner), key
@@ -210,7 +211,7 @@ class Reach:
 
 
 def _namespaces(value: Any) -> list[Any]:
-    """List the namespaces of an object: items of a dict, attributes, and attributes of its user-defined classes."""
+    """List the namespaces of an object: a dict's items, its attributes, and those of its user-defined classes."""
     value = behind(value)
     kind = type(value)
     namespaces: list[Any] = []
@@ -243,11 +244,11 @@ class FunctionModule(nn.Module):
         function: a function, bound method, partial, or other callable.
 
     Attributes:
-        is_function: True; children are named as in code, so their names may contain dots.
+        is_function: True. The children are named as in code, so their names may contain dots.
         reached: tensors, containers and other objects that the function reaches, by name.
-        watched: the places that it may read.
+        watched: the places that the function may read.
         computes_gradients: True if the function calls backward itself.
-        proves_any_size: True if proofs copy all memory that it writes, however much that is.
+        proves_any_size: True if proofs copy all memory that the function writes, whatever its size.
     """
 
     is_function = True
@@ -278,7 +279,7 @@ class FunctionModule(nn.Module):
         return self._name
 
     def resolve(self) -> None:
-        """Find again what the function reaches, since globals and attributes may be bound to other objects by now."""
+        """Find the reached objects again: globals and attributes may have been rebound."""
         self._reach.exempt = carried_by(self).exempt()
         places = self._find_places()
         functions = self._reach.functions
@@ -287,7 +288,7 @@ class FunctionModule(nn.Module):
         modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
         restore(self._modules, modules)
         reached = {place.name: place.value for place in places if self._may_hold(place)}
-        # The code of a function may be replaced, too. Two functions may have the same name.
+        # The code of a function may be replaced, too. The number distinguishes functions of one name.
         reached |= {f"code {at} of {function.__qualname__}": function.__code__ for at, function in enumerate(functions)}
         restore(self.reached, reached)
 
@@ -295,17 +296,17 @@ class FunctionModule(nn.Module):
         return self._reach.find([self.function])
 
     def _may_hold(self, place: CodePlace) -> bool:
-        """True for functions, tensors, containers, and objects of which no attribute is a place."""
+        """True for functions, tensors, containers, and objects that have no attribute among the places."""
         value, home = place.value, type(place.value).__module__
         listed = issubclass(type(value), (*ATOMS, nn.Module)) or id(value) in self._reach.opened
         return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
     def held(self) -> list[dict[str, Any]]:
-        """List dicts of objects that calls read, by name, beside modules and plain values."""
+        """List dicts of the objects that calls read, by name, beside modules and plain values."""
         return [self.reached]
 
     def state(self) -> Hashable:
-        """Find again what the function reaches if that was replaced; return what is part of a key beside plain values.
+        """Find the reached objects again if one was replaced; return the state in the key beside plain values.
 
         Raises:
             CannotBind: the function reaches a module by a weak proxy.
@@ -316,13 +317,13 @@ class FunctionModule(nn.Module):
             raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
         return ()
 
-    # Overridden by training steps, which do more than return a result.
+    # Overridden by training steps, which have effects beside their result.
 
     def serve(self, binding: Any) -> None:
         """Note the binding whose calls are served next."""
 
     def note_read(self, observers: Iterable[Any]) -> set[int]:
-        """Note what runs read; return the storage keys of gradients from before the last run that no graph reads."""
+        """Note the memory that runs read; return the storage keys of earlier gradients that no graph reads."""
         return set()
 
     def is_over(self, context: Any) -> bool:
@@ -335,7 +336,7 @@ class FunctionModule(nn.Module):
 
 
 class ReachedPlaces:
-    """Watches the places that a function may read.
+    """Compares the places that a function may read.
 
     Attributes:
         places: the places.
@@ -345,7 +346,7 @@ class ReachedPlaces:
         self.use([], [])
 
     def use(self, places: list[CodePlace], functions: list[types.FunctionType]) -> None:
-        """Watch these places, and the code of these functions, from now on."""
+        """Compare these places, and the code of these functions, from now on."""
         self.places, self._functions = places, functions
         self._codes = list(map(_code_of, functions))
         self._take(
@@ -353,7 +354,7 @@ class ReachedPlaces:
         )
 
     def moved(self) -> bool:
-        """True if anything except plain values was replaced or is gone, so that other places may be reached now."""
+        """True if an object other than a plain value was replaced or is gone: other places may be reached now."""
         if list(map(_code_of, self._functions)) != self._codes:
             return True
         holders, keys, before = self._last
@@ -374,15 +375,15 @@ class ReachedPlaces:
 
 
 class GraphedFunction(Generic[P, R]):
-    """A function that goes through graphs; it has the methods of `CudaGraphWrapper` that concern graphs.
+    """A function whose calls go through graphs, with the methods of `CudaGraphWrapper` that concern graphs.
 
     Args:
         function: the original function.
-        wrapped: the wrapped module made of it.
-        again: makes a `GraphedFunction` of another function, with settings; None if there can be no other.
+        wrapped: the wrapped `FunctionModule` of the function.
+        again: makes a `GraphedFunction` of another function, with settings; None if that is impossible.
     """
 
-    # Attributes that `__getattr__` gets from the wrapped module.
+    # Attributes of the wrapped module, which `__getattr__` returns.
     configure_graphs: Callable[..., None]
     use_graph_pool: Callable[..., None]
     use_ranks: Callable[..., None]
@@ -445,7 +446,7 @@ class GraphedFunction(Generic[P, R]):
         return graphed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by name if the name leads to this object, as with a decorator; else with the settings."""
+        """Copy and pickle by name if the name leads to this object, as under a decorator; else with the settings."""
         if self._again is None:
             return super().__reduce_ex__(protocol)
         attributes = vars(self)
@@ -487,7 +488,7 @@ class GraphedFunction(Generic[P, R]):
 
 
 def computes_gradients(module: nn.Module) -> bool:
-    """True if calls of a module call backward themselves."""
+    """True if the calls of a module call backward themselves."""
     return isinstance(module, FunctionModule) and module.computes_gradients
 
 

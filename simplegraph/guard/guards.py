@@ -1,6 +1,6 @@
-"""The state of a module that captured graphs read, and the check at each call that nothing of it moved.
+"""The tensors and objects of a module that captured graphs read, and the check at each call that none was moved.
 
-A `Reading` checks in every call that nothing moved; if it fails, a survey names the differences.
+A `Reading` makes the check at every call. If it fails, a `Survey` finds the names of the differences.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from simplegraph.program.snapshot import is_same
 
 @dataclasses.dataclass(eq=False)
 class MemoryRead:
-    """The memory that runs of a module were seen to read, beside their inputs.
+    """The memory that observed runs of a module read, beside their inputs.
 
     Attributes:
-        keys: its storage keys.
-        unseen: the type of device on which captures recorded work that may read anything.
-        elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no known
-            owner, so they are kept alive here. The module's tensors are not: they may be replaced before any capture.
-        values: CPU tensors whose values captures took, by their place in memory.
-        versions: versions of the tensors whose values captures took from warmups.
+        keys: the storage keys of this memory.
+        unseen: the type of device on which captures recorded work that may read any memory; else empty.
+        elsewhere: by key, tensors that the module does not hold: in a closure, a global, a cache. Their owner is not
+            known, so they are kept alive here. The module's tensors are not: they may be replaced before a capture.
+        values: CPU tensors whose values are constants in graphs, by their place in memory.
+        versions: versions of the tensors from which warmups read values for captures.
     """
 
     keys: set[int] = dataclasses.field(default_factory=set)
@@ -46,7 +46,7 @@ class MemoryRead:
         if computes_gradients(module):
             return any_requires_grad(leaves)
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
-            return True  # checked first, since it is most often one of these
+            return True  # the common case: no survey is needed
         tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.covers(entry)]
         return any_requires_grad((*tensors, *(owned.tensor for owned in self.elsewhere.values())))
 
@@ -57,10 +57,10 @@ class MemoryRead:
 
 
 class CapturedState:
-    """Guards of the graphs that were captured from a module: the state that they read must not move.
+    """Guards of the graphs that were captured from a module: the tensors and objects that they read.
 
-    At each call a `Reading` compares all of it at once, and a little more; if that differs, a survey finds the names of
-    what changed. Only tensors that nothing else is known to hold are kept alive here.
+    At each call a `Reading` compares all of them together, and a few more. If it fails, a survey finds the names of the
+    changes. Only tensors without another known owner are kept alive here.
 
     Args:
         module: the module that is captured.
@@ -77,19 +77,19 @@ class CapturedState:
         self.reading: Reading | None = None
         self._places: dict[str, tuple[Any, ...]] = {}
         self._elsewhere: dict[OwnedTensor, tuple[Any, ...]] = {}
-        self._gradients: dict[str, tuple[Any, ...] | None] = {}  # by the name of the tensor whose they are
+        self._gradients: dict[str, tuple[Any, ...] | None] = {}  # places of gradients, by the name of their tensor
         self._values: dict[Any, WatchedValue | WatchedVersion] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
 
     def take(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
-        """Add the state that further graphs read; if earlier graphs read other state, that has moved.
+        """Add the state that new graphs read. If the state of earlier graphs changed meanwhile, it counts as moved.
 
         Args:
-            read: all memory that graphs were seen to read.
+            read: all memory that observed runs read.
             survey: the module's present tensors and modules.
-            names_gradients: the code reads `.grad`, so which tensors have a gradient counts.
+            names_gradients: True if the code reads `.grad`, so that a graph depends on which tensors have a gradient.
         """
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
@@ -102,7 +102,7 @@ class CapturedState:
             self._places.setdefault(entry.name, _place(entry.tensor))
         for owned in self._read.elsewhere.values():
             self._elsewhere.setdefault(owned, _place(owned.tensor))
-            owned.note_holders()  # before the call returns, after which the user may let go of it
+            owned.note_holders()  # now: after the call returns, the user may release the tensor
         for entry in () if self._own_gradients else tensors:
             gradient = gradient_of(entry.tensor)
             if entry.tensor.is_leaf and (names_gradients or self._reads(gradient)):
@@ -114,14 +114,14 @@ class CapturedState:
             self._names = dict.fromkeys(survey.tensors)
             self._generators = survey.generators
             self._empty = survey.attributes() - {entry.attribute for entry in tensors}
-        # A tensor that is added to one of these counts. New attributes, and those that no graph reads, may get tensors.
+        # Attributes to which no tensor may be added. New attributes, and those that no graph reads, may get tensors.
         self._watched_attributes = self._empty | {entry.attribute for entry in covered}
         self.reading = None if moved else self._new_reading(survey)
 
     def accept(self, survey: Survey) -> None:
-        """Accept the tensors that the forward itself has just added, such as to a cache by size.
+        """Accept tensors that the forward itself has just added, such as to a cache for each size.
 
-        Attributes that were empty before are not accepted: a None there may have decided what earlier graphs do.
+        Attributes that were empty are not accepted: earlier graphs may depend on their being None.
         """
         added = (entry.name for entry in survey.tensors.values() if entry.attribute not in self._empty)
         self._names |= dict.fromkeys(added)
@@ -135,15 +135,17 @@ class CapturedState:
         elsewhere = self._read.elsewhere.values()
         owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
-        graded = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
-        return Reading(list(survey.modules.values()), (*links, *survey.links), owned, values, survey.carried, graded)
+        with_gradients = {id(survey.tensors[name].tensor) for name in self._gradients if name in survey.tensors}
+        return Reading(
+            list(survey.modules.values()), (*links, *survey.links), owned, values, survey.carried, with_gradients
+        )
 
     def _reads(self, gradient: Tensor | None) -> bool:
         """True if the graphs read a gradient's memory."""
         return gradient is not None and has_address(gradient) and storage_key(gradient) in self._read.keys
 
     def moved(self) -> bool:
-        """True if any state that the graphs read has moved; a call checks the `reading` first."""
+        """True if any state that the graphs read was moved. A call checks the `reading` first, which is faster."""
         module, reading = self.module(), self.reading
         if reading is not None and module is not None and reading.same(vars(module)):
             return False
@@ -151,17 +153,17 @@ class CapturedState:
         survey = self._survey()
         if self._differences(survey):
             return True
-        self.reading = self._new_reading(survey)  # state that graphs do not read changed, or changed back
+        self.reading = self._new_reading(survey)  # other state changed, or the change was reverted
         return False
 
     def renew(self, versions: Mapping[int, int]) -> None:
-        """Accept new versions of dicts by their old ones."""
+        """Replace versions of dicts: `versions` maps old versions to new ones."""
         reading = self.reading
         if reading is not None:
             reading.renew(versions)
 
     def wants_grad(self) -> bool:
-        """True if any tensor that the graphs read requires grad, or if the state has to be surveyed first."""
+        """True if any tensor that the graphs read requires grad, or if a survey is needed to know that."""
         module, reading = self.module(), self.reading
         if reading is None or module is None:
             return True
@@ -169,7 +171,7 @@ class CapturedState:
         return wanted is None or (wanted and not self._own_gradients)
 
     def what_moved(self) -> list[str]:
-        """Name everything that moved or was replaced."""
+        """Return the names of everything that was moved or replaced."""
         return self._differences(self._survey())
 
     def _survey(self) -> Survey:
@@ -223,12 +225,12 @@ class CapturedState:
 
 
 def _without_mode(code: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what `code_of` yields but for the mode, which comes third."""
+    """Return the entries of `code_of` without the training mode, which is the third."""
     return (*code[:2], *code[3:])
 
 
 def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:
-    """Say which value that graphs hold has changed."""
+    """Describe a changed value that graphs hold as a constant."""
     name = None if value.tensor is None else survey.name_of(value.tensor)
     if isinstance(value, WatchedValue):
         return f"{name or 'a CPU tensor from elsewhere'} (changed on the CPU)"
@@ -236,7 +238,7 @@ def _what_changed(value: WatchedValue | WatchedVersion, survey: Survey) -> str:
 
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
-    """True if eager would build an autograd graph for one of these."""
+    """True if eager would build an autograd graph for one of these leaves."""
     return any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
 
 
@@ -245,5 +247,5 @@ def _gradient_place(gradient: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    # Of a list: a tuple that grows fails while another thread's capture looks at all objects of the process.
+    # `tuple(generator)` would fail while another thread's capture lists all objects of the process.
     return tuple([lies_at(part) if has_address(part) else id(part) for part in parts(tensor)])

@@ -1,4 +1,4 @@
-"""Finds and compares the holders of plain values: objects, containers, classes, files and closures of a module."""
+"""Find the holders of plain values that calls of a module may read: objects, containers, classes, files, closures."""
 
 from __future__ import annotations
 
@@ -59,37 +59,37 @@ from simplegraph.guard.values import (
 from simplegraph.program.snapshot import ABSENT
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
-_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # those that count for a module that no survey sees
+_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # torch's attributes that count if no survey sees the module
 _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
-_OURS = "_simplegraph"  # the prefix of attributes that the library sets, which are not the user's values
+_OURS = "_simplegraph"  # the prefix of attributes that this library sets
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
-# Types of values that lead to code.
+# Types of values that may lead to code.
 _LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple, *ALIASES})
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_PARTS = object()  # begins the entry of a tuple with values that are not plain
+_PARTS = object()  # the first item of the entry of a tuple whose values are not all plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
     "is a threading.local with an __init__, which Python would run when another thread reads it. Remove __init__ and "
     "read getattr(local, name, default), or use a contextvars.ContextVar"
 )
-ALL = object()  # stands for all keys of a container
+ALL = object()  # in a place, all keys of a container
 CLASS = "__class__"  # the key of an object's class
-Place = tuple[str, Hashable]  # the name of a value's holder, and the key there
+Place = tuple[str, Hashable]  # the name of a holder, and a key in it
 
 
 def _bound(method: types.MethodType) -> dict[str, Any]:
-    """Return the object that a method is bound to, by name."""
+    """Return the object that a method is bound to, under its attribute's name."""
     return {"__self__": method.__self__}
 
 
 def _proxied(proxy: types.MappingProxyType[Any, Any]) -> dict[str, Any]:
-    """Return the mapping behind a read-only view, by name."""
+    """Return the mapping behind a read-only view, under the name "items"."""
     return dict(zip(("items",), gc.get_referents(proxy), strict=True))
 
 
 def _in_context(variable: contextvars.ContextVar[Any]) -> dict[str, Any]:
-    """Return the value of a context variable in this context, by name."""
+    """Return the value of a context variable in this context, under the name "get()"."""
     try:
         return {"get()": variable.get()}
     except LookupError:
@@ -109,12 +109,12 @@ _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
 
 
 def _unseen(_: threading.local) -> dict[str, Any]:
-    """Return nothing, since reading would run user code in a new thread."""
+    """Return no values: reading them in a new thread would run the user's ``__init__``."""
     return {}
 
 
 def _only_sets(code: types.CodeType) -> bool:
-    """True if a method does nothing but set attributes of its object to constants, globals and arguments."""
+    """True if a method only sets attributes of its object to constants, globals and arguments."""
     steps = list(dis.get_instructions(code))
     targets = {before.argval for before, step in itertools.pairwise(steps) if step.opname == "STORE_ATTR"}
     return targets <= {*code.co_varnames[:1]} and {step.opname for step in steps} <= _VALUES | _NO_WORK | {"STORE_ATTR"}
@@ -122,7 +122,7 @@ def _only_sets(code: types.CodeType) -> bool:
 
 @by_class
 def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    """Return the reader for objects whose values depend on the context or thread; None for other classes."""
+    """Return the reader of objects whose values depend on the context or thread; None for other classes."""
     init = class_member(kind, "__init__")
     if issubclass(kind, threading.local) and type(init) is types.FunctionType and not _only_sets(init.__code__):
         return _unseen
@@ -131,7 +131,7 @@ def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 @by_class
 def _opens(kind: type) -> Any:
-    """Return how walks open objects of a class, as `kind_of` does; tensors lead to no plain values."""
+    """Return how walks open objects of a class, as `kind_of` does, but for tensors: they lead to no plain values."""
     if kind is Door:
         return None
     if kind in _VIEWS:
@@ -146,7 +146,7 @@ def _opens(kind: type) -> Any:
 
 @by_class
 def _opens_captured(kind: type) -> Any:
-    """Return how walks open objects of a class, except modules that run eagerly between segments."""
+    """Return the same, but for modules that are eager breaks: these are not opened."""
     return None if is_break(kind) else _opens(kind)
 
 
@@ -155,30 +155,33 @@ _WITHOUT_BREAKS = dataclasses.replace(_POLICY, opens=_opens_captured)
 
 
 class ValueHolder:
-    """Holds values: an object's attributes, a container's items, a file's globals or a closure's variable.
+    """One dict or container that holds plain values, with their keys.
+
+    These are an object's attributes, a container's items, a file's globals, or the variable of a closure.
 
     Args:
         name: its dotted name in the module, or its name in code.
-        container: the dict, list, set or deque; None for one that is not kept alive, since it may hold a tensor.
-        find: returns the container if it is not kept.
+        container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
+        find: returns the container if it is not kept alive.
         counts: returns True for keys that count.
         is_container: True for a user's container; if it is long, only its length and version count.
         is_ordered: True if the order of keys counts.
         is_view: True if `find` returns a new object each time.
-        owner: returns the object whose attributes the container is; it may get another `__dict__` or class.
+        owner: returns the object whose attributes these are; it may get another `__dict__` or class.
         has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
-        names: the only keys that count, whose values are compared by identity: a loop of a script sets its globals all
-            the time, so that the version of their dict says nothing. None for others.
-        cell: a closure's cell, whose content is the only value; then there is no container.
-        function: a function, whose code and defaults are the only values; then there is no container.
-        variable: returns a context variable, whose value is the only one; then there is no container.
+        names: the only keys that count, with values that are compared by identity, for the globals of a script: its
+            loops set globals all the time, so the version of their dict is of no use. None for other holders.
+        cell: a closure's cell, whose content is the only value; there is no container then.
+        function: a function, whose code and defaults are the only values; there is no container then.
+        variable: returns a context variable, whose value is the only value; there is no container then.
 
     Attributes:
-        entries: the keys of values, by the key in the container.
-        inside: ids of objects opened below it; mark: changes when an entry does.
-        buffers: small arrays and the like among the values.
+        entries: key in the container -> key of the value (see `value_key`).
+        inside: ids of objects opened below it.
+        mark: a summary of the values that changes when an entry does, such as the version of the dict.
+        buffers: small arrays and other buffers among the values.
         keys: the keys that lead from a module to it; None if code leads to it.
-        gone: called once an item of a list or the like ends, since another object may get its id.
+        gone: called when an item of a container without versions ends, since another object may get its id.
         surveyed: ids of modules that surveys see.
     """
 
@@ -216,10 +219,10 @@ class ValueHolder:
         self.inside: list[int] = []
         self.buffers: list[Any] = []
         self.mark: Any = None
-        self._kept: list[Any] = []  # plain values, so that their ids stay theirs, and references to others
+        self._kept: list[Any] = []  # plain values, kept alive so that their ids are not reused, and weak references
 
     def find(self) -> Any:
-        """Return the container now. Raises any exception if it can no longer be reached."""
+        """Return the present container. May raise any exception if it can no longer be reached."""
         return self.container if self._find is None else self._find()
 
     def counts(self, key: Any) -> bool:
@@ -227,7 +230,7 @@ class ValueHolder:
         return self._counts is None or self._counts(key)
 
     def marked(self) -> Any:
-        """Return the mark now; None if the container is gone. Take it before the values are read."""
+        """Return the present mark; None if the container is gone. Call it before the values are read."""
         try:
             container, owner = self.find(), self.owner and self.owner()
             if self.owner is not None and not self._is_view and own_dict(owner) is not container:
@@ -239,9 +242,9 @@ class ValueHolder:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
                 items = list(map(identity_hash, values)), list(map(type, values)), None
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
-                # The version of an empty dict does not change when it takes another dict's items.
+                # The version of an empty dict does not change when the dict takes over another dict's items.
                 items = versions.dict_version(container)
-                if has_own_order:  # nor does it change in `move_to_end`
+                if has_own_order:  # `move_to_end` does not change the version
                     items = items, list(map(identity_hash, keys_in_order(container)))
             elif self.is_wide:
                 items = _length(container)
@@ -255,7 +258,10 @@ class ValueHolder:
         return not self._is_view and id(container), items, list(map(buffer_key, self.buffers)), id(kind)
 
     def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
-        """Read the entries again; return empty dicts in them, which no walk opens, and the keys that lead there."""
+        """Read the entries again; return the empty dicts among the values, and the keys that lead to each.
+
+        Walks do not open empty dicts.
+        """
         container = self.find()
         self.is_wide = self.is_container and _length(container) > MAX_WIDTH
         mark = self.marked()
@@ -269,18 +275,18 @@ class ValueHolder:
         ):
             if not self.counts(key) or type(value) is Door:
                 continue
-            # Guards compare tensors of a list if graphs read them, and a log of other tensors is no obstacle.
+            # Tensors in a list do not count: a reading compares those that graphs read, and a list may log others.
             is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
-            if is_left_out and not self._tells(value):
+            if is_left_out and not self._counts_by_identity(value):
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
             entries[_identity(key) if at is NOT_PLAIN else at] = entry
             if at is not NOT_PLAIN:
-                self._kept.append(key)  # an item of a set
+                self._kept.append(key)  # an item of a set may be a plain value
             for thing in (value, key) if by_ids else ():
-                is_told = type(entry if thing is value else at is NOT_PLAIN and _identity(key)) is SameObject
-                if is_told and can_be_referenced(type(thing)):
+                is_by_identity = type(entry if thing is value else at is NOT_PLAIN and _identity(key)) is SameObject
+                if is_by_identity and can_be_referenced(type(thing)):
                     self._kept.append(weakref.ref(thing, self.gone))
         kind = type(container if self.owner is None else self.owner())
         if kind.__flags__ & HEAP_TYPE:
@@ -290,18 +296,21 @@ class ValueHolder:
         self._part = None
         return empty
 
-    def _entry(self, value: Any, opened: Collection[int], way: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
-        """Return the key of a value; note objects that may change inside it, and the keys that lead to empty dicts."""
+    def _entry(self, value: Any, opened: Collection[int], path: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
+        """Return the entry of a value, and note buffers, opened objects and empty dicts in it.
+
+        `path` are the keys that lead to the value.
+        """
         entry = value_key(value)
         if entry is not NOT_PLAIN:
             self._kept.append(value)
             return entry
         if issubclass(type(value), _ELSEWHERE):
-            # For a name that code may read, it counts that there is one. Guards compare which one it is.
-            return _identity(value) if self._tells(value) else class_key(type(value))
-        if issubclass(type(value), tuple) and len(way) <= MAX_DEPTH and _length(value) <= MAX_WIDTH:
+            # Only the class of a tensor or module counts here. A reading compares its identity.
+            return _identity(value) if self._counts_by_identity(value) else class_key(type(value))
+        if issubclass(type(value), tuple) and len(path) <= MAX_DEPTH and _length(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
-            entries = tuple(self._entry(item, opened, [*way, at], empty) for at, item in items)
+            entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
             return _PARTS, class_key(type(value)), entries
         buffered = buffer_key(value)
         if buffered is not None:
@@ -317,17 +326,17 @@ class ValueHolder:
             return _identity(value) if issubclass(type(value), _IDENTIFIED) else kind
         if type(value) in DICTS and not value:
             self.inside.append(id(value))
-            empty.append((way, value))
+            empty.append((path, value))
             return class_key(type(value))
         return _identity(value)
 
-    def _tells(self, value: Any) -> bool:
-        """True for tensors and modules that no survey sees, and that count by identity."""
+    def _counts_by_identity(self, value: Any) -> bool:
+        """True for tensors and modules that are compared by identity, since no survey sees them."""
         is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
         return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
 
     def part(self, left_out: Collection[Place]) -> frozenset[Any]:
-        """Return the entries as a part of a key, except those at some places."""
+        """Return the entries as a part of a key, without those at places that are left out."""
         if self._part is None or self._part[0] != left_out:
             counted = {} if (self.name, ALL) in left_out else self.entries
             counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
@@ -339,7 +348,8 @@ class ValueHolder:
 def _identity(value: Any) -> Hashable:
     """Return a key that is equal for the same object only.
 
-    Graphs keep tensors alive that they read, and a weak reference would keep torch from swapping a tensor.
+    For tensors the id is enough: graphs keep the tensors that they read alive. A weak reference would keep torch from
+    swapping a tensor.
     """
     return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
 
@@ -359,7 +369,7 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def has_object(entry: Hashable) -> bool:
-    """True if an entry is of an object that may lead to more values."""
+    """True if the entry of a value contains an object, which may lead to more values."""
     if type(entry) is tuple and entry and entry[0] is _PARTS:
         return any(map(has_object, entry[2]))
     return type(entry) is SameObject
@@ -371,7 +381,7 @@ def _parts_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 class SearchRoot(NamedTuple):
-    """Names an object at which a search begins; `find` returns it if it must not be kept alive."""
+    """An object at which a search begins, with its name; `find` returns the object if it must not be kept alive."""
 
     name: str
     thing: Any
@@ -383,10 +393,10 @@ class Holders:
 
     Args:
         roots: the module, or the modules that a function reaches.
-        gone: called once an object ends whose attributes are kept.
-        function: the function, if calls begin with one instead of a module.
+        gone: called when an object ends whose attributes are kept alive.
+        function: the function, if calls run a function instead of a module.
         breaks: True if values that eager breaks read count as well, since graphs hold them.
-        closed: names of containers below which nothing counts.
+        closed: names of containers whose contents are not searched.
 
     Attributes:
         all: the holders.
@@ -394,7 +404,7 @@ class Holders:
         opened: ids of objects that were opened.
         code: the code below a call.
         scripts: names of the TorchScript modules and functions among the opened objects.
-        refused: says why the values that a call reads cannot be determined; else empty.
+        refused: why the values that a call reads cannot be determined; else empty.
     """
 
     def __init__(
@@ -419,7 +429,7 @@ class Holders:
             thing = function.__self__ if type(function) is types.MethodType else function
             self._objects.append(SearchRoot("self", thing, lambda: thing))
         number_read = -1
-        while number_read != len(self._classes) + len(self._functions):  # code names objects that have code, too
+        while number_read != len(self._classes) + len(self._functions):  # objects that code names may have code, too
             number_read = len(self._classes) + len(self._functions)
             self._find(roots)
         for holder in list(self.all):
@@ -442,16 +452,16 @@ class Holders:
         self._open_code()
 
     def _read(self, holder: ValueHolder) -> None:
-        for way, value in holder.read(self.opened):
+        for path, value in holder.read(self.opened):
             if holder.name in self._closed:
                 continue
             self.opened.add(id(value))
-            name = functools.reduce(dotted, way, holder.name)
-            keys = None if holder.keys is None else (*holder.keys, *way)
+            name = functools.reduce(dotted, path, holder.name)
+            keys = None if holder.keys is None else (*holder.keys, *path)
             self._read(self._add(ValueHolder(name, value, is_container=True), keys))
 
     def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
-        """Add a holder; `keys` lead to it from a module, or are None if code does."""
+        """Add a holder; `keys` lead from a module to it, and are None if code leads to it."""
         holder.keys = keys
         while holder.name in self._names:
             holder.name += "'"
@@ -461,38 +471,38 @@ class Holders:
         return holder
 
     def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
-        """Add the holders of values below roots; if code is given, only keys that it names count for objects."""
+        """Add the holders of values below roots. If code is given, only attributes that it names count."""
         names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(plain(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
         self.opened |= {id(thing) for thing, _ in things}
         kept = self._kept(things)
-        ways: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id: its name, and a function that returns it
-        named: dict[int, tuple[Any, ...] | None] = {}  # by id: the keys from a module to it; None if code leads to it
-        unseen: set[int] = set()  # ids of objects that no survey sees: below slots and sets, or reached by code
-        behind: set[int] = set()  # ids below an object that leads back to the module, such as a trainer, or is ours
+        reached: dict[int, tuple[str, Callable[[], Any]]] = {}  # id of an object -> its name, and how to find it
+        keys_to: dict[int, tuple[Any, ...] | None] = {}  # id -> keys that lead from a module; None if code leads to it
+        hidden: set[int] = set()  # ids of objects that no survey sees: below slots and sets, or reached by code
+        excluded: set[int] = set()  # ids below objects of this library, or that refer to the module, such as a trainer
         for thing, contents in things:
             _, above, key, _ = walk.ways[id(thing)]
             owner = walk.ways[above][0] if above else None
             of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
-            is_hidden = code is not None or above in unseen
+            is_hidden = code is not None or above in hidden
             if above:
-                name = ways[above][0] if of_torch and not is_hidden else dotted(ways[above][0], key)
+                name = reached[above][0] if of_torch and not is_hidden else dotted(reached[above][0], key)
                 base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
-                find: Callable[[], Any] = functools.partial(_item, ways[above][1], base, key)
+                find: Callable[[], Any] = functools.partial(_item, reached[above][1], base, key)
             else:
                 name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
-            ways[id(thing)] = name, find
+            reached[id(thing)] = name, find
             keys = () if code is None else None
             if code is None and above and not issubclass(type(thing), nn.Module):
-                keys = (*(named[above] or ()), key)
-            named[id(thing)] = keys
-            if above in behind or (type(key) is str and key.startswith(_OURS)):
-                behind.add(id(thing))
+                keys = (*(keys_to[above] or ()), key)
+            keys_to[id(thing)] = keys
+            if above in excluded or (type(key) is str and key.startswith(_OURS)):
+                excluded.add(id(thing))
             elif type(thing) in _VIEWS:
-                ways[id(thing)] = name, functools.partial(_viewed, _VIEWS[type(thing)], find)
-                unseen.add(id(thing))
+                reached[id(thing)] = name, functools.partial(_viewed, _VIEWS[type(thing)], find)
+                hidden.add(id(thing))
             elif (context := _context_of(type(thing))) is not None:
                 if context is _unseen:
                     self.refused = f"{name} {_WITH_INIT}"
@@ -500,11 +510,11 @@ class Holders:
                 find = functools.partial(_viewed, context, reference)
                 variable = reference if context is _in_context else None
                 counts = functools.partial(_counts, names if context is _in_thread else None, (self._uncounted,))
-                ways[id(thing)] = name, find
+                reached[id(thing)] = name, find
                 self._add(
                     ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True, variable=variable), keys
                 )
-                unseen.add(id(thing))
+                hidden.add(id(thing))
             elif issubclass(type(thing), SCRIPTS):
                 self.scripts.append(name)
                 self._functions |= {id(function): function for function in contents.values()}
@@ -515,36 +525,36 @@ class Holders:
                 if issubclass(type(thing), nn.Module) and not is_hidden:
                     self._surveyed.add(id(thing))
                 holder = self._add_object(thing, contents, name, code, keys, is_hidden=is_hidden)
-                holder.has_tensors |= above in unseen
-                ways[id(thing)] = name, holder.find
+                holder.has_tensors |= above in hidden
+                reached[id(thing)] = name, holder.find
                 if holder.has_tensors:
-                    unseen.add(id(thing))
+                    hidden.add(id(thing))
                 if not issubclass(type(thing), nn.Module) and any(it is self._module for it in contents.values()):
-                    behind.add(id(thing))
+                    excluded.add(id(thing))
             elif issubclass(type(thing), tuple):
                 if is_hidden:
-                    unseen.add(id(thing))
+                    hidden.add(id(thing))
             elif not of_torch or (is_hidden and key in _OF_HIDDEN):
-                # The mapping behind a view is read each time, since another view may take the place of one.
+                # The mapping excluded a view is read each time, since another view may take the place of one.
                 is_kept = id(thing) in kept and type(owner) not in _VIEWS
                 container, finding = (thing, None) if is_kept else (None, find)
                 counts = functools.partial(_counts, None, (self._uncounted,))
                 if is_hidden or issubclass(type(thing), set):
-                    unseen.add(id(thing))
-                is_unseen = id(thing) in unseen
+                    hidden.add(id(thing))
+                is_unseen = id(thing) in hidden
                 holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
                 self._add(holder, keys)
                 if holder.name in self._closed:
-                    holder.gone = None  # none of its items are kept
-                    behind.add(id(thing))
-                attributes = own_dict(thing)  # the attributes of a subclass, beside its items
+                    holder.gone = None  # the items of a closed container are not kept
+                    excluded.add(id(thing))
+                attributes = own_dict(thing)  # a subclass of a container may have attributes beside its items
                 if type(thing) not in DICTS and attributes is not None and attributes is not thing:
                     self._add_object(thing, {}, name, code, keys, is_hidden=is_hidden)
 
     def _kept(self, things: Sequence[tuple[Any, Any]]) -> set[int]:
-        """Return ids of the containers that hold only plain values and such containers."""
+        """Return ids of the containers that hold only plain values, and containers of such values."""
         kept: set[int] = set()
-        for thing, contents in reversed(things):  # inner ones come later
+        for thing, contents in reversed(things):  # inner containers come last in `things`
             values = contents.values() if isinstance(contents, dict) else contents
             if (
                 kind_of(type(thing)) is not object
@@ -555,7 +565,7 @@ class Holders:
         return kept
 
     def _reference(self, thing: Any) -> Callable[[], Any]:
-        """Return a function that returns an object; a weak reference, if its class allows one."""
+        """Return a function that returns an object: a weak reference, if its class supports it."""
         if not can_be_referenced(type(thing)):
             return lambda: thing
         self.deaths.append(weakref.ref(thing, self._gone))
@@ -601,19 +611,19 @@ class Holders:
                 self._functions[id(value)] = value
         skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
         if str(type(thing).__module__).startswith("simplegraph."):
-            skipped = contents.keys()  # what a module of ours holds leads to the user's, and is no value itself
+            skipped = contents.keys()  # attributes of our own modules lead to users' objects, and are no values
         for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
         called = (
             {key for key, value in contents.items() if issubclass(type(value), ATOMS)} if names is not None else set()
         )
-        if code is not None:  # a number by the name of a method that code calls on something else
+        if code is not None:  # numbers whose name code has only as the name of a method that it calls
             called -= code.values
         counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
         return self._add(self._attributes_of(thing, name, counts, by_code=code is not None), keys)
 
     def _open_code(self) -> None:
-        """Add what code names: attributes of classes, globals, variables of closures, and everything below them."""
+        """Add the holders that code names: classes, globals, variables of closures, and everything below them."""
         code = self.code
         counts = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
@@ -661,14 +671,14 @@ class Holders:
 def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
-    for keys in skipped:  # most keys are torch's, which are in the first
+    for keys in skipped:  # torch's own attributes come first: most keys are among them
         if key in keys:
             return False
     return (names is None or key in names) and not key.startswith(_OURS)
 
 
 def _is_named(names: Collection[str] | None, key: Any) -> bool:
-    """True for attributes of classes that code names, except those that Python and metaclasses set."""
+    """True for attributes of classes that code names, except double-underscore names."""
     return (names is None or key in names) and not (key.startswith("__") and key.endswith("__"))
 
 
@@ -685,6 +695,6 @@ def _nothing() -> Any:
 
 
 def _class_dict(kind: type) -> Any:
-    """Return the dict of a class itself, which has a version, instead of a view of it."""
+    """Return the dict of a class, which has a version, instead of the view that `vars` returns."""
     inner = gc.get_referents(vars(kind))
     return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))

@@ -1,4 +1,8 @@
-"""Order the places that a reading reads: entries of modules' attributes, with versions, and slots of containers."""
+"""Order the places that a reading reads: attributes of modules, which have versions, and slots of containers.
+
+A link is one step from a holder to a value: (holder, key, value). A chain of links leads to a slot, which is an item of
+a container or an attribute of an object.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from torch import Tensor, nn
 from simplegraph.base.objects import identity_hash, own_dict
 
 _get = object.__getattribute__  # past the object's own class
-Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and the value there
+Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and its value
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (list, dict, collections.deque)
 
-# One level of nesting: the index of each slot's container in the level above, each slot's key, and the indices of the
-# values that are opened for the next level, with True for an object's attributes, False for a container's items.
+# The slots at one level of nesting: for each slot the index of its container in the level above, and its key; and the
+# indices of values that are opened for the next level, with True to open an object's attributes, False for its items.
 Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
@@ -28,12 +32,12 @@ class AttributeEntries:
 
     Args:
         entries: attributes to compare, by name.
-        names: the names of all attributes, also of those that are not compared.
+        names: the names of all attributes, including those that are not compared.
     """
 
     def __init__(self, entries: dict[str, Any], names: Iterable[str]) -> None:
         settings = {name: value for name, value in entries.items() if type(value) in SETTINGS}
-        # Kept alive, so that no other object gets their ids.
+        # Kept alive, so that their ids are not reused.
         self._others = [value for name, value in entries.items() if name not in settings]
         self._ids = tuple(map(id, self._others))
         self._settings_at = getter(list(settings))
@@ -43,7 +47,7 @@ class AttributeEntries:
 
     def hold(self, attributes: dict[str, Any]) -> bool:
         """True if the attributes are equal, and none was added or removed."""
-        settings = self._settings_at(attributes)  # their types first: a tensor of one element may equal a number
+        settings = self._settings_at(attributes)  # types are compared first: a one-element tensor may equal a number
         return (
             attributes.keys() == self._names
             and tuple(map(type, settings)) == self._types
@@ -52,20 +56,21 @@ class AttributeEntries:
         )
 
 
-def split(
+def split_links(
     modules: Sequence[nn.Module], links: Iterable[Sequence[Link]]
 ) -> tuple[list[AttributeEntries], list[Sequence[Link]], list[Sequence[Link]]]:
-    """Divide links by what shows a change of what they lead to.
+    """Divide links into three groups, by how a change of their values is noticed.
 
     Returns:
-        The entries of modules' attributes, whose changes versions show; links to tensors and modules, which are read in
-        every call, since they move and get another class without a change of the attribute; all other links.
+        Attributes of modules, whose versions show a change. Links to tensors and modules, which are read at every call,
+        since a tensor may be moved, and a module may get another class, without a change of the attribute. All other
+        links.
     """
     entries: list[dict[str, Any]] = []
     for module in modules:
-        attributes = vars(module)  # a compiled module's mode is that of another module
+        attributes = vars(module)  # a compiled module has the mode of another module
         mode_and_hooks = {name: attributes[name] for name in ("training", *HOOKS) if name in attributes}
-        # Registries with entries are read in every call, and not kept here.
+        # Registries that are not empty are read at every call, and are not kept here.
         empty = {name: attributes[name] for name in REGISTRIES if not attributes.get(name, True)}
         entries.append(mode_and_hooks | empty)
     by_holder = {id(vars(module)): module_entries for module, module_entries in zip(modules, entries, strict=True)}
@@ -84,7 +89,7 @@ def split(
 
 
 def _is_opened(value: Any) -> bool:
-    """True for objects that tensors may be added to: a container, or an object that has no attributes yet."""
+    """True for a container, and for an object without attributes: tensors may be added to them."""
     return issubclass(type(value), _CONTAINERS) or (not callable(value) and own_dict(value) == {})
 
 
@@ -92,13 +97,13 @@ def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]])
     """Order slots so that each container is read before its slots, and each slot is read once.
 
     Returns:
-        The containers of the first slots, beside attributes of modules, and the levels.
+        Containers at which chains begin, beside attributes of modules; and the levels.
     """
     first = {id(holder): at for at, holder in enumerate(attributes)}
     bases: list[Any] = []
     levels: list[Level] = []
     slots: dict[tuple[int, int, Any], int] = {}  # (level, container, key) -> the index of the value
-    opened: dict[tuple[int, int, bool], int] = {}  # (level, that index, by attributes) -> the index of the container
+    opened: dict[tuple[int, int, bool], int] = {}  # (level, index of the value, by attributes) -> its index
     for chain in links:
         container = first.get(id(chain[0][0]))
         if container is None:
@@ -126,15 +131,15 @@ def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]])
 
 
 class Slots:
-    """Reads the slots that links lead to, each once.
+    """Reads the slots that chains of links lead to, each once.
 
     Args:
-        attributes: the attributes of modules at which links may begin.
-        links: the links.
+        attributes: the attributes of modules at which chains may begin.
+        links: the chains of links.
 
     Attributes:
-        bases: other containers at which links begin; first: the index of the first link's among all.
-        opened: the indices of values that are containers: what they hold counts, instead of their identity.
+        bases: other containers at which chains begin; first: the index of the first chain's container among all.
+        opened: the indices of values that are containers: their contents are compared, not their identity.
     """
 
     def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:
@@ -147,7 +152,7 @@ class Slots:
             start += len(keys)
 
     def read(self, attributes: list[dict[str, Any]], values: list[Any]) -> list[Any]:
-        """Add all slots' values to `values`; return the opened containers. Raises any exception if a place is gone."""
+        """Add the values of all slots to `values`; return the opened containers. May raise if a slot is gone."""
         containers: list[Any] = []
         holders: Sequence[Any] = [*attributes, *self.bases]
         for parents, keys, opened in self._levels:
@@ -159,11 +164,11 @@ class Slots:
 
 
 class SlotValues:
-    """Compares what stands in slots: settings by type and value, containers by length, everything else by identity.
+    """Compares the values of slots: settings by type and value, containers by length, everything else by identity.
 
     Args:
         attributes: the attributes of modules.
-        links: the links to the slots, which begin at one attribute, or in one container.
+        links: the chains of links to the slots, which all begin at one attribute, or in one container.
     """
 
     def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:
@@ -176,14 +181,14 @@ class SlotValues:
         self._others_at = getter([at for at in rest if type(values[at]) not in SETTINGS])
         self._settings = self._settings_at(values)
         self._types = list(map(type, self._settings))
-        self._others = self._others_at(values)  # kept alive, so that no other object gets their ids
+        self._others = self._others_at(values)  # kept alive, so that their ids are not reused
         self._ids = list(map(identity_hash, self._others))
 
     def hold(self, attributes: list[dict[str, Any]]) -> list[Any] | None:
-        """Return all containers if nothing changed, else None. Raises any exception if a place is gone."""
+        """Return all containers if nothing changed, else None. May raise if a slot is gone."""
         values: list[Any] = []
         containers = self._slots.read(attributes, values)
-        settings = self._settings_at(values)  # their types first: a tensor of one element may equal a number
+        settings = self._settings_at(values)  # types are compared first: a one-element tensor may equal a number
         is_same = (
             list(map(len, containers)) == self._lengths
             and list(map(identity_hash, self._others_at(values))) == self._ids
@@ -194,7 +199,7 @@ class SlotValues:
 
 
 def getter(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads these indices of a sequence, or keys of a dict."""
+    """Return a function that reads the items at these indices of a sequence, or at these keys of a dict."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return (lambda values: (values[indices[0]],)) if indices else (lambda values: ())

@@ -1,7 +1,7 @@
-"""Compare a module's state with its earlier state in every call, by versions first and with little Python.
+"""Compare a module's state with its earlier state at every call, by versions of dicts first and with little Python.
 
-A reading compares the state that graphs read: tensors, hooks, and objects by identity. A comparison compares plain
-values.
+A `Reading` compares the tensors, modules, hooks and other objects that graphs read. A `Comparison` compares plain
+values. A reading skips what a comparison, made for the same call just before, has compared already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from simplegraph.guard.links import (
     Slots,
     SlotValues,
     getter,
-    split,
+    split_links,
 )
 from simplegraph.program.snapshot import ABSENT
 
@@ -54,16 +54,16 @@ _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
 _VIEWS: tuple[Callable[[Tensor], Any], ...] = (Tensor.stride, Tensor.is_neg, Tensor.is_conj)
-# Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it is valid
-# only in the dispatch state in which it was made; where it is absent, Python compares them.
+# Compares types, shapes, strides and dtypes of many tensors in one call. Private to torch; without it, Python compares
+# them. An instance is valid only in the dispatch state in which it was made.
 _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
-# Compares the addresses of many tensors by one call. Private to torch, and only in builds with CUDA.
+# Compares the addresses of many tensors in one call. Private to torch, and only in builds with CUDA.
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _children = operator.itemgetter("_modules")
 _HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
-_ITERATED = frozenset({list, set})  # whose items, and nothing else, the garbage collector sees
-_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # the garbage collector's order in lists
+_ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
+_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
 
 
 def _values_of(*registries: dict[str, Any]) -> list[Any]:
@@ -77,16 +77,17 @@ def _ordered_values_of(*registries: dict[str, Any]) -> list[Any]:
 
 
 class _Sources(NamedTuple):
-    """The dicts and containers that a reading reads, except the module's own attributes.
+    """The dicts and containers that a reading reads, except the attributes of the module itself.
 
     Attributes:
-        attributes: the attributes of each module below.
-        filled: those of modules that have parameters, of modules that have buffers, and of modules that have children.
+        attributes: the attributes of each submodule.
+        filled: the attributes of submodules that have parameters, of those that have buffers, and of those that have
+            children.
         empty: empty registries.
         leading: slots that lead to tensors and modules; None if there are none.
-        values: what stands in all other slots, those below one attribute, or of one other container, together.
+        values: the values of all other slots, grouped by the attribute or the container that leads to them.
         entries: the expected attributes of modules, in the order in which the modules are read, and their dicts.
-        untold: the mark of a comparison that covered all of `values` but the slots that follow it.
+        uncovered: the mark of the latest comparison, followed by those of `values` that it does not cover.
     """
 
     attributes: list[dict[str, Any]]
@@ -95,26 +96,26 @@ class _Sources(NamedTuple):
     leading: Slots | None
     values: list[SlotValues]
     entries: list[tuple[AttributeEntries, dict[str, Any] | None]]
-    untold: list[Any]
+    uncovered: list[Any]
 
 
 class Reading:
-    """Reads the state of a module, and compares it with the state when this was made.
+    """Compares the tensors, modules, hooks and other objects of a module with those at the reading's construction.
 
-    Versions of the modules' attributes say where to read settings, functions and modes again; what a `Comparison` has
-    compared for the same call is not read again. Tensors are read in every call, since they move without
-    a change of their holder.
+    Settings, functions and modes are read again only if the version of a module's attributes changed, and only if the
+    call's `Comparison` does not cover them. Tensors are read at every call, since they may be moved without a change of
+    the dict that holds them.
 
-    It keeps dicts of submodules alive, but no tensor; once a submodule is gone, it keeps nothing and reads as changed.
+    A reading keeps the dicts of submodules alive, but no tensor. Once a submodule is gone, the reading releases
+    everything and never holds again.
 
     Args:
         modules: the module first, then everything below it.
-        links: (holder, key, value) from a module's attributes, or from any other place, to objects that are compared
-            beside parameters, buffers, children and hooks.
-        owned: tensors that nothing else is known to hold.
-        watched: values of tensors.
-        left: places, by the id of a dict and the key, in which runs leave tensors: what they hold does not count.
-        graded: ids of tensors whose gradients are compared as well.
+        links: chains of links to objects that are compared beside parameters, buffers, children and hooks.
+        owned: tensors without another known owner.
+        watched: tensors whose values are compared.
+        carried_places: places, as (id of the dict, key), in which runs leave tensors: their values do not count.
+        with_gradients: ids of tensors whose gradients are compared as well.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class Reading:
         links: Iterable[Sequence[Link]],
         owned: Sequence[OwnedTensor] = (),
         watched: Sequence[WatchedValue | WatchedVersion] = (),
-        left: Collection[tuple[int, str]] = (),
-        graded: Collection[int] = (),
+        carried_places: Collection[tuple[int, str]] = (),
+        with_gradients: Collection[int] = (),
     ) -> None:
         root, *children = modules
         below = [vars(child) for child in children]
@@ -136,21 +137,21 @@ class Reading:
         self._owned, self._watched = owned, watched
         self._kinds = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
         self._forwards = [kind.forward for kind in self._kinds]
-        entries, leading, to_values = split(modules, links)
-        self._versions: list[int] | None = None  # of all attributes, when they were read last
-        self._own_version = 0  # of the module's own attributes
-        self._told: object = None  # the mark of a comparison that covered these versions, and fails if one changes
-        self._moment: object = None  # of the clock of versions, when all was read and compared last
+        entries, leading, to_values = split_links(modules, links)
+        self._versions: list[int] | None = None  # versions of all attributes when they were last read
+        self._own_version = 0  # version of the module's own attributes
+        self._covered_by: object = None  # the mark of a comparison that compares all these versions itself
+        self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
         attributes = [vars(root), *below]
         slots = Slots(attributes, leading) if leading else None
-        # No comparison covers what a function reaches, so that is read at once.
+        # No comparison covers the objects that a function reaches, so they are one group.
         of_modules = set(map(id, attributes))
         below_one: dict[tuple[int, Any], list[Sequence[Link]]] = {}
         for chain in to_values:
             holder, key, _ = chain[0]
             below_one.setdefault((id(holder), key if id(holder) in of_modules else None), []).append(chain)
         values_of_slots = [SlotValues(attributes, chains) for chains in below_one.values()]
-        # Links lead to the tensors of TorchScript modules, whose registries are no dicts.
+        # The registries of TorchScript modules are no dicts: links lead to their tensors.
         with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
         filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
         empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
@@ -158,32 +159,32 @@ class Reading:
         sources = self._sources  # cleared once a submodule is gone
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
         registries = self._registries(vars(root))
-        # The order of an OrderedDict may change without its version.
+        # Reordering an OrderedDict does not change its version.
         has_orders = any(issubclass(type(registry), collections.OrderedDict) for registry in registries)
         self._keys: Callable[[Any], Iterable[Any]] = keys_in_order if has_orders else dict.keys
         self._names = list(map(list, map(self._keys, registries)))
-        self._filled: list[int] | None = None  # the versions of registries when they were read last
+        self._filled: list[int] | None = None  # versions of registries when they were last read
         plainly = list(map(id, _values_of(*registries)))
         is_quick = list(map(id, gc.get_referents(*registries))) == plainly  # of dicts of a class, or other keys, not
         self._values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
         if has_orders:
             self._values_of = _ordered_values_of
-        self._graded_at: Callable[[Any], Sequence[Tensor]] | None = None
+        self._with_gradients_at: Callable[[Any], Sequence[Tensor]] | None = None
         values, self._lengths = self._read(vars(root))
-        if graded:
-            self._graded_at = getter([at for at, value in enumerate(values) if id(value) in graded])
-            values += map(_grad, self._graded_at(values))
+        if with_gradients:
+            self._with_gradients_at = getter([at for at, value in enumerate(values) if id(value) in with_gradients])
+            values += map(_grad, self._with_gradients_at(values))
         registered = self._lengths[0]
         places = [
             (id(registry), name) for registry, names in zip(registries, self._names, strict=True) for name in names
         ]
-        ignored = {at for at, place in enumerate(places) if place in left}
+        ignored = {at for at, place in enumerate(places) if place in carried_places}
         tensors = [
             at
             for at, value in enumerate(values)
             if at not in ignored and issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
         ]
-        # Containers are compared by their length and the slots that are read, not by identity.
+        # Containers are compared by their length and their slots, not by identity.
         opened = {registered + at for at in slots.opened} if slots is not None else set()
         others = sorted(set(range(len(values))) - set(tensors) - ignored - opened)
         numbers = [at for at in others if type(values[at]) in SETTINGS]
@@ -192,7 +193,7 @@ class Reading:
         self._tensors_at, self._others_at, self._numbers_at = map(getter, (tensors, others, numbers))
         self._numbers = self._numbers_at(values)
         self._number_types = list(map(type, self._numbers))
-        self._anchors = self._others_at(values)  # kept alive, so that no other object gets their ids
+        self._anchors = self._others_at(values)  # kept alive, so that their ids are not reused
         self._ids = list(map(identity_hash, self._anchors))
         self._modules_at = getter(modules_at)
         held_modules = self._modules_at(values)
@@ -200,7 +201,7 @@ class Reading:
             id(attributes): (entry, attributes) for entry, attributes in zip(entries[1:], below, strict=True)
         }
         by_dict[id(vars(root))] = entries[0], None  # not kept alive: a child may hold the module itself
-        # For a module that another thread added since the survey: never holds, so that everything is surveyed again.
+        # For a module that another thread added since the survey: it never holds, which leads to another survey.
         added = AttributeEntries({}, ()), None
         self._sources[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
         self._wraps = any(map(is_wrapper, (*(values[at] for at in tensors), *map(_tensor_of, owned))))
@@ -208,7 +209,7 @@ class Reading:
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
         self._indices = list(range(len(live)))
-        # `_TensorGuards` takes no tensor twice, such as tied weights, or parameters that an optimizer holds, too.
+        # `_TensorGuards` accepts each tensor once only; tied weights and parameters of optimizers come twice.
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
         again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
         self._is_again = bool(again)
@@ -221,19 +222,19 @@ class Reading:
     def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]]:
         """Read everything that has no version: the values, and the lengths of containers.
 
-        Raises any exception if a place is gone.
+        May raise if a place is gone.
         """
         values = self._values_of(*self._registries(attributes))
         lengths = [len(values)]
         sources = self._sources[0]
         if sources.leading is not None:
             lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
-        if self._graded_at is not None:
-            values += map(_grad, self._graded_at(values))
+        if self._with_gradients_at is not None:
+            values += map(_grad, self._with_gradients_at(values))
         return values, lengths
 
     def _registries(self, attributes: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the module's own registries, and the other registries that had entries."""
+        """Return the module's own registries, and those registries of submodules that were not empty."""
         return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources[0].filled))]
 
     def _of(self, values: list[Any]) -> Sequence[Tensor]:
@@ -243,19 +244,19 @@ class Reading:
         return tuple(part for tensor in tensors for part in parts(tensor)) if self._wraps else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
-        """True if a tensor that is compared requires grad now; None if one cannot be read, or is no longer a tensor."""
+        """True if a compared tensor requires grad now; None if this cannot be read."""
         try:
             values, lengths = self._read(attributes)
             return any(map(_requires_grad, self._of(values))) if lengths == self._lengths else None
         except Exception:  # a survey finds the cause
             return None
 
-    def same(self, attributes: dict[str, Any], told: Comparison | None = None) -> bool:
-        """True if nothing changed. State that cannot be read has changed.
+    def same(self, attributes: dict[str, Any], comparison: Comparison | None = None) -> bool:
+        """True if nothing changed. State that cannot be read counts as changed.
 
         Args:
             attributes: the module's own attributes.
-            told: a comparison that held in this call.
+            comparison: the comparison that held for this call; None if there is none.
         """
         try:
             sources = self._sources[0]
@@ -268,7 +269,7 @@ class Reading:
                 if any(self._empty_hooks):
                     return False
                 self._handles = RemovableHandle.next_id
-            moment = None if told is None else told.moment
+            moment = None if comparison is None else comparison.moment
             is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
             registries = self._registries(attributes)
             values = self._values_of(*registries)
@@ -277,36 +278,40 @@ class Reading:
                 lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
             if lengths != self._lengths:
                 return False
-            if self._graded_at is not None:
-                values += map(_grad, self._graded_at(values))
-            mark, *left = sources.untold
-            is_new = told is None or told.mark is not mark
-            untold: list[SlotValues] = []
-            for slot_values in sources.values if is_new else left:
+            if self._with_gradients_at is not None:
+                values += map(_grad, self._with_gradients_at(values))
+            mark, *uncovered_before = sources.uncovered
+            is_new = comparison is None or comparison.mark is not mark
+            uncovered: list[SlotValues] = []
+            for slot_values in sources.values if is_new else uncovered_before:
                 containers = slot_values.hold([attributes, *sources.attributes])
                 if containers is None:
                     return False
-                if is_new and told is not None and not told.compares(containers, attributes):
-                    untold.append(slot_values)
-            if is_new and told is not None:
-                sources.untold[:] = told.mark, *untold
+                if is_new and comparison is not None and not comparison.covers(containers, attributes):
+                    uncovered.append(slot_values)
+            if is_new and comparison is not None:
+                sources.uncovered[:] = comparison.mark, *uncovered
             if not is_quiet:
-                # Equal values may have other names: two parameters may have swapped theirs.
+                # Names are compared, too: two parameters may have swapped their names.
                 filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
                 if filled is None or filled != self._filled:
                     if list(map(list, map(self._keys, registries))) != self._names:
                         return False
                     self._filled = filled
-            if is_quiet and sources.leading is None and self._graded_at is None:
-                pass  # whatever is no tensor is in a registry, and so in a dict that did not change
+            if is_quiet and sources.leading is None and self._with_gradients_at is None:
+                pass  # all other values are in registries, and no dict changed
             elif self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:
                 return False
             elif self._numbers:
-                numbers = self._numbers_at(values)  # their types first: a tensor of one element may equal a number
+                numbers = self._numbers_at(values)  # types are compared first: a one-element tensor may equal a number
                 if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
                     return False
-            is_told = told is not None and told.mark is self._told and version(attributes) == self._own_version
-            if not is_told and not self._look(attributes, self._modules_at(values), told):
+            is_covered = (
+                comparison is not None
+                and comparison.mark is self._covered_by
+                and version(attributes) == self._own_version
+            )
+            if not is_covered and not self._look(attributes, self._modules_at(values), comparison):
                 return False
             tensors = self._of(values) if self._is_more else self._tensors_at(values)
             if _same_addresses is not None:
@@ -332,18 +337,19 @@ class Reading:
             return False
 
     def renew(self, renewed: Mapping[int, int]) -> None:
-        """Accept new versions of dicts by their old ones."""
+        """Replace versions of dicts: `renewed` maps old versions to new ones."""
         if self._versions is not None:
             self._versions = [renewed.get(version, version) for version in self._versions]
         if self._filled is not None:
             self._filled = [renewed.get(version, version) for version in self._filled]
         self._own_version = renewed.get(self._own_version, self._own_version)
 
-    def _look(self, attributes: dict[str, Any], modules: Sequence[nn.Module], told: Comparison | None) -> bool:
-        """Compare the attributes whose version changed, and keep the versions. The modules' classes are plain values.
+    def _look(self, attributes: dict[str, Any], modules: Sequence[nn.Module], comparison: Comparison | None) -> bool:
+        """Compare the attributes of modules whose version changed, and note the versions.
 
-        No two dicts ever have the same version, so versions identify the modules, too. They are taken before anything
-        is read, since another thread may write meanwhile.
+        The classes of modules are not compared here: a `Comparison` has them. No two dicts ever have the same version,
+        so versions identify the modules, too. Versions are taken before anything is read, since another thread may
+        write meanwhile.
         """
         dicts, before = [attributes, *map(_get, modules, _DICTS)], self._versions
         taken = None if versions.dict_version is None else list(map(versions.dict_version, dicts))
@@ -353,14 +359,14 @@ class Reading:
             if (expected is not None and expected is not actual) or not entries.hold(actual):
                 return False
         self._versions = taken
-        # The version of an OrderedDict does not show its order.
+        # Reordering an OrderedDict does not change its version.
         has_orders = self._values_of is not gc.get_referents
-        if taken is not None and told is not None and not has_orders and told.tells(dicts[1:]):
-            self._own_version, self._told = taken[0], told.mark
+        if taken is not None and comparison is not None and not has_orders and comparison.covers_versions(dicts[1:]):
+            self._own_version, self._covered_by = taken[0], comparison.mark
         return True
 
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare the layouts in Python, and prepare a faster comparison for the next time."""
+        """Compare the layouts of tensors in Python, and prepare a faster check for the next call."""
         views = [list(map(read, tensors)) for read in _VIEWS]
         if list(map(_layout, tensors)) != self._layouts or views != self._views:
             return False
@@ -371,7 +377,7 @@ class Reading:
 
 
 class MarkedHolder(Protocol):
-    """Holds plain values, and has a mark that changes with them; see `ValueHolder`."""
+    """Holds plain values, and has a mark that changes if a value does; see `ValueHolder`."""
 
     container: Any
     owner: Callable[[], Any] | None
@@ -388,18 +394,19 @@ class MarkedHolder(Protocol):
 
 
 class Comparison:
-    """Compares the values of holders with their earlier values, with as little Python as possible.
+    """Compares the plain values of holders with their earlier values, with as little Python as possible.
 
-    The garbage collector reads the class and `__dict__` of children and objects, which is much faster than Python.
+    It reads the class and `__dict__` of children and objects by the garbage collector, which is much faster than by
+    Python.
 
     Args:
         root: the holder of the module's own attributes, which are not kept alive; None for a function.
         holders: all holders.
-        key: the key of the values as long as nothing moves; None if it was not made yet.
+        key: the key of the values; None if it was not made yet.
 
     Attributes:
-        mark: an object that identifies the comparison, and keeps nothing alive.
-        moment: that of `versions.clock` when it held last; None if there is no clock.
+        mark: an object that identifies the comparison without keeping it alive.
+        moment: the moment of `versions.clock` when the comparison last held; None without a clock.
     """
 
     def __init__(self, root: Any, holders: Sequence[Any], key: Any) -> None:
@@ -420,7 +427,7 @@ class Comparison:
         ]
         self._lists = [holder.container for holder in by_items]
         self._lengths = list(map(len, self._lists))
-        # An empty cell or slot might take another one's value.
+        # An empty cell has no item: if it took the value of the next cell, all items would be the same as before.
         by_items += (holder for holder in quick if holder.cell is not None and holder.mark[1][0])
         functions = [holder for holder in quick if holder.function is not None]
         self._functions = [holder.function for holder in functions]
@@ -437,13 +444,13 @@ class Comparison:
         self._slotted: list[Any] = [holder.owner for holder in slotted]
         self._variables: list[Any] = [holder.variable for holder in variables]
         self._no_attributes = [entries for holder in slotted if (entries := own_dict(_owner_of(holder))) is not None]
-        # What changed meanwhile is compared by its mark, which shows it.
+        # Holders whose values changed meanwhile are compared by their mark.
         by_values = [holder for holder in (*slotted, *variables) if holder.marked() == holder.mark]
         compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions), *map(id, by_values)}
         others = [holder for holder in compared if id(holder) not in compared_ids]
-        # Dicts that are not kept, but found anew each time: they are the same while no dict changed, if such a dict
-        # holds them; elsewhere another dict may take their place and their id, and no clock tells that one ended. A
-        # weak reference tells it of an OrderedDict, whose order may change without its version.
+        # Dicts that are not kept alive, but found again at each call. If a dict whose version is compared holds them,
+        # they are the same while the clock stands still. Otherwise another dict may take their place and their id,
+        # which the clock does not show. A weak reference shows the end of an OrderedDict; its order is read each time.
         found = [
             holder
             for holder in others
@@ -460,7 +467,7 @@ class Comparison:
         items = gc.get_referents(*self._boxes) + (self._other_items() if self._reads_more else [])
         ids += map(identity_hash, items[len(ids) :])
         kinds += map(type, items[len(kinds) :])
-        # Values that hold nothing else are kept, and need no hash to be compared.
+        # Values that refer to nothing else are kept alive, and compared by identity without a hash.
         is_read = list(map(identity_hash, items)) == ids and list(map(type, items)) == kinds
         plain_at = [at for at, kind in enumerate(kinds) if is_read and kind in _HOLDS_NOTHING]
         self._kept_at, self._hashed_at = getter(plain_at), getter(sorted({*range(len(ids))} - {*plain_at}))
@@ -468,25 +475,27 @@ class Comparison:
         self._ids, self._kinds, self._number = self._hashed_at(ids), self._hashed_at(kinds), len(ids)
         self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
         self._version = root.mark[1] if root is not None and root not in compared else None
-        # Dicts compared by version: first those whose owners are read in every call, children and then objects.
+        # Dicts compared by version: first those whose owners are read at every call, of children and then of objects.
         self._is_parent, self._parents, children = _children_of(root, by_version)
-        asked = {*map(id, children)}
-        owned = [holder for holder in (*by_version, *by_items) if holder.owner is not None and id(holder) not in asked]
-        objects = [holder for holder in owned if type(holder.mark[1]) is int and _tells_dict(_owner_of(holder), holder)]
+        covered = {*map(id, children)}
+        owned = [
+            holder for holder in (*by_version, *by_items) if holder.owner is not None and id(holder) not in covered
+        ]
+        objects = [holder for holder in owned if type(holder.mark[1]) is int and _shows_dict(_owner_of(holder), holder)]
         self._objects: list[Any] = [holder.owner for holder in objects]
         self._classes = [type(_owner_of(holder)) for holder in (*children, *objects)]
-        self._told = frozenset(id(holder.container) for holder in (*children, *objects))
-        asked |= {*map(id, objects)}
+        self._covered_ids = frozenset(id(holder.container) for holder in (*children, *objects))
+        covered |= {*map(id, objects)}
         self._owners: list[Any] = [
-            (holder.owner, holder.container, type(_owner_of(holder))) for holder in owned if id(holder) not in asked
+            (holder.owner, holder.container, type(_owner_of(holder))) for holder in owned if id(holder) not in covered
         ]
-        kept = [holder for holder in by_version if id(holder) not in asked]
+        kept = [holder for holder in by_version if id(holder) not in covered]
         self._dicts = [holder.container for holder in kept]
         self._by_version = [*children, *objects, *kept]
         self._versions = [holder.mark[1] for holder in self._by_version]
-        self._told_dicts = [holder.container for holder in (*children, *objects)]
+        self._covered_dicts = [holder.container for holder in (*children, *objects)]
         self.moment: object = None
-        self._at: dict[int, list[int]] = {}  # by id of a holder, the indices of its versions
+        self._at: dict[int, list[int]] = {}  # id of a holder -> the indices of its versions
         for at, holder in enumerate(self._by_version):
             self._at.setdefault(id(holder), []).append(at)
         if versions.dict_version is None:  # then the children of modules are compared themselves
@@ -495,7 +504,7 @@ class Comparison:
             self._below = self._children_below(root.find() if self._is_family else {})
 
     def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if nothing moved; `attributes` are the module's own. It changes only `moment`, so it needs no lock."""
+        """True if no value changed; `attributes` are the module's own. It sets only `moment`, so it needs no lock."""
         version: Any = versions.dict_version
         clock, moment = versions.clock if version is not None else None, None
         try:
@@ -517,7 +526,7 @@ class Comparison:
                 if referents[1::2] != self._classes:
                     return False
                 if is_quiet:
-                    if not all(map(operator.is_, referents[::2], self._told_dicts)):
+                    if not all(map(operator.is_, referents[::2], self._covered_dicts)):
                         return False
                 else:
                     dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version
@@ -545,7 +554,7 @@ class Comparison:
                     return False
             if any(self._no_attributes):
                 return False
-        except Exception:  # a value that cannot be read has moved
+        except Exception:  # a value that cannot be read counts as changed
             return False
         if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
             return False
@@ -555,7 +564,7 @@ class Comparison:
         return True
 
     def has_children(self, attributes: dict[str, Any]) -> bool:
-        """True if modules have the same children, if versions do not show that."""
+        """True if modules have the same children; for Python releases on which versions do not show that."""
         return versions.dict_version is not None or self._children_below(attributes) == self._below
 
     def _children_below(self, attributes: dict[str, Any]) -> list[int]:
@@ -564,25 +573,25 @@ class Comparison:
         return list(map(id, _chain(map(values_in_order, map(_children, families)))))
 
     def _other_items(self) -> list[Any]:
-        """Read objects with slots, by the garbage collector, context variables, and the order of dicts."""
+        """Read the slots of objects, by the garbage collector; context variables; and the order of dicts."""
         values = gc.get_referents(*[owner() for owner in self._slotted])
         values += map(contextvars.ContextVar.get, [find() for find in self._variables], itertools.repeat(ABSENT))
         return values + list(_chain(map(keys_in_order, [container() for container in self._orders])))
 
-    def compares(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
-        """True if this compares all that these containers hold; `attributes` are the module's own."""
+    def covers(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
+        """True if all values in these containers are compared; `attributes` are the module's own."""
         by_own_version = attributes if self._version is not None else None
         return all(
             container is by_own_version or id(container) in self._containers or issubclass(type(container), tuple)
             for container in containers
         )
 
-    def tells(self, dicts: Iterable[dict[str, Any]]) -> bool:
-        """True if this compares the versions of these dicts, and that each still belongs to its object and class."""
-        return self._told.issuperset(map(id, dicts))
+    def covers_versions(self, dicts: Iterable[dict[str, Any]]) -> bool:
+        """True if the versions of these dicts are compared, and the owner of each dict and its class."""
+        return self._covered_ids.issuperset(map(id, dicts))
 
     def moved(self, attributes: dict[str, Any]) -> list[Any]:
-        """List the holders that moved; only those with versions are compared if all others are unchanged."""
+        """List the holders whose values changed; if all others are unchanged, only those with versions are compared."""
         version: Any = versions.dict_version
         if version is None:
             return self._moved_otherwise()
@@ -603,7 +612,7 @@ class Comparison:
         return [holder for holder in self.holders if holder.marked() != holder.mark]
 
     def renewed(self, renewed: Mapping[int, int]) -> Comparison:
-        """Return the comparison with new versions of dicts, by the old ones; its mark stays valid for a reading."""
+        """Return the comparison with versions replaced by new ones; its mark stays valid for a reading."""
         later = copy.copy(self)  # another thread may be comparing with this one
         later._versions = self._versions.copy()
         for at, version in enumerate(self._versions):
@@ -618,7 +627,7 @@ class Comparison:
         return later
 
     def after(self, moved: Sequence[Any], key: Any) -> Comparison:
-        """Return the comparison after these holders were read again."""
+        """Return the comparison for the values after these holders were read again."""
         versioned = self._at.keys() | ({id(self.root)} if self._version is not None else set())
         if any(id(holder) not in versioned or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
             return Comparison(self.root, self.holders, key)
@@ -635,10 +644,10 @@ class Comparison:
 def _children_of(
     root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
 ) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
-    """Find the modules for all of whose children the garbage collector sees the `__dict__`.
+    """Find the modules whose children all show their `__dict__` to the garbage collector.
 
     Returns:
-        True if the root is one, the attributes of the others, and the holders of all their children in this order.
+        True if the root is such a module; the attributes of the others; and the holders of all their children in order.
     """
     by_container = {id(holder.container): holder for holder in by_version if holder.owner is not None}
     is_parent, parents, children = False, [], []
@@ -648,7 +657,7 @@ def _children_of(
         if registry and type(registry) is dict:
             modules = [child for child in gc.get_referents(registry) if child is not None]
             holders = [holder for child in modules if (holder := by_container.get(id(own_dict(child)))) is not None]
-            if len(holders) == len(modules) and all(map(_tells_dict, modules, holders)):
+            if len(holders) == len(modules) and all(map(_shows_dict, modules, holders)):
                 children += holders
                 if parent is root:
                     is_parent = True
@@ -658,35 +667,35 @@ def _children_of(
 
 
 def _has_children(holder: MarkedHolder) -> bool:
-    """True if a holder is of the attributes of a module that has children, and that is not the root."""
+    """True if a holder has the attributes of a module with children, other than the root."""
     attributes = holder.container if holder.owner is not None and isinstance(holder.container, dict) else {}
     return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
 
 
-def _tells_dict(thing: Any, holder: MarkedHolder) -> bool:
-    """True if the garbage collector sees that an object refers to its holder's dict and its class, and nothing else."""
+def _shows_dict(thing: Any, holder: MarkedHolder) -> bool:
+    """True if an object shows exactly two referents to the garbage collector: its holder's dict, and its class."""
     referents = gc.get_referents(thing)
-    is_told = thing is _owner_of(holder) and len(referents) == 2
-    return is_told and referents[0] is holder.container and referents[1] is type(thing)
+    is_shown = thing is _owner_of(holder) and len(referents) == 2
+    return is_shown and referents[0] is holder.container and referents[1] is type(thing)
 
 
 def _owner_of(holder: MarkedHolder) -> Any:
-    """Return the object whose attributes are in a holder; None if it is gone."""
+    """Return the object whose attributes a holder has; None if it is gone."""
     return None if holder.owner is None else holder.owner()
 
 
 def _has_version(holder: MarkedHolder) -> bool:
-    """True if the mark of a holder has the version of a dict."""
+    """True if the mark of a holder contains the version of a dict."""
     return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
 
 
 def _shows_slots(holder: MarkedHolder) -> bool:
-    """True if an object has nothing but slots, and the garbage collector sees all that they hold."""
+    """True if an object has only slots, and shows all their values to the garbage collector."""
     if holder.mark is None or holder.mark[0] is not False:
         return False
     thing, values = _owner_of(holder), holder.find()
     if own_dict(thing) or len(slots_of(type(thing))) != len(values):
         return False
-    # Members of C may be numbers, which are not shown, and empty ones read as None.
+    # Slots in C may hold plain numbers, which the collector does not see, and read as None if empty.
     shown = collections.Counter(map(id, gc.get_referents(thing)))
     return collections.Counter(map(id, values.values())) <= shown

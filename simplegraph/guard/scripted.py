@@ -17,9 +17,9 @@ _NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU
 _REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
 
 _CONTAINERS = (dict, list, tuple)
-_EXACT = (type(None), bool, int, str)  # classes of which equal values are the same
+_EXACT = (type(None), bool, int, str)  # classes whose equal values cannot be distinguished
 
-CompiledModule: Any = torch._C.ScriptModule  # the object in C++
+CompiledModule: Any = torch._C.ScriptModule  # the class of the object in C++
 SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
 
 

@@ -1,4 +1,4 @@
-"""List every module and tensor of a module, registered or not, and its place."""
+"""List every module and tensor of a module, registered or not, with its name and place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldTensor(NamedTuple):
 
     Attributes:
         name: its dotted name in the module; attribute: the name up to the attribute of a module that leads to it.
-        links: every (holder, key, value) on the way beyond modules' own dicts: ``holder[key] is value``.
+        links: the links that lead to it beyond modules' own dicts: (holder, key, value) with ``holder[key] is value``.
         registered: True for parameters and buffers.
     """
 
@@ -59,9 +59,9 @@ class Survey:
         modules: the module, its children, and modules in lists, tuples, dicts and objects.
         tensors: parameters, buffers, and tensors in ordinary attributes of these modules, also inside containers.
         generators: random generators in such attributes.
-        links: chains of links to modules that are not children, to generators, functions and settings, and to values
-            that may become a tensor or get one: None and containers without tensors.
-        carried: the places of tensors that its runs carry over, which are not listed.
+        links: chains of links to modules that are not children, to generators, functions and settings, and to values in
+            whose place a tensor may appear: None, and containers without tensors.
+        carried: the places in which runs leave tensors; these tensors are not listed.
         scripted: the TorchScript modules among the modules, by name.
     """
 
@@ -90,18 +90,18 @@ class Survey:
             for place, links in scripted_tensors(child):
                 attribute, tensor = dotted(name, links[0][1]), links[-1][2]
                 self._add(HeldTensor(dotted(name, place), attribute, tensor, links, registered=True))
-        # Containers are compared themselves if nothing below them is compared, or if two ways lead to them.
+        # Containers are compared themselves if nothing below them is compared, or if two paths lead to them.
         first = {id(links[-1][2]): links for links in reversed(containers)}
         chains = (*self.links, *(entry.links for entry in self.tensors.values()))
         compared = {id(value) for links in chains for _, _, value in links[:-1]}
-        for links in reversed(containers):  # inner ones before those that lead to them
+        for links in reversed(containers):  # inner containers before those that lead to them
             value = links[-1][2]
             if id(value) not in compared or first[id(value)] is not links:
                 self.links.append(links)
                 compared.update(id(value) for _, _, value in links[:-1])
 
     def _is_registered(self, thing: Any, contents: Any) -> bool:
-        """Name an opened object, and add modules and registered tensors; True if it is a registry of a module."""
+        """Name an opened object; add a module and its registered tensors. True if the object is a module's registry."""
         _, above, key, _ = self._walk.ways[id(thing)]
         name, attribute, links = self._places[above] if above else ("", "", ())
         holder = self._walk.ways[above][0] if above else None
@@ -127,7 +127,7 @@ class Survey:
         return False
 
     def _look_into(self, thing: Any, contents: Any) -> Iterator[tuple[Link, ...]]:
-        """Add tensors and generators in a module's attributes, or below them; yield the links to each container."""
+        """Add tensors and generators in and below a module's attributes; yield the links to each container."""
         name, attribute, above = self._places[id(thing)]
         is_module = issubclass(type(thing), nn.Module)
         for key, value in items_of(contents):
@@ -153,7 +153,7 @@ class Survey:
                 yield links
 
     def _add_attributes(self, name: str, tensor: Tensor, links: tuple[Link, ...]) -> None:
-        """Add tensors that are set on a tensor, such as the mask of a weight; its class may keep its own there."""
+        """Add tensors that are attributes of a tensor, such as the mask of a weight."""
         attributes = own_dict(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
         for key, value in list(attributes.items()) if attributes else ():
             if issubclass(type(value), Tensor):
@@ -166,7 +166,7 @@ class Survey:
         self.tensors[entry.name] = entry
 
     def attributes(self) -> set[str]:
-        """Name every parameter, buffer and other attribute of every module, except torch's own."""
+        """Return the names of all parameters, buffers and other attributes of all modules, except torch's own."""
         holders = (
             (name, holder)
             for name, module in self.modules.items()
@@ -175,11 +175,11 @@ class Survey:
         return {dotted(name, key) for name, holder in holders for key in {*holder.keys()} - REGISTERED - _OF_TORCH}
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the place that holds a tensor's memory; None if there is none."""
+        """Return the name of a tensor of the module in the same memory; None if there is none."""
         return next((entry.name for entry in self._at(tensor)), None)
 
     def tensors_at(self, tensor: Tensor) -> list[Tensor]:
-        """List the module's tensors that lie in a tensor's memory."""
+        """List the module's tensors in the same memory."""
         return [entry.tensor for entry in self._at(tensor)]
 
     def _at(self, tensor: Tensor) -> Iterator[HeldTensor]:
@@ -193,11 +193,11 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 
 def device_of_state(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's tensors: that of the first one that is not on the CPU, or else the CPU.
+    """Return the device of a module's tensors: that of the first tensor that is not on the CPU, or else the CPU.
 
     It is None if the module has no tensors.
     """
-    # Parameters first, which are found faster.
+    # Parameters first: they are found faster.
     registered = Walk([module], Policy(_kind_of_guarded, depth=0)).collect_tensors()
     devices = [tensor.device for tensor in registered if issubclass(type(tensor), nn.Parameter)]
     devices = devices or [entry.tensor.device for entry in held_tensors(module)]
@@ -206,7 +206,7 @@ def device_of_state(module: nn.Module) -> torch.device | None:
 
 
 def dtype_of_products(module: nn.Module) -> torch.dtype:
-    """Return the most likely dtype of a module's matrix products: that of its first such parameter or tensor."""
+    """Return the most likely dtype of a module's matrix products: that of its first matrix."""
     entries = sorted(Survey(module).tensors.values(), key=lambda entry: not isinstance(entry.tensor, nn.Parameter))
     return next((entry.tensor.dtype for entry in entries if entry.tensor.dtype in _PRODUCTS), torch.bfloat16)
 
@@ -220,7 +220,7 @@ def _kind_of_guarded(kind: type) -> Any:
     base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
     if base is not None:
         return base if kind is base else _contents
-    # Objects that hold no tensors of users, or are compared in other ways.
+    # Objects that hold no users' tensors, or are compared in other ways.
     is_called = class_member(kind, "__call__") is not None and is_library(kind.__module__)
     return None if kind in _CODE or issubclass(kind, _CLOSED) or is_called else _attributes
 
@@ -261,7 +261,7 @@ def _is_sized(value: Any) -> bool:
 
 
 def _kind_with_optimizers(kind: type) -> Any:
-    """Return the same, but for optimizers, which a function that is no training step reads as other objects."""
+    """Return the same, but open optimizers: only a training step compares them in another way."""
     return _attributes if issubclass(kind, Optimizer) else _kind_of_guarded(kind)
 
 
@@ -270,7 +270,7 @@ _WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield other state that decides what a call of the module does: mode, hooks, functions, settings of layers."""
+    """Yield the other state that a call of the module depends on: mode, hooks, functions, settings of layers."""
     kind = type(module)
     yield from (kind, class_member(kind, "forward"), module.training)
     backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)

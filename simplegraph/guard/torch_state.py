@@ -1,4 +1,4 @@
-"""The state of torch around a call: settings that a graph freezes, and modes under which calls run eagerly."""
+"""The state of torch around a call: settings that are constants in a graph, and modes under which calls run eagerly."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from simplegraph.base.reasons import Reason
 
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
+# Private to torch. Without it, a transformed tensor has no address, and fails with torch's own message.
 transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
-# Modes of autograd that observe or change the tensors that a backward gets. The last two are private to torch; where
-# they are absent, calls under such a mode are replayed.
+# Modes of autograd that observe or change the tensors that a backward gets. The last two are private to torch; without
+# them, calls under such a mode are replayed.
 anomaly_enabled: Callable[[], bool] = torch.is_anomaly_enabled
 saved_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 saved_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
@@ -29,8 +29,8 @@ GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
 GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
 GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
 
-# Getters in torch._C of settings that decide which kernel an operator runs, how it may round, or what a factory makes.
-# A release without a getter has no such setting.
+# Getters in torch._C of settings that determine the kernel of an operator, its rounding, or the results of factories.
+# A release of torch without a getter has no such setting.
 _GETTERS = (
     "_get_cublas_allow_fp16_accumulation",
     "_get_cublas_allow_fp16_reduced_precision_reduction",
@@ -61,21 +61,21 @@ _READ: dict[str, Callable[[], Any]] = {
     **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
     **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
 }
-# No graph of a GPU contains operators of mkldnn, and reading their settings takes a fifth of the time. But only its
-# precision of products distinguishes `set_float32_matmul_precision("medium")` from "high".
+# Graphs on a GPU contain no mkldnn operators, whose settings take a fifth of the time to read. One of them is read all
+# the same: only it distinguishes `set_float32_matmul_precision("medium")` from "high".
 _OF_THE_CPU = {name for name in _READ if "mkldnn" in name} - {"fp32_precision of mkldnn.matmul"}
 _READ_ON = {"cuda": {name: read for name, read in _READ.items() if name not in _OF_THE_CPU}}
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchSettings:
-    """The settings of the whole process that decide what a graph does, as one value.
+    """The settings of the process that a graph depends on, as one value.
 
     Args:
         device_type: the type of device that the graph runs on.
 
     Attributes:
-        values: the values of the getters; values that mean the same to torch are equal.
+        values: the values of the getters; values with the same meaning for torch are equal.
     """
 
     device_type: str
@@ -84,23 +84,23 @@ class TorchSettings:
 
     def __post_init__(self) -> None:
         getters = _READ_ON.get(self.device_type, _READ)
-        # Enumerations of pybind11 compare slowly: a call compares their numbers.
+        # Enumerations of pybind11 compare slowly, so their numbers are compared.
         enumerations = tuple(read for name, read in getters.items() if name.endswith("_preferred_backend"))
         others = tuple(read for read in getters.values() if read not in enumerations)
         before = [read() for read in others], [read().value for read in enumerations]
         object.__setattr__(self, "_quick", (others, enumerations, *before))
-        # Read these last, so that a setting that another thread changes meanwhile differs from the quick values.
+        # Read last: a setting that another thread changes meanwhile then differs from the quick values.
         object.__setattr__(self, "values", tuple(_comparable(read()) for read in getters.values()))
 
     def hold(self) -> bool:
-        """True if every setting still has its value; fast, since it is called at every call."""
+        """True if every setting still has its value. This runs at every call, and is fast."""
         others, enumerations, read_before, numbers_before = self._quick
         if [read() for read in others] == read_before and [read().value for read in enumerations] == numbers_before:
             return True
         return TorchSettings(self.device_type) == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
-        """Say which settings differ in `other`, or now: "cudnn_enabled True became False"; empty if none."""
+        """Describe the settings that differ in `other`, or now: "cudnn_enabled True became False"; empty if none."""
         if other is None:
             if self.hold():
                 return ""
@@ -125,7 +125,7 @@ def function_modes() -> tuple[Any, ...]:
 
 
 def hindrance() -> tuple[Reason, str] | None:
-    """Return why no replay can serve a call now: something observes or changes the operators in it; else None."""
+    """Return why no replay can serve a call now: something observes or changes its operators. None if one can."""
     if torch.jit.is_tracing() or forward_ad._current_level >= 0 or transform_level() is not None:  # type: ignore[attr-defined,no-untyped-call]
         return Reason.TRANSFORMED, ""
     if num_operator_modes():
@@ -141,7 +141,7 @@ def hindrance() -> tuple[Reason, str] | None:
 
 
 def autograd_hindrance() -> tuple[Reason, str] | None:
-    """Return why no replay can serve a call that computes gradients now; else None."""
+    """Return why no replay can serve a call that computes gradients now; None if one can."""
     if anomaly_enabled():
         return Reason.TRANSFORMED, "torch.autograd.detect_anomaly is on"
     if saved_hooks(False) is not None:

@@ -1,4 +1,8 @@
-"""Keys of plain values, read without running user code."""
+"""Keys of plain values, made without running user code.
+
+A value is plain if nothing can change inside it: numbers, texts, None, enumerations and the like, and tuples and frozen
+sets of plain values.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,28 @@ from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import by_class, own_dict
 from simplegraph.base.walk import shown
 
-_name_of = vars(type)["__name__"].__get__  # past a metaclass's own
+_name_of = vars(type)["__name__"].__get__  # ignores the metaclass's own `__name__`
 NOT_PLAIN = object()
 ORDER = object()  # the key of the entry for the order of a container's keys
-MAX_WIDTH = 256  # entries of a container that count one by one
-MAX_DEPTH = 8  # nested tuples
+MAX_WIDTH = 256  # the most entries of a container that count one by one
+MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
 _MAX_BYTES = 64  # the largest array whose values count
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-# Classes of constant values that their text determines.
+# Classes of immutable values that their text determines.
 _TEXTS = frozenset({decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta, uuid.UUID})
 _TEXTS |= {pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath}
 
 
 class SameObject:
-    """Puts an object into a key: it is equal to itself only, and is not kept alive."""
+    """Represents an object in a key: equal for the same object only. The object is not kept alive."""
 
     def __init__(self, thing: Any) -> None:
         self._id, self._kind = id(thing), type(thing)
         is_class = issubclass(self._kind, type)
         self._name: str = _name_of(thing) if is_class else f"a {self._kind.__name__}"
-        self._thing: Callable[[], Any] = _nobody  # then another object of its class may get its id later
+        self._thing: Callable[[], Any] = _nobody  # another object of the class may reuse the id later
         if can_be_referenced(type(thing)):
             self._thing = weakref.ref(thing)
 
@@ -74,9 +78,9 @@ def can_be_referenced(kind: type) -> bool:
 
 
 def value_key(value: Any, depth: int = 0) -> Hashable:
-    """Return the key of a plain value, which includes its class; `NOT_PLAIN` for all other values.
+    """Return the key of a plain value, which includes its class; `NOT_PLAIN` for other values.
 
-    Nothing can change inside a plain value: of containers, only tuples and frozen sets can be plain.
+    Of containers, only tuples and frozen sets can be plain.
     """
     kind = type(value)
     if kind in _DIRECT:
@@ -87,7 +91,7 @@ def value_key(value: Any, depth: int = 0) -> Hashable:
 
 @by_class
 def _reader(kind: type) -> Callable[[Any, int], Hashable] | None:
-    """Return the function that makes keys for values of a class; None if they are not plain."""
+    """Return the function that makes the keys of values of a class; None if they are not plain."""
     if issubclass(kind, (tuple, frozenset)):
         return _items_key
     if issubclass(kind, enum.Enum):
@@ -128,7 +132,7 @@ def _time_key(value: Any, _: int) -> Hashable:
 
 @by_class
 def class_key(kind: type) -> Hashable:
-    """Return the key of a class, whose metaclass may define its own equality."""
+    """Return the key of a class, whatever equality its metaclass defines."""
     return kind if type(kind) is type and kind.__module__ == "builtins" else SameObject(kind)
 
 
@@ -139,14 +143,14 @@ def buffer_key(value: Any) -> Hashable | None:
 
 
 def is_small_array(value: Any) -> bool:
-    """True for an array of NumPy whose values count."""
+    """True for a NumPy array that is small enough for its values to count."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and buffer_key(value) is not None
 
 
 @by_class
 def _buffer_reader(kind: type) -> Callable[[Any], Hashable | None] | None:
-    """Return the function that reads the contents of arrays of a class; None for other classes."""
+    """Return the function that reads the contents of arrays of a class; None if the class is no array's."""
     if kind in (bytearray, array.array):
         return _bytes_key
     numpy = sys.modules.get("numpy")
@@ -156,14 +160,14 @@ def _buffer_reader(kind: type) -> Callable[[Any], Hashable | None] | None:
 
 
 def _bytes_key(value: Any) -> Hashable:
-    """Return the values of an array if it is small, and its length otherwise."""
+    """Return the bytes of an array if it is small, and otherwise its length."""
     length = len(value)
     is_small = length * getattr(value, "itemsize", 1) <= _MAX_BYTES
     return type(value), getattr(value, "typecode", ""), bytes(value) if is_small else length
 
 
 def _array_key(base: Any, value: Any) -> Hashable | None:
-    """Return the values of a small NumPy array, past the methods of its class."""
+    """Return the values of a small NumPy array, without running methods of its class."""
     dtype, size = base.dtype.__get__(value), base.nbytes.__get__(value)
     if size > _MAX_BYTES or dtype.hasobject:
         return None
@@ -171,7 +175,7 @@ def _array_key(base: Any, value: Any) -> Hashable | None:
 
 
 def shown_entry(entry: Hashable) -> str:
-    """Return the key that `value_key` made of a value, as messages show it."""
+    """Format a key that `value_key` made, for messages."""
     if not isinstance(entry, tuple):
         return "nothing" if type(entry) is object else repr(entry)
     try:
@@ -182,31 +186,31 @@ def shown_entry(entry: Hashable) -> str:
 
 
 def place_name(place: tuple[str, Hashable]) -> str:
-    """Name a place as messages do."""
+    """Return the name of a place, for messages."""
     holder, key = place
     return dotted(holder, key[1] if type(key) is tuple else key)  # a key of a dict has its class beside it
 
 
 def dotted(prefix: str, key: Any) -> str:
-    """Name the place at a key below a place of this name, which may be empty."""
+    """Return the name of a key below a place; `prefix` is the name of that place, and may be empty."""
     return f"{prefix}.{shown(key)}" if prefix else shown(key)
 
 
-_MOST_NAMES = 3  # of places that a message names
+_MOST_NAMES = 3  # the most places that a message names
 
 
 class PlainValues:
-    """One set of plain values: a part of the key of the calls that find them, and one object while they are equal.
+    """The plain values that a call finds, as a part of its key. Calls with equal values share one object.
 
     Args:
-        parts: the values, by the holder's name.
+        parts: the values of each holder, by its name.
     """
 
     def __init__(self, parts: dict[str, frozenset[Any]]) -> None:
         self.parts = parts
 
     def difference(self, other: PlainValues) -> str:
-        """Name the first places whose values differ in `other`."""
+        """Describe the first places whose values differ in `other`."""
         changed = {
             place_name((name, key))
             for name in self.parts | other.parts
