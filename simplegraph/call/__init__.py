@@ -6,6 +6,10 @@ signature   the leaves of the arguments, their names and batch dimensions
 inputs      static inputs, which graphs read
 plan        binds arguments, replays, and returns the outputs; refuses single calls
 outputs     how outputs follow the batch size, and which of them share memory
-entries     what a forward sets in mappings of a library that it is passed, which are more outputs
-memory      the memory that a forward reads and writes beside its arguments
+entries     entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
+memory      the memory that a forward reads and writes beside its arguments, and changes of its arguments
+
+Calls with the same signature (dtypes, trailing shapes, constants, settings) share a `Binding`. Calls of a binding that
+also pass their arguments in the same way (by position or keyword, nested alike) share a `CallLayout`. Each layout has a
+`Plan` for each batch size, which replays one graph.
 """

@@ -1,4 +1,4 @@
-"""A call of a wrapped module, how it passes its arguments, and everything learnt about calls like it."""
+"""A call of a wrapped module, the layout of its arguments, and everything learnt about calls of its signature."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
 _ATTENTION = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
-_TRACES = 3  # batch sizes whose traces of eager calls are kept; two are enough to learn from
+_TRACES = 3  # batch sizes whose traces of eager calls are kept; two are needed
 
 
 class Graphed:
-    """Base class that marks a wrapped module for `invoke`: the next class in the MRO has the real call."""
+    """Base class that marks a wrapped module for `invoke`: the next class in the MRO has the module's own call."""
 
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the module's own call, hooks included; the `self` of a wrapped module's forward is what `wrap` was given."""
+    """Run the module's own call, hooks included. The forward's `self` is the module that was passed to `wrap`."""
     original = plain(module)
     call: Any = super(Graphed, original).__call__ if isinstance(original, Graphed) else original  # type: ignore[misc]
     return call(*args, **kwargs)
@@ -65,22 +65,22 @@ def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 @dataclasses.dataclass(eq=False)
 class Binding(SignatureRecord):
-    """Everything learnt about the calls of one signature: their lifecycle, and what their runs showed.
+    """Everything learnt about the calls of one signature: their lifecycle, and observations of their runs.
 
     Attributes:
-        inputs: static inputs, one set unless sizes have their own.
+        inputs: the static inputs; one set, unless sizes have sets of their own.
         outputs: how outputs follow the batch size.
-        layouts: the ways its calls pass their arguments, by nesting.
-        traces: traces of the breaks of eager calls, by batch size; of the latest few sizes.
-        break_rows: the batch dimensions of arguments and results of breaks; None until two sizes were seen.
-        written: names of the inputs that the forward was seen to write to.
+        layouts: the layouts of its calls, by the structure of the arguments.
+        traces: traces of the breaks of eager calls, by batch size, for the latest few sizes.
+        break_rows: the batch dimensions of arguments and results of breaks; None until two sizes were observed.
+        written: names of the inputs that the forward wrote to in observed runs.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if the forward draws random numbers.
         differentiates: True if the forward computes under grad mode.
-        counted: Python state that every run changes, by padded size, since a branch on the rows may change some.
-        made: indices of the outputs that the forward was seen to make.
-        numbers: the Python numbers that its runs passed to operators.
-        refused: the error of its latest eager run if that did something that a capture must not do.
+        counted: Python state that every run changes, by padded size, since branches may depend on the rows.
+        made: indices of outputs whose memory observed runs made.
+        numbers: the Python numbers that runs passed to operators.
+        refused: the error of the latest eager run if it did something that a capture must not do; else None.
         waited: names of the CPU tensors that the forward moves to its device by synchronous copies.
     """
 
@@ -105,10 +105,10 @@ class Binding(SignatureRecord):
 
         Args:
             table: the table of their graphs.
-            text: the effect of padding.
-            said: the difference that was found.
-            remedy: what to do.
-            warn: False if the caller raises.
+            text: the effect of padding, as a sentence.
+            said: the difference of the results.
+            remedy: the advice.
+            warn: False if the caller raises an error.
         """
         self.refuse_padding(CannotBind(Reason.PADDING_SHOWS, said))
         texts = table.stats.name, text, said, "Padded batches of such calls now run eagerly.", remedy
@@ -116,7 +116,7 @@ class Binding(SignatureRecord):
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
 
     def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
-        """Learn which Python numbers follow the batch size; if one does, refuse padding, and return the difference."""
+        """Learn if a Python number follows the batch size; if one does, refuse padding and return the difference."""
         difference = self.numbers.learn(seen)
         if difference is not None and self.padding_refusal is None and table.config.padding:
             self.stop_padding(table, "padding changes the answer", *difference)
@@ -141,17 +141,17 @@ class Binding(SignatureRecord):
             self.break_rows = result
 
     def _refuse_cut(self, problem: str) -> CannotBind:
-        """Run padded calls eagerly from now on: a break could not be passed the real rows alone."""
+        """Run padded calls eagerly from now on, since a break cannot be passed the real rows alone."""
         why = CannotBind(Reason.PADDING_SHOWS, f"{problem}; capture this size, too")
         self.refuse_padding(why)
         return why
 
     def can_cut_breaks(self, padded: int) -> bool:
-        """True if arguments of breaks can be cut to the real rows once the size `padded` was traced, too."""
+        """True if arguments of breaks can be cut to the real rows as soon as the size `padded` is traced."""
         return self.break_rows is not None or any(rows != padded for rows in self.traces)
 
     def cut_breaks(self, program: Program, padded: int) -> None:
-        """Pass only the real rows to the breaks of a padded graph. Raises CannotBind if that is impossible."""
+        """Pass only the real rows to the breaks of a padded graph. Raises CannotBind if this is impossible."""
         if self.break_rows is None:
             raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "only one batch size has been seen so far")
         problem = program.cut_breaks_by(self.break_rows, padded)
@@ -159,12 +159,12 @@ class Binding(SignatureRecord):
             raise self._refuse_cut(problem).again()
 
     def trace_at(self, rows: int) -> BreakTrace | None:
-        """Return the trace of breaks at a batch size, from a call of this size, or else from calls of two others."""
+        """Return the trace of breaks at a batch size, from a call of this size, or from calls of two other sizes."""
         pairs = itertools.combinations(self.traces.items(), 2)
         return self.traces.get(rows) or next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
 
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
-        """Note the inputs that a run wrote to; `memory` has their storage keys by name."""
+        """Note the inputs that a run wrote to; `memory` has the storage keys of inputs by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
         on_cpu = (arg.name for arg in self.signature.args if isinstance(arg, (HostArg, HostInput)))
         hosted = [name for name in on_cpu if name in self.written]
@@ -172,7 +172,7 @@ class Binding(SignatureRecord):
             self.refuse(CannotBind(Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"))
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        """Note the output's structure and shapes at a size; an output that no replay can return is refused for good."""
+        """Note the output's structure and shapes at a batch size; refuse the signature if no replay can return it."""
         detail = unreturnable(leaves)
         if detail is not None:
             self.refuse(CannotBind(Reason.UNSUPPORTED_OUTPUT, detail))
@@ -185,18 +185,18 @@ class Binding(SignatureRecord):
 
 @dataclasses.dataclass(eq=False)
 class CallLayout:
-    """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
+    """One way of passing the arguments of a signature (by position or keyword, nested alike), and its plans.
 
     Attributes:
         spec: the structure of ``(args, kwargs)``.
-        args: what each leaf must be.
+        args: the expected argument for each leaf.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
-        values: the plain values that such calls find.
+        values: the plain values that calls read through Python.
         settings: settings of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        device_type: the type of the device that they run on; binding: everything learnt about the signature.
-        training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is not.
-        plans: by batch size, or (batch size, description), a `Plan` to replay such calls, or a `Refusal` that says why
-            they run eagerly.
+        device_type: the type of the device of the calls; binding: everything learnt about the signature.
+        training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is on a GPU.
+        plans: by batch size, or (batch size, description of the batch): a `Plan` that replays such calls, or a
+            `Refusal` if they run eagerly.
     """
 
     spec: TreeSpec
@@ -212,20 +212,20 @@ class CallLayout:
         self.hosted = any(isinstance(arg, (HostArg, HostInput)) for arg in self.args)
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
         self._num_args, self._keywords = len(positional.children), keyword.keys
-        # The number of arguments if all of them are leaves that are passed by position: then they are the leaves.
+        # The number of arguments if all are passed by position and are leaves: then `args` are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
         dims = enumerate(map(batch_dim_of, self.args))
-        # The leaf and dimension that give the batch size; without any, all calls have size 1.
+        # The leaf and the dimension that give the batch size. Without one, all calls have size 1.
         self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
 
     def described_inputs(self) -> dict[str, str]:
-        """Describe the arguments, the autocast dtype and the state that a graph was captured for."""
+        """Describe the arguments, the autocast dtype and the state that a graph is captured for."""
         described = {arg.name: str(arg) for arg in self.args}
         context = {"autocast": self.autocast, "state": self.state}
         return described | {name: short_repr(value) for name, value in context.items() if value is not None}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Return the call's leaves in the order of `args`, or None if it passes its arguments in another way."""
+        """Return the leaves of a call in the order of `args`; None if the call has another layout."""
         if not self._flat:
             leaves, spec = flatten((args, kwargs))
             return leaves if spec == self.spec else None
@@ -241,13 +241,13 @@ class Call:
     """A call of the wrapped module, after its arguments were read.
 
     Attributes:
-        binding, spec: the binding and structure of its layout.
-        size: the batch size as its layout reads it, by which its plan is found.
-        padded: rows of its graph; padding: how many of them are padding.
+        binding, spec: the binding and the structure of its layout.
+        size: the batch size as the layout reads it, which is the key of its plan.
+        padded: rows of its graph; padding: the number of padding rows among them.
         key: the key of its graph; plan_key: the key of its plan in the layout.
-        breaks: True if its graph honours breaks, so that its warmup must trace them.
-        plain: reads the plain values that it finds.
-        carried: the places of tensors that runs carry over.
+        breaks: True if its graph is piecewise, so that its warmup must trace breaks.
+        plain: reads the plain values of the module.
+        carried: the places in which runs leave tensors.
     """
 
     module: Any
@@ -272,11 +272,11 @@ class Call:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """The module's tensors and submodules; listed again after each run of the forward, which may change them."""
+        """The module's tensors and submodules; listed again after each run of the forward, which may replace them."""
         return Survey(self.module)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's own call on these arguments; returns `WithEntries` if mappings are among them."""
+        """Run the module's own call on these arguments; return `WithEntries` if mappings are among them."""
         try:
             with self.plain.run(self.module):
                 mappings = written_mappings(args, kwargs)
@@ -291,7 +291,7 @@ class Call:
             vars(self).pop("survey", None)
 
     def check(self) -> None:
-        """Refuse a call that no graph can serve, by what was learnt about its signature. Raises CannotBind."""
+        """Refuse a call that no graph can serve, by the knowledge about its signature. Raises CannotBind."""
         binding = self.binding
         if binding.refusal is not None:
             raise binding.refusal.again()
@@ -315,12 +315,12 @@ class Call:
             raise CannotBind(Reason.ALIASED, ", ".join(name for name, _ in self.tensors))
 
     def never_compared(self) -> list[str]:
-        """Name inputs that were too large to be compared, and that kernels outside of torch's dispatcher may write."""
+        """Return names of inputs that unobserved kernels may write, and that were too large to be compared."""
         compared = self.binding.written | self.binding.compared
         return [arg.name for arg in self.layout.args if is_copied(arg) and arg.name not in compared]
 
     def confirmed(self, reader: CallReader) -> bool:
-        """True if no batch dimension of the call is a guess from one batch size."""
+        """True if no batch dimension of the call is a guess that rests on one batch size."""
         return reader.confirmed(self.batch, self.leaves, self.names, self.spec)
 
     @property
@@ -331,11 +331,11 @@ class Call:
 
     @property
     def shows_python(self) -> bool:
-        """True if a run may be inside a torch function mode, under which torch's attention loses its fast path."""
+        """True if a run may use a torch function mode, under which torch's attention loses its fast path."""
         return not any(issubclass(type(module), _ATTENTION) for module in self.survey.modules.values())
 
     def host_arguments(self) -> HostArguments:
-        """Return the CPU tensors that a call on another device is passed."""
+        """Return the CPU tensors among the arguments of a call on another device."""
         arguments = HostArguments(shows_python=self.shows_python)
         for leaf, arg in zip(self.leaves, self.layout.args, strict=True):
             if isinstance(arg, (HostArg, HostInput)):
@@ -343,7 +343,7 @@ class Call:
         return arguments
 
     def at_exact_size(self) -> Call:
-        """Return the call for a graph of exactly its rows, which needs no guess about batch dimensions."""
+        """Return the call for a graph of exactly its rows, which needs no batch dimensions."""
         descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
         return dataclasses.replace(self, dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
@@ -355,5 +355,5 @@ class Call:
 
 
 def is_copied(arg: Arg) -> bool:
-    """True if a call's tensor is copied into a static input, rather than read in place."""
+    """True if the argument's tensor is copied into a static input, and not read in place."""
     return isinstance(arg, TensorArg) and arg.batch_dim != "reference"

@@ -1,6 +1,7 @@
-"""Entries that a call sets in the mappings that it is passed, such as TensorDicts: more outputs, put there at the end.
+"""Entries that a call sets in its arguments that are mappings, such as TensorDicts: they are further outputs.
 
-A graph's forward is passed mappings of its own. What it sets in them, a replay sets in the caller's.
+The captured forward is passed separate mappings. A replay sets the entries that the forward set there in the caller's
+mappings.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from simplegraph.base.nested import LibraryMapping, library_mapping
 
 
 class Passed(NamedTuple):
-    """Stands in an output for a mapping that the call was passed, by its number."""
+    """Represents, in an output, a mapping that the call was passed, by its number."""
 
     number: int
 
 
 class Removed(NamedTuple):
-    """Stands for an entry that the call deleted."""
+    """Represents an entry that the call deleted."""
 
 
 class WithEntries(NamedTuple):
-    """Holds what a run returned, and by mapping that it was passed the entries that it set."""
+    """The result of a run, and for each mapping that it was passed the entries that it set."""
 
     result: Any
     entries: tuple[dict[str, Any], ...]
 
 
 def written_mappings(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """List the mappings that a call may write: arguments, and what lies in these."""
+    """List the mappings that a call may write: arguments, and mappings inside them."""
     return [mapping for value in (*args, *kwargs.values()) for mapping in _mappings_in(value)]
 
 
@@ -43,13 +44,13 @@ def _mappings_in(value: Any) -> Iterator[Any]:
 
 
 def as_dicts(value: Any) -> Any:
-    """Copy an argument that a call may write to a dict of the same items; return another one itself."""
+    """Copy a mapping that a call may write to a dict of the same items; return other arguments as they are."""
     library = library_mapping(type(value))
     return value if library is None else {key: as_dicts(item) for key, item in library.items(value).items()}
 
 
 def states_of(mappings: Iterable[Any]) -> list[Any]:
-    """Return everything about mappings that their entries do not tell."""
+    """Return the state of mappings beside their items, such as their batch size."""
     return [_library(mapping).state(mapping) for mapping in mappings]
 
 
@@ -59,12 +60,12 @@ def items_of(mappings: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def with_entries(result: Any, mappings: Sequence[Any], before: Iterable[Mapping[str, Any]]) -> WithEntries:
-    """Return what a run returned with the entries that it set.
+    """Return the result of a run together with the entries that the run set.
 
     Args:
-        result: of the run.
-        mappings: those that it was passed, as they were listed before it.
-        before: their items before it.
+        result: the result of the run.
+        mappings: the mappings that the run was passed, as listed before the run.
+        before: their items before the run.
     """
     entries = tuple(_changes(earlier, now) for earlier, now in zip(before, items_of(mappings), strict=True))
     numbers = {id(mapping): number for number, mapping in enumerate(mappings)}
@@ -73,11 +74,11 @@ def with_entries(result: Any, mappings: Sequence[Any], before: Iterable[Mapping[
 
 
 def put_entries(result: Any, mappings: Sequence[Any]) -> Any:
-    """Set what a call set in the caller's mappings, unless it is there already; return what the call returned.
+    """Set a call's entries in the caller's mappings, unless they are there already; return the call's result.
 
     Args:
-        result: of the call.
-        mappings: those that it was passed, as they were listed before it ran.
+        result: the result of the call, with its entries.
+        mappings: the caller's mappings, as listed before the call ran.
     """
     if type(result) is not WithEntries:
         return result
@@ -101,13 +102,13 @@ def _library(mapping: Any) -> LibraryMapping:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items that are other objects, or new; those that are gone are `Removed`."""
+    """Return the items that were added or replaced; removed items have the value `Removed`."""
     put = {key: value for key, value in now.items() if key not in before or before[key] is not value}
     return put | {key: Removed() for key in before if key not in now}
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change what lies in lists, tuples and dicts; those in which nothing changes are returned themselves."""
+    """Apply `change` to the values in lists, tuples and dicts; return unchanged containers as they are."""
     changed = change(value)
     kind = type(value)
     if changed is not value or not issubclass(kind, (list, tuple, dict)):

@@ -1,4 +1,4 @@
-"""Arguments of calls, with everything that a graph fixes about them, and the static inputs that graphs read."""
+"""Arguments of calls, with all properties that a graph fixes, and the static inputs that graphs read."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 @dataclasses.dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument, with everything that a graph fixes about it.
+    """A tensor argument, with all properties that a graph fixes.
 
     Attributes:
         name: its dotted name.
         shape: its sizes, with -1 in the batch dimension.
-        batch_dim: the batch dimension; None for none; "reference" for a tensor that is read in place.
+        batch_dim: the batch dimension; None without one; "reference" for a tensor that is read in place.
         layout: the layout of its elements.
-        pad: how padding rows are filled; None if this is not declared, which means zeros.
+        pad: the declared rule for padding rows; None if none is declared: then they are zeros.
         address: the address of a tensor that is read in place; else None.
         kind: its class.
-        alias: how it shares another argument's memory; it has its own static input all the same.
+        alias: how it shares another argument's memory, although it has a static input of its own; else empty.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorArg:
 
 @dataclasses.dataclass(frozen=True)
 class HostInput(TensorArg):
-    """A CPU tensor that the forward moves to the graph's device; its static input and `device` are there."""
+    """A CPU tensor that the forward moves to the graph's device; `device` and the static input are the graph's."""
 
     def __str__(self) -> str:
         return f"{super().__str__()} from the CPU"
@@ -69,7 +69,7 @@ class HostInput(TensorArg):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantArg:
-    """A non-tensor argument, compared by class and key; the class distinguishes 1, 1.0 and True."""
+    """A constant argument, which is compared by class and key; the class distinguishes 1, 1.0 and True."""
 
     name: str
     kind: type
@@ -85,13 +85,13 @@ class ConstantArg:
             return leaf is self.leaf
         try:
             return bool(self.key == constant_key(leaf))
-        except Exception:  # a class of the user's may refuse to be compared
+        except Exception:  # a user's class may refuse to be compared
             return False
 
 
 @dataclasses.dataclass(frozen=True)
 class HostArg(ConstantArg):
-    """A small CPU tensor whose value the forward reads on the CPU: it is compared by value, and `leaf` is a copy."""
+    """A small CPU tensor that the forward reads on the CPU: it is compared by value, and `leaf` is a copy of it."""
 
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
@@ -100,13 +100,13 @@ class HostArg(ConstantArg):
 
 @dataclasses.dataclass(frozen=True)
 class SameArg(ConstantArg):
-    """An argument that is the same tensor as another one, whose name is `key`."""
+    """An argument that is the same tensor as another argument, whose name is `key`."""
 
     def __str__(self) -> str:
         return f"the tensor {self.key}"
 
     def holds(self, leaf: Any) -> bool:
-        """True if a leaf may be the same tensor; a plan compares all tensors of a call together."""
+        """True if a leaf is a tensor; a plan compares the identities of all tensors of a call together."""
         return type(leaf) in PLAIN_TENSORS and leaf.layout is torch.strided and not leaf.is_nested
 
 
@@ -136,19 +136,18 @@ def _host_key(tensor: Tensor) -> Hashable:
     return tensor.dtype, tensor.shape, value_bytes(tensor)
 
 
-# Static inputs are made for the largest size at once, so that all sizes share them, unless that would
-# take more than this; then a size gets its own when it is captured.
+# Static inputs are made for the largest size, and all sizes share them. If they would take more bytes than this, each
+# size gets static inputs of its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
-_GAP_BYTES = 64  # between rows of static inputs, if the caller's tensors have gaps of any size
-_MAX_VIEWS = 8192  # views that are kept
+_GAP_BYTES = 64  # the gaps between rows of static inputs, if the caller's tensors have gaps of any size
+_MAX_VIEWS = 8192  # the most views that are kept
 
 
 class StaticInput:
     """The static buffer of one tensor argument, and its views by batch size.
 
-    With the batch in dimension 0 the views of all sizes are the first rows of one buffer. Otherwise
-    every padded size lays its elements out contiguously from the buffer's start, as eager would,
-    and rows of different sizes overlap.
+    With the batch in dimension 0, the views of all sizes are the first rows of one buffer. Otherwise the elements of
+    every padded size are contiguous from the start of the buffer, as in eager, and rows of different sizes overlap.
 
     The static input of a `HostInput` also has a buffer on the CPU, which the forward is passed.
 
@@ -166,7 +165,7 @@ class StaticInput:
         self.pads_with_number = self.batched and self.pad not in ("keep", "repeat-last")
         self.pad_number: int | float | bool = self.pad if not isinstance(self.pad, str) else 0
         self._reference = like if arg.batch_dim == "reference" else None
-        # Never an inference tensor, whatever mode the caller is in, since those refuse writes from other modes.
+        # Never an inference tensor, whatever mode the caller is in: these refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
             shape = [rows if size == -1 else size for size in arg.shape]
             count = extent(shape, self._strides(shape)) if self._reference is None else 0
@@ -174,21 +173,21 @@ class StaticInput:
             from_host = isinstance(arg, HostInput)
             self.host = torch.full_like(self.buffer, self.pad_number, device="cpu") if from_host else None
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
-        # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache, which makes a
-        # cycle that only garbage collection frees, and buffers are large.
+        # Views are made once for each size, since slicing costs as much as a replay. `lru_cache` would make a reference
+        # cycle, and keep large buffers until a garbage collection.
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._passed: dict[tuple[int, int], Tensor] = {}
 
     def _strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        # Rows after a gap are as aligned as rows without.
+        # With this gap, rows are as well aligned as without gaps.
         return self.arg.layout.strides(shape, _GAP_BYTES // self.arg.dtype.itemsize)
 
     def view(self, padded: int) -> Tensor:
-        """Return a view of the whole input of a captured size, padding rows included."""
+        """Return a view of all rows of a captured size, padding rows included."""
         return self.part(padded, 0, padded)
 
     def part(self, padded: int, start: int, end: int) -> Tensor:
-        """Return a view of rows `start` to `end` of the input of a captured size."""
+        """Return a view of rows `start` to `end` of a captured size."""
         if self._reference is not None:
             return self._reference
         key = (padded, start, end) if self.batched else (0, 0, 0)
@@ -203,7 +202,7 @@ class StaticInput:
         return self._views[key]
 
     def passed(self, padded: int, end: int) -> Tensor:
-        """Return a view of the first rows of the tensor that the forward of a captured size is passed, in its class."""
+        """Return a view of the first rows of the tensor that the forward is passed, in the class of the argument."""
         part = self.part(padded, 0, end)
         if self.host is None and self.arg.kind is Tensor:
             return part
@@ -217,7 +216,7 @@ class StaticInput:
         return tensor if self.arg.kind is Tensor else nn.Parameter(tensor, requires_grad=False)
 
     def fill_host(self, tensor: Tensor, padded: int) -> None:
-        """Copy a call's tensor into the CPU buffer that the forward is passed, and set its padding rows."""
+        """Copy a call's tensor to the CPU buffer that the forward is passed, and set the padding rows."""
         whole, dim = self.passed(padded, padded), batch_dim_of(self.arg)
         with torch.inference_mode(False), torch.no_grad():
             if dim is None:
@@ -229,7 +228,7 @@ class StaticInput:
             tail.copy_(tensor.narrow(dim, rows - 1, 1)) if self.pad == "repeat-last" else tail.fill_(self.pad_number)
 
     def copied_part(self, padded: int, end: int, *, reference: bool = False) -> Tensor:
-        """Return a copy of the first rows of the input of a captured size, on the device that the forward expects.
+        """Return a copy of the first rows of a captured size, on the device that the forward expects.
 
         A tensor that is read in place is returned itself, unless `reference` is True.
         """
@@ -241,7 +240,7 @@ class StaticInput:
         return self._typed(made.copy_(part))
 
     def repeat(self, rows: int, padded: int) -> None:
-        """Fill padding rows by repeating the real rows, whose values are valid and not constant."""
+        """Fill the padding rows by repeating the real rows: these values are valid, and differ from row to row."""
         if isinstance(self.arg.batch_dim, int) and padded > rows:
             real = self.part(padded, 0, rows)
             self.part(padded, rows, padded).copy_(_over_and_over(real, self.arg.batch_dim, padded - rows))
@@ -249,7 +248,7 @@ class StaticInput:
 
 def _over_and_over(tensor: Tensor, dim: int, count: int, first: int = 0) -> Tensor:
     """Return `count` rows of a tensor, repeated cyclically from the row `first`."""
-    # Counted on the CPU: a GPU loads each operator at its first use, which takes longer than loading a layer.
+    # Indices are computed on the CPU: on a GPU, the first use of each operator loads a kernel.
     rows = torch.arange(first, first + count, device="cpu") % tensor.shape[dim]
     return tensor.index_select(dim, rows.to(tensor.device))
 
@@ -258,10 +257,10 @@ class InputSet:
     """The static inputs of one signature, for sizes up to `rows`.
 
     Attributes:
-        dirty: rows from this one on hold their padding values (only inputs with the batch dimension first).
-        handed_out: True if a caller holds views of the buffers, so that their contents are unknown.
+        dirty: rows from this index on hold their padding values (only inputs with the batch dimension first).
+        handed_out: True if a caller has views of the buffers, so that their contents are unknown.
         buffer_spans: the addresses of the buffers; storages: storage keys of the buffers, also of those on the CPU.
-        hosted: the inputs that a forward is passed on the CPU.
+        hosted: the static inputs of arguments that a forward is passed on the CPU.
     """
 
     def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
@@ -279,13 +278,13 @@ class InputSet:
         self.buffer_spans, self.storages = Spans(views), set(map(storage_key, (*views, *passed)))
 
     def load_hosts(self, padded: int) -> None:
-        """Fill the CPU buffers that the forward of a size is passed, for an eager run on the static inputs."""
-        with outside_modes():  # observers of the run must not take this for a write of the forward
+        """Fill the CPU buffers of a size, for an eager run on the static inputs."""
+        with outside_modes():  # hidden from observers, which would take the copies for writes of the forward
             for static in self.hosted:
                 static.passed(padded, padded).copy_(static.view(padded))
 
     def host_arguments(self, args: Sequence[Arg], *, shows_python: bool) -> HostArguments:
-        """Return the CPU tensors that the forward is passed, with the memory that the graph reads in their place."""
+        """Return the CPU tensors that the forward is passed, with the static inputs that graphs read in their place."""
         arguments = HostArguments(shows_python=shows_python)
         for arg in args:
             if isinstance(arg, HostArg):
@@ -295,18 +294,18 @@ class InputSet:
         return arguments
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
-        """Return the leaves that the forward of a captured size is passed: views of the buffers, and constants."""
+        """Return the leaves that a captured forward is passed: views of the buffers, and constants."""
         return self.passed(args, lambda static: static.passed(padded, padded))
 
     def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
-        """Return the leaves that a forward is passed: a view of each tensor's static input, and constants."""
+        """Return the leaves that a forward is passed: `view` of each static input, and constants."""
         given: dict[str, Any] = {arg.name: arg.leaf for arg in args if isinstance(arg, ConstantArg)}
         given |= {name: view(static) for name, static in self.inputs.items()}
         return [given[str(arg.key) if isinstance(arg, SameArg) else arg.name] for arg in args]
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], padded: int, first: int = 0) -> None:
-        """Fill a size by repeating a call's rows from the row `first` on: real values, which are valid as indices."""
+        """Fill a size by repeating a call's rows, starting at row `first`: real values are valid as indices."""
         given = dict(tensors)
         for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
@@ -317,21 +316,21 @@ class InputSet:
                 static.view(padded).copy_(source)
         if self.hosted:
             self.load_hosts(padded)
-        self.forget_padding()  # rows above this size may hold anything
+        self.forget_padding()  # the contents of rows above this size are unknown
 
     def forget_padding(self) -> None:
-        """Note that any row may have been written, so that no row is known to hold its padding value."""
+        """Note that no row is known to hold its padding value, since any row may have been written."""
         self.dirty = self.rows
 
     def clean(self, start: int) -> None:
-        """Set all rows from `start` on to their padding values, in inputs whose rows do not overlap between sizes."""
+        """Set all rows from `start` on to their padding values, in inputs with the batch dimension first."""
         for static in self.inputs.values():
             if static.rows_first and static.pads_with_number and start < self.dirty:
                 static.part(self.rows, start, self.dirty).fill_(static.pad_number)
         self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Clone the sources that lie in these buffers: copying one of them in could overwrite the next."""
+        """Clone the sources that are in these buffers: the copy of another source could overwrite them."""
         return [source.clone() if self.buffer_spans.hold(source.data_ptr()) else source for source in sources]
 
     @property
@@ -342,9 +341,9 @@ class InputSet:
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return for each tensor the index of the first that is the same, and of the first that begins at its address."""
+    """Return, for each tensor, the index of the first same tensor, and of the first that begins at its address."""
     objects: dict[int, int] = {}
-    starts: dict[int, int] = {0: -1}  # the address of all empty tensors
+    starts: dict[int, int] = {0: -1}  # all empty tensors have the address 0
     return [
         (objects.setdefault(id(tensor), at), starts.setdefault(tensor.data_ptr(), at))
         for at, tensor in enumerate(tensors)
@@ -352,18 +351,18 @@ def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def aliasable(args: Sequence[Arg]) -> list[int]:
-    """List the indices of the arguments whose `aliases` are part of the key: tensors that are not compared by value."""
+    """List the indices of the arguments whose `aliases` are part of the key: tensors not compared by value."""
     return [index for index, arg in enumerate(args) if isinstance(arg, (TensorArg, SameArg))]
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
-    """True if two tensors may share memory: all memory between a tensor's first and last element counts as its own."""
+    """True if two tensors may share memory, counting all memory between a tensor's first and last element."""
     spans = sorted(_span(tensor) for tensor in tensors if tensor.numel())
     return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """True if elements of a tensor may share memory, such as after `expand`; such a tensor cannot be copied to."""
+    """True if elements of a tensor may share memory, as after `expand`, so that nothing can be copied to it."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -379,13 +378,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from a tensor's first to its last."""
+    """Return the number of elements between a tensor's first and its last element, both included."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return last + 1 if 0 not in shape else 0
 
 
 class Spans:
-    """Address ranges of the storages of tensors."""
+    """The address ranges of tensors' storages."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
@@ -397,20 +396,20 @@ class Spans:
         return len(self._starts)
 
     def hold(self, address: int) -> bool:
-        """True if an address lies in one of them."""
+        """True if an address is in one of the ranges."""
         at = bisect.bisect_right(self._starts, address) - 1
         return at >= 0 and address < self._ends[at]
 
 
 def shared_rows(args: Sequence[Arg], largest: int, padded: int) -> int:
-    """Return the number of rows of static inputs: the largest size's, or this size's if that is much memory."""
+    """Return the number of rows of static inputs: the largest size, or this size if that takes too much memory."""
     batched = [arg for arg in args if isinstance(arg, TensorArg) and batch_dim_of(arg) is not None]
     row_bytes = sum(arg.dtype.itemsize * abs(torch.Size(arg.shape).numel()) for arg in batched)
     return max(largest, padded) if row_bytes * largest <= _SHARED_LIMIT_BYTES else padded
 
 
 class Slot(NamedTuple):
-    """One argument of a plan: what a call must pass, and the view that it is copied to.
+    """One argument of a plan: the expected leaf, and the view that it is copied to.
 
     Attributes:
         view: the view that a tensor is copied to; for a constant its `arg`, which no call passes.
@@ -418,7 +417,7 @@ class Slot(NamedTuple):
         address: the address of the static input.
         reference: True for a tensor that is read in place and never copied.
         kind: its class.
-        strides: strides that are known to have its layout.
+        strides: other strides that are known to have its layout.
     """
 
     view: Any
@@ -433,7 +432,7 @@ class Slot(NamedTuple):
     strides: Collection[tuple[int, ...]] = ()
 
     def is_filled_by(self, leaf: Tensor) -> bool:
-        """True if a call's tensor is the static input itself, written in place."""
+        """True if a call's tensor is the static input itself, which the caller wrote in place."""
         return leaf.data_ptr() == self.address and leaf.stride() == self.stride
 
 

@@ -1,4 +1,4 @@
-"""The memory that a forward uses beside its arguments, and its changes of arguments."""
+"""The memory that a forward uses beside its arguments, and changes that it makes to its arguments."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from simplegraph.program.snapshot import Snapshot
 
 @dataclasses.dataclass(eq=False)
 class MemoryInUse:
-    """The memory that a module's forward was seen to use beside its arguments.
+    """The memory that observed runs of a module's forward used beside its arguments.
 
     Attributes:
-        read: memory that it reads or writes; written: storage keys of memory that it writes to.
-        launched: storage keys of tensors that Triton's launches were passed, and may write to.
+        read: memory that the forward reads or writes; written: storage keys of memory that it writes.
+        launched: storage keys of tensors that Triton launches were passed, and may write to.
     """
 
     read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
@@ -52,13 +52,13 @@ class MemoryInUse:
     def add(
         self, survey: Survey, observers: Sequence[MemoryObserver], inputs: set[int], device: torch.device | None
     ) -> None:
-        """Add memory that runs were seen to use.
+        """Add memory that observed runs used.
 
         Args:
-            survey: of their module.
-            observers: of the runs.
-            inputs: storage keys of their inputs.
-            device: the device on which reference counts tell who holds memory; None for no device.
+            survey: the survey of the module.
+            observers: the observers of the runs.
+            inputs: storage keys of the runs' inputs.
+            device: the device on which reference counts show if something else holds memory; None if none.
         """
         read, module_keys = self.read, {key for tensor in survey.tensors.values() for key in tensor.memory}
         for observer in observers:
@@ -68,7 +68,7 @@ class MemoryInUse:
                     continue
                 read.keys.add(key)
                 elsewhere = read.elsewhere.get(key)
-                # If the tensor moved since, its key may be that of another's memory.
+                # If the earlier tensor was moved since, another tensor's memory may have its key.
                 if key not in module_keys and (elsewhere is None or storage_key(elsewhere.tensor) != key):
                     # Constants that are moved to the device are also held by the table.
                     read.elsewhere[key] = OwnedTensor(tensor, counts=tensor.device == device)
@@ -76,7 +76,7 @@ class MemoryInUse:
             self.written |= {key for key in observer.written if key in module_keys or key not in inputs}
 
     def check(self, call: Call) -> None:
-        """Refuse arguments in memory that the forward writes to, and written arguments in memory that it reads.
+        """Refuse arguments in memory that the forward writes, and arguments that it writes in memory that it reads.
 
         Raises:
             CannotBind: there is such an argument.
@@ -90,7 +90,7 @@ class MemoryInUse:
             raise CannotBind(Reason.ALIASED, f"{', '.join(names)} and memory of the module")
 
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
-        """Return, by the index of an argument, memory that it may not lie in if the call is replayed; see `check`."""
+        """Return (index of an argument, memory in which it must not be for a replay); see `check`."""
         tensors = {key: owned.tensor for key, owned in self.read.elsewhere.items()}
         module_parts = (part for entry in call.survey.tensors.values() for part in parts(entry.tensor))
         tensors |= {storage_key(part): part for part in module_parts if has_address(part)}
@@ -104,10 +104,10 @@ class MemoryInUse:
         return guards
 
     def save(self, table: ProgramTable, call: Call) -> SavedMemory | None:
-        """Prepare to copy all memory that a call's forward may write, its inputs included; None if it is too much.
+        """Choose the memory to save before a run of a call's forward; None if the forward writes too much.
 
-        Memory that the forward was seen to write is required. The module's other buffers and the other inputs are added
-        if they fit, since kernels that torch does not dispatch write unseen.
+        Memory that observed runs wrote is required, inputs included. The module's other buffers and the other inputs
+        are added if they fit, since writes by kernels that torch does not dispatch are not observed.
         """
         written = self.written
         device = table.device.torch_device  # no forward that is captured writes to CPU arguments
@@ -122,14 +122,14 @@ class MemoryInUse:
         free = table.device.free_memory()
         limit = copy_limit(free)
         if computes_gradients(call.module):
-            # An eager run needs about as much memory as its graph, which keeps its memory.
+            # An eager run needs about as much memory as the graph, beside the graph's own memory.
             available = free - max((graph.bytes for graph in table.stats.graphs.values()), default=0)
             any_size: bool = call.module.proves_any_size
             limit = max(0, available) if any_size else min(limit, max(0, available))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
     def _held(self, call: Call, device: torch.device) -> list[tuple[str, Tensor]]:
-        """List the module's tensors on the device, and the memory that it was seen to write, each once."""
+        """List the module's tensors on the device, and other memory that observed runs wrote, each once."""
         named = [(entry.name, part) for entry in call.survey.tensors.values() for part in parts(entry.tensor)]
         named += [
             ("memory from elsewhere", _whole(owned.tensor))
@@ -151,14 +151,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:
-    """List the random generators that the module holds or is passed: a capture must know them beforehand."""
+    """List the random generators that the module holds or is passed; a capture must register them."""
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     drawn = [*call.survey.generators.values(), *(leaf for leaf in passed if issubclass(type(leaf), torch.Generator))]
     return tuple(dict.fromkeys(drawn))
 
 
 def drawn_generators(call: Call, device: torch.device) -> tuple[torch.Generator, ...]:
-    """List the generators that the forward may draw from on a device, the CPU's included."""
+    """List the generators that the forward may draw from on a device, including the CPU's."""
     generators = (default_generator(device), torch.default_generator, *held_generators(call))
     return tuple(dict.fromkeys(generators))
 
@@ -167,10 +167,10 @@ class Undo(contextlib.ExitStack):
     """Copies memory and the states of random generators, and restores them when it is closed.
 
     Args:
-        saved: the memory; None for none.
-        generators: generators beside Python's and NumPy's.
-        kept: memory that the caller restores, and that is not copied.
-        budget: bytes beside `saved` that may be copied later.
+        saved: the memory to copy; None for none.
+        generators: random generators beside Python's and NumPy's.
+        kept: memory that the caller restores, so that it is not copied.
+        budget: the most bytes that `copy` may copy.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Undo(contextlib.ExitStack):
         return snapshot
 
     def copy(self, tensor: Tensor) -> None:
-        """Copy a tensor's whole storage, unless it was copied before or is above the budget."""
+        """Copy a tensor's whole storage, unless it was copied before or exceeds the budget."""
         if storage_key(tensor) not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:
             with outside_modes():
                 memory = SavedMemory([("", tensor)])
@@ -216,12 +216,13 @@ class Undo(contextlib.ExitStack):
 class Rehearsals(Probe):
     """Undoes the writes and random draws of rehearsed runs of a call's forward.
 
-    The module's memory is copied before such a run, if it is not too much, since kernels that torch does not dispatch
-    write unseen. Other memory is copied before an operator writes to it, if other runs wrote to it, too, and if the
-    copies fit. Memory that only this run writes may be a cache that Python expects to be filled from now on.
+    The module's memory is copied before such a run, unless it is too large, since writes by kernels that torch does not
+    dispatch are not observed. Other memory is copied before an operator writes to it, if other runs wrote to it, too,
+    and if the copy fits the budget. Memory that only this run writes stays: it may be a cache that Python code takes
+    for filled from now on.
 
     Args:
-        seen: memory that the forward was seen to use.
+        seen: the memory that observed runs of the forward used.
         table: the table of the call's graphs.
         call: the call whose forward runs.
         observers: observers of the runs since then.
@@ -262,17 +263,17 @@ def invoke_watched(
     *,
     recorded: bool = False,
 ) -> Any:
-    """Run the call's module on these arguments; note arguments that it writes, and refuse changes that no replay makes.
+    """Run a call's module; note the arguments that it writes, and refuse changes that a replay would not make.
 
-    It also refuses calls that set `.grad` of the module's tensors.
+    Calls that set `.grad` of the module's tensors are refused, too.
 
     Args:
         call: the call.
         reader: names its arguments.
         args: positional arguments.
         kwargs: keyword arguments.
-        limit: bytes of arguments that may be copied, to find writes by kernels that torch does not dispatch.
-        recorded: the run is a recording, whose gradients mean nothing outside of it.
+        limit: the most bytes of arguments to copy, to find writes by kernels that torch does not dispatch.
+        recorded: True if the run is a recording, whose gradients are undefined afterwards.
     """
     arguments = _Arguments(args, kwargs, reader)
     copies = arguments.copied(call, limit)
@@ -290,16 +291,16 @@ def invoke_watched(
 
 @contextlib.contextmanager
 def _gradients_kept(call: Call, *, put_back: bool) -> Iterator[None]:
-    """Let no graph serve calls that set gradients, but for training steps; `put_back` what they were."""
+    """Refuse graphs of calls that set gradients, except training steps; `put_back` restores the gradients."""
     is_looked_at = not computes_gradients(call.module) and call.plain.names(_SETTING_GRADIENTS)
     held = call.survey.tensors.values() if is_looked_at else ()
-    before = [(each, gradient_of(each.tensor)) for each in held]
+    before = [(entry, gradient_of(entry.tensor)) for entry in held]
     try:
         yield
     finally:
-        changed = [(each, gradient) for each, gradient in before if gradient_of(each.tensor) is not gradient]
-        for each, gradient in changed if put_back else ():
-            each.tensor.grad = gradient
+        changed = [(entry, gradient) for entry, gradient in before if gradient_of(entry.tensor) is not gradient]
+        for entry, gradient in changed if put_back else ():
+            entry.tensor.grad = gradient
     if changed:
         call.binding.refuse(
             CannotBind(Reason.PYTHON_STATE, f"the gradient of {changed[0][0].name}; {_GRADIENT_REMEDY}")
@@ -316,12 +317,12 @@ _GRADIENT_REMEDY = (
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as bytes, copied if they are not contiguous."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # One element is contiguous whatever its stride is, but torch views only a stride of 1 as bytes.
+    # A tensor of one element is contiguous with any stride, but torch views only a stride of 1 as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Arguments:
-    """The arguments of one run of a forward, as they were before it.
+    """The arguments of one run of a forward, saved before the run.
 
     Args:
         args, kwargs: the arguments of the forward.
@@ -329,7 +330,7 @@ class _Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: CallReader) -> None:
-        self._mappings = written_mappings(args, kwargs)  # whose entries are outputs
+        self._mappings = written_mappings(args, kwargs)  # their entries are outputs
         self._states = states_of(self._mappings) if self._mappings else []
         self._value = args, dict(kwargs)
         if self._mappings:
@@ -340,7 +341,7 @@ class _Arguments:
         self._looks = [_look(leaf) for leaf in self._leaves]
 
     def copied(self, call: Call, limit: int) -> list[tuple[str, Tensor, int, Tensor]]:
-        """Copy the values of tensors, small ones first; return (name, tensor, bytes of its storage, copy) of each."""
+        """Copy the values of tensors, small tensors first; return (name, tensor, bytes of its storage, copy)."""
         names = {arg.name for arg in call.layout.args if is_copied(arg)} - call.binding.written
         leaves = zip(self._names(self._spec), self._leaves, strict=True) if limit else ()
         copies = []
@@ -354,7 +355,10 @@ class _Arguments:
         return copies
 
     def effect(self, result: Any) -> CannotBind | None:
-        """Return the forward's effect on its arguments that a replay cannot have, if any; `result` is its result."""
+        """Return the refusal for a change of the arguments that a replay cannot make; None if there is none.
+
+        `result` is the result of the forward.
+        """
         (leaves, spec), names = flatten(self._value), self._names(self._spec)
         if spec != self._spec:
             changed = sorted(set(names) ^ set(self._names(spec))) or names
@@ -376,13 +380,13 @@ class _Arguments:
         return None
 
     def _remedy(self) -> str:
-        """Say what to pass in place of a library's mapping that no graph writes to; empty if there is none."""
+        """Advise what to pass instead of a library's mapping that no graph can write; empty if there is none."""
         kinds = {type(container): library_remedy(type(container)) for container in self._containers}
         return next((remedy.format("an argument", kind.__name__) for kind, remedy in kinds.items() if remedy), "")
 
 
 def _look(leaf: Any) -> Any:
-    """Describe everything about a tensor that Python can change, except its values."""
+    """Describe all properties of a tensor that Python code can change, except its values."""
     if not issubclass(type(leaf), Tensor) or not has_address(leaf):
         return None
     return lies_at(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}

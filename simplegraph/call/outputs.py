@@ -1,4 +1,4 @@
-"""Outputs: how they follow the batch size, which a replay can return, and which share memory."""
+"""Outputs: their batch dimensions, types that a replay can return, and outputs that share memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from simplegraph.call.inputs import HostArg, Slot, TensorArg, extent, overlap, o
 
 
 class OutputShapes:
-    """Learns from two different batch sizes how a forward's output follows them.
+    """Learns from two batch sizes how a forward's output follows the batch size.
 
-    A dimension that is the same at both is fixed; one that grew in proportion is a batch dimension.
-    Anything else cannot be cut out of a padded output, and only exact sizes are replayed then.
+    A dimension with the same length at both sizes is fixed; a dimension whose length grew in proportion is a batch
+    dimension. If a dimension does neither, padded outputs cannot be cut, and only exact sizes are replayed.
     """
 
     def __init__(self) -> None:
@@ -46,24 +46,24 @@ class OutputShapes:
         self._seen[batch] = described
 
     def _rules_between(self, batch: int, described: Sequence[Any]) -> list[tuple[tuple[int, int], ...]]:
-        """Return how the output follows the batch, from this size and the one seen first."""
+        """Return the rules by which outputs follow the batch size, from this size and the first one."""
         other, described_before = next(iter(self._seen.items()))
         return [_rule(batch, now, other, before) for now, before in zip(described, described_before, strict=True)]
 
     @property
     def is_learnt(self) -> bool:
-        """True if two batch sizes showed how outputs follow the batch."""
+        """True if two batch sizes have been observed."""
         return self._rules is not None
 
     def can_cut(self, padded: int) -> bool:
-        """True if outputs can be cut to the real rows once the size `padded` was seen, too."""
+        """True if outputs can be cut to the real rows as soon as the size `padded` is observed."""
         return self.is_learnt or any(size != padded for size in self._seen)
 
     def cut(self, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
         """Return views of the real rows of a padded output.
 
         Raises:
-            CannotBind: two different sizes have not been seen yet.
+            CannotBind: fewer than two sizes have been observed.
         """
         if rows == padded:
             return list(leaves)
@@ -86,7 +86,7 @@ def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
 
 
 def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int], ...]:
-    """Return the (dimension, rows per batch row) pairs of one output, from its descriptions at two batch sizes."""
+    """Return the (dimension, elements per batch row) pairs of an output, from its descriptions at two batch sizes."""
     (now, value), (before, value_before) = now, before
     if now is None:
         if before is None and (value is value_before or bool(value == value_before)):
@@ -110,7 +110,7 @@ def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int
 
 
 def unreturnable(leaves: Sequence[Any]) -> str | None:
-    """Name the first leaf of an output that a replay cannot return, or None."""
+    """Describe the first leaf of an output that a replay cannot return; None if all can be returned."""
     for leaf in leaves:
         if issubclass(type(leaf), (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
@@ -126,7 +126,7 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
 
 
 class _View(NamedTuple):
-    """An output as a view: its index, the index of the input that it lies in, and its offset there."""
+    """An output as a view: its index, the index of the input in whose memory it is, and its offset there."""
 
     output: int
     source: int
@@ -136,22 +136,22 @@ class _View(NamedTuple):
 
 
 class SharedOutputs:
-    """Hands out the outputs of a graph if some share memory.
+    """Returns the outputs of a graph if some share memory.
 
     Args:
         whole: the outputs as the forward returned them.
         passed: the leaves that the forward was passed.
         outputs: the real rows of the outputs.
-        slots: the inputs of the real rows.
+        slots: the slots of the plan, for the real rows of the inputs.
         cloned: indices of outputs in graph memory that must be cloned.
-        lent: indices of outputs in graph memory that are handed out as aliases.
+        lent: indices of outputs in graph memory that are returned as aliases of it.
 
     Attributes:
         sources: indices of the inputs that outputs are, or are views of.
         shares_memory: True if outputs share memory with each other, or with inputs.
 
     Raises:
-        CannotBind: a replay cannot hand out such outputs.
+        CannotBind: a replay cannot return such outputs.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class SharedOutputs:
         self.shares_memory = bool(self._repeated or self._passed_through or self._views or self._groups)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
-        """Return why this call's outputs cannot be views of its inputs as at the capture; None if they can.
+        """Return why this call's outputs cannot be the same views of its inputs as at the capture; None if they can.
 
         Inputs that are compared by value were captured as contiguous copies.
         """
@@ -232,14 +232,14 @@ def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View
 
 
 def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if strides give elements the same places; the stride of a dimension of size 1 has no meaning."""
+    """True if both strides lay out the elements alike; the stride of a dimension of size 1 has no meaning."""
     return one == other or all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
 
 
 def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
-    """Group outputs whose address ranges in one storage overlap, or that repeat an element.
+    """Group outputs whose address ranges in one storage overlap, and outputs that repeat an element.
 
-    Columns of a matrix share no element, but one copy of the matrix costs less than a copy of each.
+    Columns of a matrix share no element, but one copy of the matrix is cheaper than a copy of each column.
     """
     by_storage: dict[int, list[int]] = collections.defaultdict(list)
     for index in indices:
@@ -254,12 +254,12 @@ def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """True if the tensor is a lazy conjugate or negative of the values in its memory."""
+    """True if the tensor is a lazy conjugate or negation of the values in its memory."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _group(members: Sequence[int], outputs: Sequence[Any]) -> tuple[Tensor, list[_View]]:
-    """Return a view of the memory that several outputs lie in, and the outputs as views of a copy of it."""
+    """Return a view of the memory of several outputs, and the outputs as views of a copy of this memory."""
     tensors: list[Tensor] = [outputs[index] for index in members]
     if len({tensor.dtype for tensor in tensors}) > 1 or any(map(_is_lazy, tensors)):
         raise CannotBind(Reason.ALIASED, "outputs are views of one memory as different dtypes")

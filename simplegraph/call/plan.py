@@ -1,4 +1,4 @@
-"""The replay path of one kind of call: from its arguments to its outputs, with as little Python as possible."""
+"""The replay of calls of one layout and batch size: from arguments to outputs, with as little Python as possible."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from simplegraph.program.program import Program
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
-_MOST_STRIDES = 64  # remembered for a layout with gaps, whose sizes may vary
-_ALIGNMENT = 64  # bytes: the least alignment of allocators, and more than any kernel requires
+_MOST_STRIDES = 64  # the most strides that are remembered for a layout with gaps, whose sizes may vary
+_ALIGNMENT = 64  # bytes: the alignment of all allocators, and more than any kernel requires
 
 
 class Plan:
@@ -49,18 +49,18 @@ class Plan:
         table, graph: the graph to replay, and its table.
         inputs: the static inputs that the graph reads.
         state: the module's state that the graph reads.
-        guards: by the index of an argument, memory that it may not lie in.
+        guards: (index of an argument, memory in which it must not be).
 
     Attributes:
-        slots: what each leaf must be, and the view that it is copied to.
+        slots: the expected leaves, and the views that they are copied to.
         rows, padded: real rows, and rows of the graph.
         outputs: views of the real rows of a replay's outputs, and leaves that are not graph memory.
         compared: the leaves that a proof compares with eager.
         addresses: addresses of the static inputs, by name.
-        guarded: True if some calls with such arguments must run eagerly; `refusal` says which.
-        debug: True if replays check addresses first.
+        guarded: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
+        debug: True to check addresses before each replay.
         waits: True if a call returns only after its inputs are copied, so that the caller may overwrite them.
-        differentiable: True if calls under grad mode return results with a history.
+        differentiable: True if results of calls under grad mode have a gradient.
     """
 
     differentiable = False
@@ -99,12 +99,12 @@ class Plan:
         self.written_back = [at for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.name in written]
         self._tensors = aliasable(args)
         self._aliases = aliases([call.leaves[at] for at in self._tensors])
-        # Otherwise tensors have such aliases only if two copied ones begin at one address.
+        # Otherwise, arguments have such aliases only if two copied tensors begin at one address.
         self._inputs_alias = any(slot.reference for slot in self.slots) or any(
             same != at or start not in (at, -1) for at, (same, start) in enumerate(self._aliases)
         )
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
-        # If eager's copy from the CPU is complete when the call returns, so must the replay's be.
+        # If eager's copy from the CPU is complete when the call returns, the replay's copy must be complete, too.
         self.waits = not hosted.isdisjoint(call.binding.waited)
         # Eager breaks are passed the tensors on the CPU.
         self._hosts = [(index, inputs.inputs[arg.name]) for index, arg in enumerate(args) if arg.name in hosted]
@@ -123,14 +123,14 @@ class Plan:
         """Find the returned leaves that must be cloned for the caller; `spec` is their structure."""
         table, self._spec = self.table, spec
         tensors = {index: leaf for index, leaf in enumerate(whole) if issubclass(type(leaf), Tensor)}
-        self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
-        clone = (call.binding.made & tensors.keys()) - self._ours  # made from Python data: no replay makes it again
+        self._graph_outputs = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
+        clone = (call.binding.made & tensors.keys()) - self._graph_outputs  # made from Python data, not by replays
         if not self._static:
-            clone |= self._ours
+            clone |= self._graph_outputs
         self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
-        # Handed out as aliases, so that a caller's change of an output's shape does not stay.
-        self._lent = sorted(self._ours) if self._static else []
+        # Returned as aliases, so that a caller's change of an output's shape has no effect on the next call.
+        self._lent = sorted(self._graph_outputs) if self._static else []
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
         self._outputs_alias = self._shared.shares_memory
@@ -139,16 +139,16 @@ class Plan:
         self._single = single and not self._outputs_alias
 
     def proving(self) -> contextlib.AbstractContextManager[None]:
-        """Surround a proof, whose eager run must read the same addresses as replays."""
+        """Surround a proof; overridden by plans whose eager run must read the addresses of the replays."""
         return contextlib.nullcontext()
 
     @property
     def unproven(self) -> bool:
-        """True if the next such call is to be compared with eager."""
+        """True if the next such call must be compared with eager, or run eagerly."""
         return self.graph.verdict(self.rows) not in SERVED
 
     def same_layout(self, leaves: Sequence[Any]) -> bool:
-        """True if a call's tensors have the static inputs' strides and alignment, so that eager's kernels are equal."""
+        """True if a call's tensors have the static inputs' strides and alignment, so that eager runs equal kernels."""
         pairs = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
         return all(leaf.stride() == slot.stride and leaf.data_ptr() % _ALIGNMENT == 0 for leaf, slot in pairs)
 
@@ -163,12 +163,12 @@ class Plan:
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Return the copies that this call needs; None if an argument differs from the captured one, or is refused."""
+        """Return the copies that this call needs; None if an argument differs from the captured one or is refused."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         starts: set[int] = set()
         try:
-            # Unpacking is cheaper than attributes. Both have one length, as the layout checked.
+            # Unpacking is cheaper than reading attributes. The layout has checked that both have the same length.
             for leaf, (view, arg, shape, dtype, index, start, stride, reference, kind, strides) in zip(  # noqa: B905
                 leaves, self._bindings
             ):
@@ -209,18 +209,18 @@ class Plan:
         return sources, targets
 
     def _detached(self, leaves: Sequence[Any], sources: list[Tensor], targets: list[Tensor]) -> Copies | None:
-        """Clone the sources that lie in static inputs; None if one of them aliases another argument unexpectedly."""
+        """Clone the sources that are in static inputs; None if their aliases differ from the captured call's."""
         detached = self.inputs.detached(sources)
         if any(map(operator.is_not, detached, sources)) and not self._has_aliases(leaves):
             return None
         return detached, targets
 
     def _has_aliases(self, leaves: Sequence[Any]) -> bool:
-        """True if the same arguments of a call are one tensor, or begin at one address, as in the captured call."""
+        """True if the arguments of a call have the same aliases as those of the captured call; see `aliases`."""
         return aliases([leaves[at] for at in self._tensors]) == self._aliases
 
     def load(self, copies: Copies) -> None:
-        """Copy the inputs that are not in place, and set padding rows that hold other values."""
+        """Copy the inputs that are not in place, and set the padding rows that hold other values."""
         sources, targets = copies
         if self.padding:
             pads = self._overlapping  # set at every call
@@ -234,8 +234,8 @@ class Plan:
                 sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
-        # A copy from pageable CPU memory returns after it has read everything. A copy from pinned memory continues, as
-        # eager's does, unless `replay` waits for it.
+        # A copy from pageable CPU memory returns when everything is read. A copy from pinned memory goes on after the
+        # return, as in eager, unless `replay` waits for it.
         if len(sources) == 1:
             targets[0].copy_(sources[0], True)
         elif sources:
@@ -244,7 +244,7 @@ class Plan:
             tail.copy_(last)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
-        """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
+        """Return why no replay can serve these leaves; None if one can. Called only if the plan is `guarded`."""
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
@@ -267,13 +267,13 @@ class Plan:
         return self._shared.refusal(leaves)
 
     def _aliased(self, leaves: Sequence[Any]) -> bool:
-        """True if inputs share memory that their static buffers do not share, which matters if inputs are written."""
+        """True if inputs share memory, unlike their static inputs, which matters if the forward writes inputs."""
         slots = zip(leaves, self.slots, strict=True)
         pairs = overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
         return pairs or any(overlaps_itself(leaves[at]) for at in self.written_back if not self.slots[at].reference)
 
     def write_back(self, leaves: Sequence[Any]) -> None:
-        """Copy what the forward wrote to its static inputs into the caller's tensors."""
+        """Copy the static inputs that the forward wrote to the caller's tensors."""
         for index in self.written_back:
             slot = self.slots[index]
             if not slot.is_filled_by(leaves[index]):
@@ -282,7 +282,7 @@ class Plan:
             self.inputs.forget_padding()  # the forward may have written padding rows too
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        """Replay with these inputs; call with the pool's lock held.
+        """Replay with these inputs. Call it with the pool's lock held.
 
         Returns:
             The outputs in the forward's structure: clones, or graph memory with static outputs.
@@ -332,25 +332,25 @@ class Plan:
                 "Something resized or replaced it; call reset_graphs() to capture again."
             )
 
-    def handed_out(self, result: Any) -> Any:
-        """Return eager's result in the memory that a replay would return: static outputs are always the same."""
+    def in_static_outputs(self, result: Any) -> Any:
+        """Return eager's result in the static outputs, if outputs are static: each call returns the same memory."""
         if not self._static:
             return result
         leaves, _ = flatten(result)
-        ours = {id(leaves[index]): self.outputs[index].detach() for index in self._ours}
-        for index in self._ours:
+        static = {id(leaves[index]): self.outputs[index].detach() for index in self._graph_outputs}
+        for index in self._graph_outputs:
             output = self.outputs[index]
             once = tuple(slice(0, size if output.stride(dim) else 1) for dim, size in enumerate(output.shape))
-            output[once].copy_(leaves[index][once])  # once for elements that `expand` repeats, which share memory
-        return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
+            output[once].copy_(leaves[index][once])  # elements that `expand` repeats are copied once
+        return self._spec.unflatten(static.get(id(leaf), leaf) for leaf in leaves)
 
-    def whole(self, result: Any) -> Any:
-        """Return eager's result in the form that is compared with a replay's outputs."""
+    def for_comparison(self, result: Any) -> Any:
+        """Return eager's result in the form in which it is compared with a replay's outputs."""
         return result
 
 
 def _learn_strides(arg: Any, tensor: Tensor, strides: set[tuple[int, ...]]) -> bool:
-    """Add a tensor's strides to those that have an argument's layout; False if they do not have it."""
+    """Add a tensor's strides to the strides of an argument's layout; False if the tensor has another layout."""
     if layout_of(tensor, batch_dim_of(arg)) != arg.layout:
         return False
     if len(strides) >= _MOST_STRIDES:
@@ -360,5 +360,5 @@ def _learn_strides(arg: Any, tensor: Tensor, strides: set[tuple[int, ...]]) -> b
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
-    """Return the copies that set padding rows: padding numbers, and the views that they go to."""
+    """Return the copies that set padding rows: padding numbers, and the views of the rows."""
     return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]

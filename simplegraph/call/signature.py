@@ -1,4 +1,4 @@
-"""The signature of a call: its leaves, their names and batch dimensions, and everything that a graph fixes."""
+"""The signature of a call: its leaves, their names and batch dimensions, and all properties that a graph fixes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from simplegraph.program.host_modes import HostArguments, used_on_cpu
 
 _ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
 _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType
-_MAX_FORMS = 256  # call forms whose shapes are remembered; callers choose keyword names, so there may be any number
-_MAX_HOSTS = 4096  # names of CPU tensors that are remembered
+_MAX_FORMS = 256  # call forms whose shapes are remembered; there may be any number, since keyword names vary
+_MAX_HOSTS = 4096  # the most names of CPU tensors that are remembered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """Everything about a call that a graph fixes, in whatever way the arguments were passed.
+    """All properties of a call that a graph fixes, whether arguments are passed by position or by keyword.
 
-    It is a part of every graph's key, and compared by identity: calls of equal `values` share one (`CallTable`).
+    It is a part of every graph's key, and compared by identity: calls with equal `values` share one (see `CallTable`).
     """
 
     args: tuple[Arg, ...]
@@ -57,7 +57,7 @@ class Signature:
 
 
 def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
-    """Refuse settings for a misspelt argument, which would silently be padded by another rule.
+    """Refuse settings for arguments that do not exist: a misspelt argument would silently be padded by another rule.
 
     Raises:
         ConfigError: a setting names an argument that `forward` does not take.
@@ -70,7 +70,7 @@ def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
     names = [p.name for p in parameters]
     for setting in ("batch_dims", "pad_values", "length_dims"):
         for name in getattr(config, setting):
-            if name.split(".")[0] not in names and not name.startswith("self."):  # a tensor left in an attribute
+            if name.split(".")[0] not in names and not name.startswith("self."):  # "self." names carried tensors
                 hint = did_you_mean([name.split(".")[0]], names)
                 takes = ", ".join(names) or "nothing"
                 raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")
@@ -78,11 +78,11 @@ def check_names(forward: Callable[..., Any], config: CudaGraphConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentRules:
-    """Batch dimensions and padding of a module's arguments that need no declaration.
+    """The known batch dimensions and padding of the arguments of one of torch's own modules.
 
     Attributes:
-        dims: argument name -> number of dimensions -> batch dimension; other numbers of dimensions have no rule.
-        pads: argument name -> how padding rows are filled.
+        dims: argument name -> number of dimensions of the tensor -> batch dimension.
+        pads: argument name -> rule for padding rows.
     """
 
     dims: Mapping[str, Mapping[int, int | None]] = dataclasses.field(default_factory=dict)
@@ -93,7 +93,7 @@ NO_RULES = ArgumentRules()
 
 
 def argument_rules(module: nn.Module) -> ArgumentRules:
-    """Return the rules for a module's arguments; none if its forward is not one of torch's own."""
+    """Return the rules for a module's arguments; no rules if its forward is not torch's own."""
     for kind, read in _MODULES.items():
         if isinstance(module, kind) and getattr(type(module), "forward", None) in _forwards(kind):
             return read(module)
@@ -101,13 +101,13 @@ def argument_rules(module: nn.Module) -> ArgumentRules:
 
 
 def _forwards(kind: Any) -> list[Any]:
-    """List the forwards of one of torch's classes and of its subclasses in the same file."""
+    """List the forwards of a class of torch, and of its subclasses in the same file."""
     kinds = [kind, *(child for child in kind.__subclasses__() if child.__module__ == kind.__module__)]
     return [child.forward for child in kinds]
 
 
 def _recurrent(module: Any) -> ArgumentRules:
-    """Return rules for a recurrent layer; its hidden states are (layers, batch, width), whatever `batch_first` is."""
+    """Return rules for a recurrent layer, whose hidden states are (layers, batch, width) whatever `batch_first` is."""
     return ArgumentRules({"input": {3: 0 if module.batch_first else 1}, "hx": {3: 1}})
 
 
@@ -116,10 +116,10 @@ def _cell(module: Any) -> ArgumentRules:
 
 
 def _embedding_bag(module: Any) -> ArgumentRules:
-    """Return rules by which indices are the rows if offsets separate bags; offsets are part of the key, and not padded.
+    """Return rules for an embedding bag: if offsets separate bags, the indices are the rows, and offsets are constants.
 
-    Padding indices would count in the last bag, except with `padding_idx` or weights of zero. In a maximum they may
-    start to count when the embedding's weights change, so such calls run eagerly.
+    Padding indices would count in the last bag, unless `padding_idx` or weights of zero exclude them. In a maximum they
+    may begin to count when the embedding's weights change, so such calls run eagerly.
     """
     pads: dict[str, Any] = {"per_sample_weights": "zero"}
     if module.padding_idx is not None:
@@ -131,7 +131,7 @@ def _embedding_bag(module: Any) -> ArgumentRules:
 
 
 def _attention(module: Any) -> ArgumentRules:
-    """Return rules for sequences (three dimensions), masks of a batch's keys, and masks that the batch shares."""
+    """Return rules for sequences (three dimensions), masks of keys for each row, and masks that all rows share."""
     first = next((child for child in module.modules() if isinstance(child, nn.MultiheadAttention)), None)
     if first is None:  # its layers are not torch's
         return NO_RULES
@@ -157,17 +157,17 @@ _MODULES: dict[type[nn.Module], Callable[[Any], ArgumentRules]] = {
 
 
 class CallReader:
-    """Reads calls of one module: names the leaves, finds the batch dimensions, and learns from calls.
+    """Reads the calls of one module: names the leaves, finds batch dimensions, and learns from calls.
 
     Args:
         forward: the function whose parameters name the arguments.
-        config: declared batch dimensions and pad rules.
-        rules: rules that need no declaration.
+        config: declared batch dimensions and padding.
+        rules: the rules for torch's own modules.
 
     Attributes:
-        num_observed: the number of observed eager runs and captures, from which something may have been learnt.
-        hosts: by name, for CPU tensors that a forward on another device is passed, the place in the code that uses it
-            on the CPU; empty if it is only moved.
+        num_observed: the number of observed eager runs and captures; if it grew, new knowledge may be there.
+        hosts: name of a CPU tensor that a forward on another device is passed -> the line that uses it on the CPU;
+            empty if the forward only moves it.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class CallReader:
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         named = sorted(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
         self._places = {name: place for place, name in enumerate(named)}  # of arguments, in any order that they come in
-        # By the shape-free form of a call: each leaf's shapes, by its name and the batch size. The latest comes last.
+        # By the form of a call without shapes: {name of a leaf: {batch size: shape}}. The latest form comes last.
         self._seen: dict[Hashable, dict[str, dict[int, tuple[int, ...]]]] = {}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
@@ -209,7 +209,7 @@ class CallReader:
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
     def _in_one_order(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
-        """Return the same in one order, but for arguments that no parameter names: a forward sees theirs."""
+        """Return the same in the order of parameters; the order of other keywords stays, since a forward can see it."""
         return sorted(self._arguments(spec), key=lambda pair: self._places.get(pair[0], len(self._places)))
 
     def read(
@@ -238,7 +238,7 @@ class CallReader:
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
         self._check_tensors(leaves, names, tensors, hosted)  # first, since not all tensors support the calls below
         beside = len(hosted) < len(tensors)
-        by_value = {index for index in hosted if self._is_told_by_value(names[index], leaves[index], beside=beside)}
+        by_value = {index for index in hosted if self._is_compared_by_value(names[index], leaves[index], beside=beside)}
         tensors = [index for index in tensors if index not in by_value]
         exact = exact or self._exact
         anchor, anchor_dim = (-1, 0) if exact else self.anchor(leaves, names, tensors)
@@ -267,14 +267,14 @@ class CallReader:
             args.append(self._tensor(name, leaf, dim, device if index in hosted else None, alias))
         return batch, args, self._signature(args, spec, context)
 
-    def _is_told_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
+    def _is_compared_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
         """True if a CPU tensor is compared by value; False if it gets a static input on the graph's device.
 
         Args:
             name: the name of the argument.
             tensor: the argument.
-            beside: True if another argument is on the device. Then a small tensor is assumed to be a number for Python,
-                until a run shows that the forward moves it.
+            beside: True if another argument is on the device. Then a small CPU tensor is assumed to be a number that
+                Python code reads, until a run shows that the forward moves it to the device.
 
         Raises:
             CannotBind: the forward uses it on the CPU, and it is too large to be compared at every call.
@@ -287,9 +287,9 @@ class CallReader:
         return bool(where)
 
     def learn_hosts(self, seen: HostArguments) -> bool:
-        """Learn how a run used CPU tensors that it was passed; True if such calls are now read in another way.
+        """Learn how a run used CPU tensors that it was passed; True if such calls are read differently from now on.
 
-        A tensor that any run used on the CPU never counts as one that the forward only moves.
+        A tensor that any run used on the CPU never counts as a tensor that the forward only moves.
         """
         uses = dict.fromkeys(seen.moved, "") | seen.read
         new = {name: where for name, where in uses.items() if not self.hosts.get(name)}
@@ -316,7 +316,7 @@ class CallReader:
                 raise CannotBind(Reason.WRONG_DEVICE, where)
 
     def _declared(self, name: str, tensor: Tensor) -> tuple[bool, BatchDim]:
-        """Return if the batch dimension of an argument is declared, and as what; a prefix declares all below it."""
+        """Return (True if declared, batch dimension) of an argument; a prefix of its name declares all leaves below."""
         declared = self._config.batch_dims
         for prefix in prefixes(name):
             if prefix in declared:
@@ -325,7 +325,7 @@ class CallReader:
         return tensor.dim() in dims, dims.get(tensor.dim())
 
     def anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
-        """Return the index and dimension that give the batch size: the first declared, else dimension 0 of the first.
+        """Return the leaf's index and the dimension that give the batch size: the first declared one, else dimension 0.
 
         Args:
             leaves: the leaves of a call.
@@ -345,7 +345,7 @@ class CallReader:
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        """Note the shapes of a call that succeeded; with a call of another size they show the batch dimensions."""
+        """Note the shapes of a call that succeeded: two calls of different sizes show the batch dimensions."""
         names = self.names(spec)
         form = self._form(leaves, names, spec)
         shapes = self._seen[form] = self._seen.pop(form, {})
@@ -364,7 +364,7 @@ class CallReader:
         return tuple(self._in_one_order(spec)), frozenset(kinds)
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
-        """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
+        """True if each batch dimension of a call is declared, or known from two batch sizes."""
         if self._exact:
             return True
         shapes = self._seen.get(self._form(leaves, names, spec), {})
@@ -404,11 +404,11 @@ class CallReader:
         return None
 
     def _aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, SameArg | str]:
-        """Find arguments that are the same tensor as another one, or begin at its address, by name.
+        """Find arguments that are the same tensor as another argument, or begin at its address, by name.
 
-        An argument that is declared differently from the other, or that is a view, gets its own static input.
+        An argument that is declared differently, or is a view of the other argument, has a static input of its own.
         """
-        names = sorted(tensors)  # in one order, however they are passed
+        names = sorted(tensors)  # the same order for positional and keyword arguments
         shared: dict[str, SameArg | str] = {}
         for at, (same, start) in enumerate(aliases([tensors[name] for name in names])):
             name, other, tensor = names[at], names[same], tensors[names[at]]
@@ -482,7 +482,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
 
 
 def differences(before: Signature, after: Signature) -> list[str]:
-    """List the differences of two signatures: arguments, their structure, and the call's context."""
+    """Describe the differences of two signatures: arguments, their structure, and the call's context."""
     args_before, args_after = ({arg.name: str(arg) for arg in signature.args} for signature in (before, after))
     pairs = [
         (name, args_before.get(name, "absent"), args_after.get(name, "absent")) for name in args_before | args_after
@@ -515,11 +515,11 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 
 
 def _compares_by_value(value: Any) -> bool:
-    """True if a value can be a key: a class that defines equality and a hash promises that both stay."""
+    """True if a value can be a key: its class defines equality and a hash, which promises that both stay the same."""
     kind = type(value)
     try:
         hash(value)
-    except Exception:  # an array, a set, a container of these, or an object of a user's class
+    except Exception:  # such as an array, a set, or an object of a user's class
         return kind is slice
     for base in (tuple, frozenset):
         if issubclass(kind, base):

@@ -90,7 +90,7 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._memory = owner.seen.save(self._table, call)
         self._generators = drawn_generators(call, self._table.device.torch_device)
-        self._shown = True  # False if padding may only have written values that were there
+        self._is_certain = True  # False if padding may only have written values that were there
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and restore the effects of the eager run."""
@@ -119,12 +119,12 @@ class _CallProof:
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
         self._note(proof, mismatch, freed=freed)
-        return self._result if mismatch is not None else plan.handed_out(self._result)
+        return self._result if mismatch is not None else plan.in_static_outputs(self._result)
 
     def _run(self) -> Any:
         with bypassed(Reason.NESTED):
             self._result = self._call.run(self._call.args, self._call.kwargs)
-        return self._plan.whole(self._result)
+        return self._plan.for_comparison(self._result)
 
     # The comparison.
 
@@ -148,7 +148,7 @@ class _CallProof:
                 mismatch = proof.difference(first, other, rounded=True, memory=memory)
             if mismatch is None and memory:
                 mismatch = proof.written_in_part()
-                self._shown = mismatch is None
+                self._is_certain = mismatch is None
             if proof.draws:
                 mismatch = mismatch or "it draws random numbers, and other ones for padding rows, too"
             mismatch = mismatch or proof.difference(first, proof.expected, rounded=True, memory=memory)
@@ -255,7 +255,7 @@ class _CallProof:
             return
         text, where, said = verdict
         if plan.padding and not freed:
-            verb = "changes" if self._shown else "may change"
+            verb = "changes" if self._is_certain else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
             if call.binding.padding_refusal is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"

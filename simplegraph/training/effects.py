@@ -421,11 +421,12 @@ class StepPlan(Plan):
     def _is_made(self, gradient: Any) -> bool:
         return isinstance(gradient, Tensor) and self.device.in_pool(self.pool, gradient)
 
-    def whole(self, result: Any) -> Any:
+    def for_comparison(self, result: Any) -> Any:
         """Return eager's result, and the gradients that it left."""
         gradients = (parameter.grad for parameter in self.step.gradients.parameters)
         pairs = zip(gradients, self._left_gradients, strict=True)
-        return WithGradients(super().whole(result), tuple(KEPT if left is KEPT else now for now, left in pairs))
+        left_by_eager = tuple(KEPT if left is KEPT else now for now, left in pairs)
+        return WithGradients(super().for_comparison(result), left_by_eager)
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:

@@ -566,7 +566,9 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
     module = nn.Sequential(nn.Linear(6, 6, device=device))
     module.held = held = Held([None])
     kept = weakref.ref(held)
-    comparison = types.SimpleNamespace(mark=object(), moment=None, compares=lambda *_: False, tells=lambda _: False)
+    comparison = types.SimpleNamespace(
+        mark=object(), moment=None, covers=lambda *_: False, covers_versions=lambda _: False
+    )
     read = reading.Reading(list(module.modules()), [((held, 0, None),)])
     assert read.same(vars(module), comparison)
     del module.held, held, module[0]
