@@ -100,18 +100,18 @@ class Binding(SignatureRecord):
     refused: HostError | None = None
     waited: set[str] = dataclasses.field(default_factory=set)
 
-    def stop_padding(self, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True) -> None:
+    def stop_padding(self, table: ProgramTable, text: str, difference: str, remedy: str, *, warn: bool = True) -> None:
         """Run padded calls eagerly from now on, and warn about it.
 
         Args:
             table: the table of their graphs.
             text: the effect of padding, as a sentence.
-            said: the difference of the results.
+            difference: the difference of the results.
             remedy: the advice.
             warn: False if the caller raises an error.
         """
-        self.refuse_padding(CannotBind(Reason.PADDING_SHOWS, said))
-        texts = table.stats.name, text, said, "Padded batches of such calls now run eagerly.", remedy
+        self.refuse_padding(CannotBind(Reason.PADDING_SHOWS, difference))
+        texts = table.stats.name, text, difference, "Padded batches of such calls now run eagerly.", remedy
         if warn:
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
 

@@ -3,12 +3,12 @@
 manager    `CudaGraphManager`, for engines
 lifecycle  the states of sizes, the verdicts of row counts, and refusals: every change of them
 table      the Programs by key, what failed, and the one way to replay
-capture    warmups, capture sessions, second tries, other ranks
+capture    captures jobs: warmups, capture sessions, second tries, other ranks
 stats      counters, and the report
 
-What a manager does not import, but is asked for through `simplegraph.base.extras`:
+The other files are not loaded with a manager:
 
-observation  sees what runs and recordings read and write
-proof        compares a replay with what eager ran
-touched      asks the driver what graphs touch
+observation  observes the memory that runs and recordings read and write
+proof        compares replays of a graph with an eager run
+touched      asks the driver which memory graphs touch
 """

@@ -1,4 +1,4 @@
-"""The capture of a model's graphs, from the jobs to the table: warmups, sessions, second tries, other ranks."""
+"""Capture the graphs of a model, from jobs to the table: warmups, capture sessions, second tries, other ranks."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ _FLAG_REMEDY = (
 
 @dataclasses.dataclass(eq=False)
 class GraphCapture:
-    """Captures jobs in one session; their Programs go into the table.
+    """Captures jobs in one session, and adds their Programs to the table.
 
-    A capture is transactional: where one fails, everything is put back and the others go on. A size
-    that failed without a warmup of its own gets one and a second try: autotuners need it.
+    If a job fails, its changes are undone and the other jobs are captured. A job that failed without a warmup of its
+    own gets a warmup and a second try: autotuners need that.
 
     Args:
-        table: where the Programs go.
-        jobs: largest first, so that the smaller ones reuse the pool's memory.
-        settings: settings beside the configuration that must be equal on all ranks that capture together.
-        lazy: True for a single capture in the middle of serving.
-        retry: True if a size that failed gets a warmup of its own and a second try.
-        probes: called after those of the table; see `simplegraph.program.probes`.
+        table: the table for the Programs.
+        jobs: the graphs to capture, largest first, so that smaller graphs reuse the pool's memory.
+        settings: further settings that must be equal on all ranks, beside the configuration.
+        lazy: True for a single capture while serving.
+        retry: True to give jobs that failed a warmup of their own and a second try.
+        probes: probes to call after those of the table; see `simplegraph.program.probes`.
 
     Attributes:
-        runs: warmups that went well, and recordings, in their order.
+        runs: recordings, and warmups that succeeded, in order.
     """
 
     table: ProgramTable
@@ -70,9 +70,9 @@ class GraphCapture:
     retry: bool = True
     probes: Sequence[Probe] = ()
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
-    _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
+    _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # errors of eager runs, by label
     runs: list[Run] = dataclasses.field(default_factory=list, init=False)
-    _traced: list[Run] = dataclasses.field(default_factory=list)  # warmups for what breaks return
+    _traced: list[Run] = dataclasses.field(default_factory=list)  # warmups that traced breaks
 
     def __post_init__(self) -> None:
         self._ranks = self.table.ranks
@@ -81,15 +81,15 @@ class GraphCapture:
         self._followed = {job.key for job in self.jobs[: max(following, default=0)]}
 
     def run(self, num_warmups: int = 0, rehearsals: int = 0) -> CaptureSummary:
-        """Run the first job eagerly, or each job so often if `num_warmups` is above 1, then capture them all.
+        """Warm up the first job, or each job `num_warmups` times if that is above 1, then capture all jobs.
 
         Args:
-            num_warmups: real runs.
-            rehearsals: eager runs of each job after the warmups, whose effects are undone; warmups count as rehearsals.
+            num_warmups: eager runs whose effects stay.
+            rehearsals: eager runs of each job whose effects are undone; the warmups of a job count as rehearsals.
 
         Raises:
             ConfigError: ranks differ in their settings.
-            Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
+            Exception: raised by the forward itself, if no job can run even eagerly: the inputs are wrong then.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
         started = time.perf_counter()
@@ -126,7 +126,7 @@ class GraphCapture:
     def inspect(self, summary: CaptureSummary) -> CaptureSummary:
         """Let probes inspect the graphs and drop some; return the summary of the graphs that remain.
 
-        Call it when nothing can undo the captures any more.
+        Call it when the captures can no longer be undone.
         """
         for probe in reversed(self.probes):
             summary = probe.inspect(self, summary)
@@ -144,7 +144,7 @@ class GraphCapture:
                 undo(self.probes, Undone.RUN)
             try:
                 self._capture_each(session)
-            finally:  # also if another size failed
+            finally:  # also if a job failed
                 undo(self.probes, Undone.RUN)
                 unready = {}
                 with self._ranks.seconds.timed("instantiate"):
@@ -158,7 +158,7 @@ class GraphCapture:
             self._failed |= dropped
 
     def _capture_again(self) -> None:
-        """Capture a second time: a forward that sets the same flag again sets it at every run, and no replay does."""
+        """Capture again: if a recording sets the same done flag again, every run does, and no replay would."""
         jobs, table = self.jobs, self.table
         table.forget(jobs)
         undo(self.probes, Undone.RECORDINGS)
@@ -178,12 +178,12 @@ class GraphCapture:
     def _warm_up_often(self, job: CaptureJob, num_warmups: int, *, rehearsed: bool = False) -> None:
         for _ in range(num_warmups):
             if self._warm_up(job, rehearsed=rehearsed):
-                break  # its capture will say why, and other sizes may succeed
+                break  # the job's capture reports the error, and other jobs may succeed
 
     def _capture_each(self, session: CaptureSession) -> None:
-        """Observe the largest and the smallest job; the others, too, if these two read different memory."""
+        """Capture all jobs. Observe the largest and the smallest, and the others if these two read different memory."""
         jobs, table = self.jobs, self.table
-        # A warmup shows what the first job reads, except by hooks, which a warmup does not run.
+        # A warmup shows the memory that the first job reads, except by hooks: warmups run none.
         first = len(jobs) - 1 if self.runs and not table.hooks else 0
         observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
         with capture_bar(len(jobs), table.device, show=table.config.progress and self._ranks.rank == 0) as bar:
@@ -197,9 +197,9 @@ class GraphCapture:
     def _capture_or_fail(
         self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: Any = None
     ) -> None:
-        """Capture jobs; try those that failed on any rank again after a warmup of their own, and note the failures.
+        """Capture jobs; give those that failed on any rank a second try, and note the failures.
 
-        Ranks meet once for all jobs, so that none waits for the slowest after each job.
+        Ranks exchange failures once for all jobs, instead of waiting for the slowest rank after each job.
         """
         errors: dict[str, CaptureError] = {}
         undo(self.probes, Undone.RUN)  # done flags of earlier runs count for none of these jobs
@@ -218,33 +218,33 @@ class GraphCapture:
                     bar.update(job.label not in self._failed)
 
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> dict[str, CaptureError]:
-        """Capture a job after a warmup of its own; return what went wrong on any rank."""
+        """Capture a job after a warmup of its own; return the errors of all ranks."""
         undo(self.probes, Undone.RECORDINGS)
         before = len(self.runs)
         if self._warm_up(job, rehearsed=True):
             again = {job.label: error}
         else:
             if isinstance(error, EscapeError):
-                for probe in self.probes:  # the graph will read a cache that the warmup filled
+                for probe in self.probes:  # the warmup may have filled a cache, which the graph will read
                     probe.before_captures(again=True)
             recorded = self._capture_one(session, self._new_run(job, recorded=True))
             again = on_all_ranks(self.table, "capturing", [job], recorded)
-        if again or any(probe.refuses for probe in self.probes):  # then no graph needs the warmup's changes
+        if again or any(probe.refuses for probe in self.probes):  # no graph needs the warmup's changes
             undo(self.probes, Undone.SECOND_TRY, [*self._traced, *self.runs[before:]])
         return again
 
     def _new_run(
         self, job: CaptureJob, *, recorded: bool = False, rehearsed: bool = False, observed: bool = True
     ) -> Run:
-        # Where probes counted that eager runs take other branches, warmups run as recordings, to make their constants.
+        # If probes noted that eager runs take other branches, warmups take the branches of recordings.
         as_recorded = recorded or bool(self.table.constants.probe_counts)
         return Run(job.key, job, job.label, job.rows, recorded, as_recorded, rehearsed, observed)
 
     def _capture_one(self, session: CaptureSession, run: Run) -> dict[str, CaptureError]:
-        """Capture a job into the table; return what went wrong on this rank, by label."""
+        """Capture a job into the table; return the error on this rank, by label."""
         job: CaptureJob = run.job
         if job.follows is not None and job.follows not in self.table.graphs:
-            return {}  # that job's failure is reported
+            return {}  # the failure of the earlier job is reported
         try:
             for probe in self.probes:
                 probe.before_capture(run)
@@ -253,7 +253,7 @@ class GraphCapture:
                 cause = f"eager break {name_of(trace.calls[0].function)} is called in a training step"
                 raise CaptureError(_BREAK_IN_STEP.format(job.label, cause), cause=cause)
             try:
-                for hooks in self.table.hooks:  # the last step before the capture
+                for hooks in self.table.hooks:  # directly before the capture
                     hooks.before_capture(job.mode, job.descriptor)
             except Exception as error:
                 raise capture_error(error, job.label, trains=job.trains) from error
@@ -261,7 +261,7 @@ class GraphCapture:
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
                 program = self._recorded(session, run, trace)
             try:
-                support = self.table.support  # a piecewise graph may not hold attention that cannot be in one
+                support = self.table.support  # attention without full support must not be in a piecewise graph, either
                 if job.mode is CudaGraphMode.PIECEWISE and not program.breaks and support < AttentionCGSupport.ALWAYS:
                     cause = f"the attention declares {support.name}, but the forward met no eager break"
                     raise CaptureError(_HELD_ATTENTION.format(job.label, cause), cause=cause)
@@ -283,7 +283,7 @@ class GraphCapture:
                 probes=self.probes,
                 generators=job.generators,
                 trace=trace,
-                wait=False,  # the driver instantiates it while the next one is captured
+                wait=False,  # the driver instantiates the graph while the next one is captured
                 follows=None if job.follows is None else self.table.graphs[job.follows].program,
                 followed=job.key in self._followed,
             )
@@ -294,7 +294,7 @@ class GraphCapture:
             raise
 
     def _run_captured(self, run: Run) -> Any:
-        """Run the forward as it is recorded, hooks included."""
+        """Run the forward in a recording, hooks included."""
         job: CaptureJob = run.job
         with around(self.probes, run):
             outputs = job.run()
@@ -303,7 +303,7 @@ class GraphCapture:
         return outputs
 
     def _warm_up(self, job: CaptureJob, *, rehearsed: bool) -> dict[str, CaptureError]:
-        """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
+        """Run a job eagerly, so that libraries and caches are initialized at its capture; return all ranks' errors."""
         run = self._new_run(job, rehearsed=rehearsed)
         errors = self._warm_up_here(run)
         if not errors:
@@ -322,7 +322,7 @@ class GraphCapture:
         except InputError:
             raise
         except CaptureError as error:
-            return {job.label: error}  # the library's own refusal
+            return {job.label: error}  # a refusal by this library
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
             self._raised |= {} if isinstance(error, WithheldError) else {job.label: error}  # no eager call raises it
@@ -332,10 +332,10 @@ class GraphCapture:
         return {}
 
     def _trace(self, job: CaptureJob) -> BreakTrace | None:
-        """Return the trace of the job's breaks, from a warmup of its own if another size's trace does not apply."""
+        """Return the trace of the job's breaks; make it by a warmup if no trace of another size applies."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
-        # A single capture while serving may have padded rows: only its own trace shows how arguments follow the batch.
+        # A capture while serving may have padding rows: only a trace of its own size shows the batch dimensions.
         trace = self.table.traces.get(job.key) if self.lazy else self.table.trace(job.key)
         if trace is None:
             run = self._new_run(job, rehearsed=True)
@@ -347,8 +347,8 @@ class GraphCapture:
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
-    """Make the progress bar of captures; a context of None if it is hidden, for one capture, and on ranks above 0."""
-    # tqdm makes a lock that processes share, even for a hidden bar; processes that are killed leave it behind.
+    """Make the progress bar of captures; a null context for a single capture, on ranks above 0, and if it is hidden."""
+    # Even for a hidden bar, tqdm makes a lock that processes share, and that killed processes leave behind.
     if total < 2 or not show or os.environ.get("RANK", "") not in ("", "0"):
         return contextlib.nullcontext()
     return tqdm(total=total, desc=f"Capturing CUDA graphs{' (emulated)' * device.emulated}", unit="graph")

@@ -1,4 +1,4 @@
-"""The lifecycle of calls: the stage of each size, the verdict of each row count, and refusals; every change of them.
+"""The lifecycle of calls: the stage of each size, the verdict of each row count, refusals, and all their changes.
 
 A `ModuleRecord` is about all calls of a module, a `SignatureRecord` about all sizes of a signature, a `SizeRecord`
 about one size of it. docs/design.md draws `EDGES`, `VERDICT_EDGES` and `REFUSALS`.
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from simplegraph.manager.stats import GraphCounters
     from simplegraph.program.program import Program
 
-_STALE_LIMIT = 3  # drops in a row before a single replay; after that, capturing is a waste
-_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
-_TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
+_STALE_LIMIT = 3  # drops of graphs in a row without a replay in between, after which nothing is captured
+_UNSETTLED = 3  # eager runs in a row that may change a setting of torch, as a process's first run does
+_TRIES = 3  # proofs of a graph that found writes to unknown memory, after which the graph stays unverified
 
 
 class Stage(enum.Enum):
-    """The stage of one size of one signature. The value says what the next such call does."""
+    """The stage of one size of one signature. The value describes the next call of the size."""
 
     UNSEEN = "runs eagerly, and shows what the forward reads and writes"
     LEARNT = "runs eagerly: a warmup"
@@ -48,7 +48,7 @@ class Event(enum.Enum):
     FORGOTTEN = "graphs are reset or configured, or a signature is one too many"
 
 
-# An event that a stage has no edge for leaves it as it is.
+# An event without an edge from a stage leaves the stage as it is.
 EDGES: dict[tuple[Stage, Event], Stage] = {
     (Stage.UNSEEN, Event.CALLED): Stage.LEARNT,
     (Stage.LEARNT, Event.WARMED): Stage.WARM,
@@ -66,7 +66,7 @@ EDGES: dict[tuple[Stage, Event], Stage] = {
 
 
 class RowVerdict(enum.Enum):
-    """The verdict of a row count that a captured size serves. The value says what its next call does."""
+    """The verdict on a row count of a captured size. The value describes the next call with this number of rows."""
 
     DUE = "runs eagerly, and is compared with a replay"
     PROVEN = "replays"
@@ -75,7 +75,7 @@ class RowVerdict(enum.Enum):
 
 
 SERVED = frozenset({RowVerdict.PROVEN, RowVerdict.UNVERIFIED})
-# (before, after) -> what leads there.
+# (before, after) -> the event that leads from one to the other.
 VERDICT_EDGES: dict[tuple[RowVerdict, RowVerdict], str] = {
     (RowVerdict.DUE, RowVerdict.PROVEN): "a replay equals eager",
     (
@@ -90,7 +90,7 @@ VERDICT_EDGES: dict[tuple[RowVerdict, RowVerdict], str] = {
 
 
 class Scope(enum.Enum):
-    """The calls that a refusal is about."""
+    """The calls that a refusal applies to."""
 
     MODULE = "all calls of the module"
     SIGNATURE = "all calls of the signature"
@@ -100,14 +100,14 @@ class Scope(enum.Enum):
 
 
 class RefusalRule(NamedTuple):
-    """A kind of refusal that is remembered: the calls it is about, its reasons, and what ends it."""
+    """A kind of refusal that is remembered: the calls that it applies to, its reasons, and the event that ends it."""
 
     scope: Scope
     reasons: tuple[Reason, ...]
     until: str
 
 
-# Other reasons are about the one call, and nothing is remembered.
+# Refusals with other reasons apply to a single call, and are not remembered.
 REFUSALS = (
     RefusalRule(Scope.MODULE, (Reason.SWITCHED_OFF,), "`configure_graphs` sets another mode"),
     RefusalRule(Scope.MODULE, (Reason.ALLOCATOR,), "the process ends"),
@@ -129,7 +129,7 @@ REFUSALS = (
     RefusalRule(Scope.SIZE, (Reason.CAPTURE_FAILED, Reason.NOT_CAPTURED_UPFRONT), "graphs are captured again"),
     RefusalRule(Scope.ROWS, (Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED), "another call runs eagerly"),
 )
-# Such a refusal stays while nothing more is learnt of the module: it is not about the memory of one call.
+# Refusals that stay until something new is learnt of the module: they do not depend on the memory of one call.
 LASTING = frozenset(reason for rule in REFUSALS if rule.scope is not Scope.MODULE for reason in rule.reasons)
 
 
@@ -138,11 +138,11 @@ class SizeRecord:
     """The lifecycle of one size of one signature, or of one descriptor of an engine.
 
     Attributes:
-        stage: changed by events alone, as `EDGES` says.
-        rows: the verdict of each row count that has one of its own.
-        others: the verdict of all other row counts.
-        failure: why the capture failed, or the graph was dropped, for the report.
-        refusal: why calls of the size run eagerly.
+        stage: the stage; only events change it, by `EDGES`.
+        rows: the verdicts on row counts that have one of their own.
+        others: the verdict on all other row counts.
+        failure: why the capture failed, or the graph was dropped, for the report; else None.
+        refusal: why calls of the size run eagerly; None if they need not.
     """
 
     stage: Stage = Stage.UNSEEN
@@ -152,7 +152,7 @@ class SizeRecord:
     refusal: CannotBind | None = None
 
     def happened(self, event: Event) -> None:
-        """Change the stage as the event says; row counts that were refused are tried again."""
+        """Change the stage by an event; refused row counts are tried again."""
         self.stage = EDGES.get((self.stage, event), self.stage)
         self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not RowVerdict.REFUSED}
 
@@ -161,21 +161,21 @@ class SizeRecord:
         self.happened(Event.COOLED if remaining > 0 else Event.WARMED)
 
     def note_captured(self, *, compare: bool) -> None:
-        """Note that the size is captured; `compare` if calls are to be compared with replays."""
+        """Note that the size is captured; `compare` is True if calls must be compared with replays."""
         self.happened(Event.RECORDED)
         self.refusal = self.failure = None
         self.others = RowVerdict.DUE if compare else RowVerdict.UNVERIFIED
 
     def refuse(self, why: CannotBind, failure: CaptureError | None = None) -> None:
-        """Let calls of the size run eagerly; `failure` is the capture's, for the report."""
+        """Let calls of the size run eagerly; `failure` is the error of the capture, for the report."""
         self.refusal, self.failure = why, failure or self.failure
 
     def retry(self) -> None:
-        """Let the next call of the size try again what failed."""
+        """Let the next call of the size try again."""
         self.refusal = self.failure = None
 
     def check(self) -> None:
-        """Refuse a call of the size. Raises CannotBind."""
+        """Raise CannotBind if calls of the size are refused."""
         if self.refusal is not None:
             raise self.refusal.again()
 
@@ -184,24 +184,24 @@ class SizeRecord:
         self.rows[rows] = RowVerdict.REFUSED
 
     def note_dropped(self, event: Event) -> None:
-        """Note that the graph is gone; one comparison of the next graph proves all row counts that were proven."""
+        """Note that the graph is gone. The first comparison of the next graph proves all row counts proven before."""
         self.happened(event)
         self.refusal = self.failure = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CapturedGraph:
-    """The graph of one size, ready to be replayed. A size that is captured again gets a new one.
+    """The captured graph of one size. A size that is captured again gets a new `CapturedGraph`.
 
     Attributes:
         record: the record of the size.
-        replays_until_proof: replays until the next comparison with eager; 0 if the next call is compared, or the graph
-            was dropped; negative if there will be no comparison.
-        proof_distance: replays between its last such comparison and the next; it doubles. 0 before the first.
-        uncompared_runs: how many calls could not be compared.
-        operators: a hash of the operators that eager ran on as many rows as the graph has; None before it ran.
-        describe_freed: describes a kernel that uses memory freed since the capture; returns None if there is none.
-            Called before the graph's first proof only.
+        replays_until_proof: replays until the next comparison with eager; 0 if the next call is compared, or if the
+            graph was dropped; negative if there will be no comparison.
+        proof_distance: replays between the last comparison and the next one; it doubles. 0 before the first comparison.
+        uncompared_runs: the number of calls that could not be compared.
+        operators: a hash of the operators of an eager run with as many rows as the graph; None before such a run.
+        describe_freed: called before the graph's first proof. It describes a kernel that uses memory freed since the
+            capture, and returns None if there is none.
     """
 
     mode: CudaGraphMode
@@ -216,7 +216,7 @@ class CapturedGraph:
     describe_freed: Callable[[], str | None] = lambda: None
 
     def verdict(self, rows: int) -> RowVerdict:
-        """Return the verdict of calls of this row count."""
+        """Return the verdict on calls with this number of rows."""
         record = self.record
         if record.others is RowVerdict.UNVERIFIED:
             return record.others
@@ -225,9 +225,9 @@ class CapturedGraph:
 
     @property
     def rows(self) -> Collection[int] | None:
-        """The row counts that were compared with this graph or one before it; empty before this one's first comparison.
+        """The row counts that this graph or an earlier one was compared at; empty before the first comparison.
 
-        None if one comparison stands for all row counts, or none is made.
+        None if one comparison stands for all row counts, or if no comparison is made.
         """
         if self.record.others is not RowVerdict.DUE:
             return None
@@ -235,17 +235,17 @@ class CapturedGraph:
         return [rows for rows, verdict in proven.items() if verdict is RowVerdict.PROVEN]
 
     def keeps_writing_elsewhere(self) -> bool:
-        """Count a run that wrote to unknown memory and was not compared; True if it was the last to try."""
+        """Count a run that could not be compared, since it wrote to unknown memory; True if it was the last try."""
         self.uncompared_runs += 1
         return self.uncompared_runs == _TRIES
 
     def prove(self, rows: int, distance: int = 0, *, per_row_count: bool = False) -> None:
-        """Note that a call equalled eager.
+        """Note that a replay equalled eager.
 
         Args:
-            rows: its batch size.
-            distance: replays until a call is compared again, if this was the first; 0 if none is.
-            per_row_count: True if each row count is compared; else this comparison stands for all.
+            rows: the batch size of the call.
+            distance: replays until the next comparison, if this was the first one; 0 if there will be none.
+            per_row_count: True if each row count is compared; False if this comparison stands for all.
         """
         if self.replays_until_proof <= 0:
             self.proof_distance = 2 * self.proof_distance or distance
@@ -257,17 +257,17 @@ class CapturedGraph:
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
 
     def compare_again(self) -> None:
-        """Compare the next call of each row count that has a verdict of its own with eager again."""
+        """Require a new comparison for each row count that has a verdict of its own."""
         rows = self.record.rows.items()
         self.record.rows = {count: verdict for count, verdict in rows if verdict is not RowVerdict.PROVEN}
 
     def leave_unverified(self, why: str) -> None:
-        """Note that no call can be compared, and why."""
+        """Note that no call can be compared, and the cause."""
         self.record.others, self.replays_until_proof = RowVerdict.UNVERIFIED, -1
         self._note(f"unverified: {why}")
 
     def drop(self, event: Event) -> None:
-        """Free its memory; it serves no call any more."""
+        """Free the graph's memory; the graph serves no more calls."""
         self.program.drop()
         self.replays_until_proof = 0
         self.record.note_dropped(event)
@@ -283,11 +283,11 @@ class SignatureRecord:
 
     Attributes:
         called: True once a call ran eagerly with its own arguments.
-        refusal: why its calls run eagerly; padding_refusal: why those do that would be padded.
-        warm: warmup runs by padded size.
-        ran: the batch sizes that ran eagerly as they were called, by nesting.
-        sizes: by the keys of their graphs.
-        plans: by the nesting of arguments and then the batch size, how calls are replayed, or why they are not.
+        refusal: why all its calls run eagerly; padding_refusal: why calls run eagerly that would be padded.
+        warm: the number of warmup runs of each padded size.
+        ran: (structure of the arguments, batch size) of calls that ran eagerly with their own arguments.
+        sizes: the records of sizes, by the keys of their graphs.
+        plans: structure of the arguments -> batch size -> the plan or the refusal of such calls.
     """
 
     called: bool = dataclasses.field(default=False, init=False)
@@ -299,7 +299,7 @@ class SignatureRecord:
     plans: dict[TreeSpec, dict[Any, Any]] = dataclasses.field(default_factory=dict, init=False)
 
     def size(self, key: Hashable) -> SizeRecord:
-        """Find or make the record of a size, by the key of its graph."""
+        """Return the record of a size, by the key of its graph; make it if there is none."""
         record = self.sizes.get(key)
         if record is None:
             record = self.sizes[key] = SizeRecord()
@@ -325,7 +325,7 @@ class SignatureRecord:
         self.forget_plans()
 
     def refuse_padding(self, why: CannotBind) -> None:
-        """Let calls that would be padded run eagerly."""
+        """Let calls run eagerly that would be padded."""
         self.padding_refusal = why
         self.forget_plans()
 
@@ -335,7 +335,7 @@ class SignatureRecord:
             plans.clear()
 
     def note_moved(self) -> None:
-        """Note that what graphs read was moved: sizes need warmups again, and are captured again."""
+        """Note that memory that graphs read was moved: sizes need warmups, and are captured again."""
         self._end(Event.MOVED)
 
     def forget(self) -> None:
@@ -356,27 +356,27 @@ class ModuleRecord:
     """The lifecycle that all calls of one module share.
 
     Args:
-        disabled: why all calls run eagerly from the start; None if they do not.
+        disabled: why all calls run eagerly from the start; None if they need not.
     """
 
     def __init__(self, disabled: Reason | None = None) -> None:
         self.disabled = disabled
-        self._strikes = 0  # drops since graphs served a call
-        self._served_before = 0  # replays when the latest capture was paid for
+        self._strikes = 0  # drops of graphs since the last capture that paid off
+        self._served_before = 0  # the count of replays at the latest capture
         self._unsettled: list[str] = []
 
     def check(self) -> None:
-        """Refuse a call of the module. Raises CannotBind."""
+        """Raise CannotBind if calls of the module are refused."""
         if self.disabled is not None:
             raise CannotBind(self.disabled, "")
 
     def check_settled(self) -> None:
-        """Refuse to capture a forward that changes settings of torch whenever it runs. Raises CannotBind."""
+        """Raise CannotBind if the forward changes settings of torch whenever it runs."""
         if len(self._unsettled) >= _UNSETTLED:
             raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self._unsettled[-1]}")
 
     def settle(self, changed: str) -> None:
-        """Note which settings of torch an eager run changed; empty if none."""
+        """Note the settings of torch that an eager run changed; `changed` is empty if it changed none."""
         self._unsettled = [*self._unsettled, changed] if changed else []
 
     def refuse(self, reason: Reason) -> None:
@@ -384,21 +384,21 @@ class ModuleRecord:
         self.disabled = reason
 
     def note_captured(self, replays: int) -> None:
-        """Note a capture made after `replays` replays; it paid off if more follow before the graphs are dropped."""
+        """Note a capture at this count of replays. It pays off if the count grows before graphs are dropped."""
         self._served_before = replays
 
     def note_stale(self, replays: int) -> None:
-        """Note that graphs went stale after `replays` replays; if that happens too often, calls run eagerly."""
+        """Note that graphs went stale at this count of replays. If that happens too often, calls run eagerly."""
         self._strikes = 0 if replays > self._served_before else self._strikes + 1
         if self._strikes >= _STALE_LIMIT:
             self.refuse(Reason.STALE_TOO_OFTEN)
 
     def forgive(self) -> None:
-        """Forget earlier drops: they cost no request."""
+        """Forget earlier drops, for captures that no call waited for."""
         self._strikes = 0
 
     def reset(self) -> None:
-        """Start over: graphs may go stale as often as at first."""
+        """Forget all drops and refusals."""
         self.forgive()
         if self.disabled is Reason.STALE_TOO_OFTEN:
             self.disabled = None

@@ -1,11 +1,11 @@
-"""Captures, keeps and replays Programs: one for each key. For engines that own their loop and buffers.
+"""`CudaGraphManager` captures, keeps and replays Programs by key, for engines that own their loop and buffers.
 
 manager = CudaGraphManager(device="cuda", capture_sizes=[1, 2, 4, 8])
 manager.capture(run_model)                      # run_model(mode, descriptor) reads the engine's buffers
 ...
 batch = manager.dispatch(num_tokens=5)          # -> mode, padded descriptor, reason
 fill_buffers(batch.descriptor)
-hidden = manager.run(batch, run_model)          # replays; runs eagerly where nothing was captured
+hidden = manager.run(batch, run_model)          # replays, or runs eagerly without a graph
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ModeName = Literal["NONE", "OFF", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL
 
 
 class CudaGraphSettings(TypedDict, total=False):
-    """Keyword arguments for the fields of `CudaGraphConfig`, which says what each one does."""
+    """Keyword arguments for the fields of `CudaGraphConfig`; see there."""
 
     mode: CudaGraphMode | ModeName
     capture_sizes: Sequence[int] | None
@@ -74,7 +74,7 @@ class CudaGraphSettings(TypedDict, total=False):
 
 @dataclasses.dataclass(eq=False)
 class RankHooks(GraphHooks):
-    """Refuses a replay whose process group is gone or which, with `debug`, is not the other ranks' replay."""
+    """Refuses a replay if its process group is gone or, with `debug`, if other ranks replay another graph."""
 
     ranks: SingleRank
     debug: bool
@@ -86,19 +86,19 @@ class RankHooks(GraphHooks):
 
 
 class CudaGraphManager(Sleeps):
-    """Programs by key: captures them, replays them, runs eagerly where there is none, and counts it all.
+    """Captures Programs, replays them by key, runs eagerly without a graph, and counts all calls.
 
     Args:
-        config: what to capture; fields can also be given as keywords.
-        device: where, as a torch device or a `GraphDevice`.
-        pool: memory to share with other managers, whose graphs then never run at the same time.
-        support: what the attention inside the forward can do in a full graph.
+        config: the settings; fields can also be given as keywords.
+        device: a torch device or a `GraphDevice`.
+        pool: memory to share with other managers; their graphs must then never run at the same time.
+        support: the support level of the attention inside the forward.
         lora_cases: the counts of active LoRAs to capture.
         requests: True if full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
-        name: what messages and the report call it.
-        ranks: the ranks whose graphs share collectives with this one's, as a `RankGroup`; they capture together.
-        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Pass `ranks`, too,
-            so that all have the same graphs.
+        name: its name in messages and in the report.
+        ranks: the ranks whose graphs share collectives with these graphs, as a `RankGroup`; they capture together.
+        consensus: lets ranks agree on the mode and size of every step in `dispatch`. Pass `ranks`, too, so that all
+            ranks have the same graphs.
         stats: counters to continue; None for new ones.
 
     Attributes:
@@ -135,7 +135,7 @@ class CudaGraphManager(Sleeps):
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         self.consensus = consensus
         self.pool = pool or self.device.new_pool()
-        if pool is None or pool.managers:  # else no manager made it: it may have other uses
+        if pool is None or pool.managers:  # a pool that no manager made may have other uses
             self.pool.managers.add(self)
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
@@ -149,7 +149,7 @@ class CudaGraphManager(Sleeps):
             register(self)
 
     def __repr__(self) -> str:
-        """Name the manager and sum up its steps, as `wrappers` shows it."""
+        """Return the name and the counts of steps, for the list of `wrappers`."""
         return f"<{type(self).__name__} of {self.stats.name}: {self.stats.summary}>"
 
     @property
@@ -166,7 +166,7 @@ class CudaGraphManager(Sleeps):
         """Call these hooks around every capture and replay from now on.
 
         Raises:
-            ConfigError: graphs were captured without them, or the manager was made for more than they support.
+            ConfigError: graphs were captured without the hooks, or the manager is set up for more than they support.
         """
         if not isinstance(hooks, GraphHooks):
             raise ConfigError(f"hooks is {type(hooks).__name__}; expected a GraphHooks, such as an attention backend.")
@@ -196,12 +196,12 @@ class CudaGraphManager(Sleeps):
     ) -> Dispatch:
         """Choose how to run a batch; see `Dispatcher.dispatch`.
 
-        With a `consensus` all ranks run the step this way, an eager step included: each must call it once a step. A
-        rank with nothing to run dispatches 0 tokens, and runs a batch of padding.
+        With a `consensus` all ranks run the step alike, eager steps included: each rank must call `dispatch` once for
+        each step. A rank with nothing to run dispatches 0 tokens, and runs a batch of padding rows.
 
         Raises:
             RankError: the ranks did not agree.
-            CaptureSizeError: the batch is empty, with a consensus on every rank.
+            CaptureSizeError: the batch is empty; with a consensus, it is empty on every rank.
             InputError: the numbers do not fit each other.
         """
         asked = (num_tokens, num_reqs, uniform_query_len, num_active_loras)
@@ -212,14 +212,14 @@ class CudaGraphManager(Sleeps):
         if dispatched is not None and agreed == self._vote(dispatched):
             if agreed.mode is dispatched.mode:
                 return dispatched
-            # In its padded shape, run eagerly for want of a graph.
+            # There is no graph: run eagerly in the padded shape.
             return dispatched._replace(
                 mode=CudaGraphMode.NONE, reason=self._why_uncaptured((dispatched.mode, dispatched.descriptor))
             )
         return self.dispatcher.agreed(*agreed, num_tokens=num_tokens)
 
     def _vote(self, dispatched: Dispatch | None) -> Vote:
-        """Return how this rank could run; no rank may replay a graph that another does not have."""
+        """Return this rank's proposal: NONE if it has no graph, since no rank may replay a graph that another lacks."""
         if dispatched is None:
             return Vote(CudaGraphMode.FULL, 0)
         captured = (dispatched.mode, dispatched.descriptor) in self.table.graphs
@@ -233,24 +233,24 @@ class CudaGraphManager(Sleeps):
         return [key for key in self.descriptors() if key not in self.table.graphs and key not in self.table.failures]
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        """Return everything that `capture` captures, largest first."""
+        """List all descriptors that `capture` captures, largest first."""
         return self.dispatcher.descriptors()
 
     def needs_capture(self) -> bool:
-        """True if any descriptor has neither been captured nor failed to be."""
+        """True if any descriptor has not been tried yet."""
         return bool(self._uncaptured())
 
     def capture(self, forward: Forward) -> CaptureSummary:
-        """Capture every descriptor that is not captured yet, largest first, after warming up on the largest.
+        """Capture every descriptor that has no graph yet, largest first, after a warmup of the largest.
 
-        With `num_warmups` above 1, every descriptor is warmed up that many times; with 0, none is: then warm up before.
+        With `num_warmups` above 1, every descriptor is warmed up that many times. With 0 none is: warm up beforehand.
 
         Args:
             forward: called as ``forward(mode, descriptor)``; runs the model on the engine's own buffers,
                 of ``descriptor.num_tokens`` rows, whose addresses must not change afterwards.
 
         Raises:
-            CaptureError: one failed and ``on_capture_failure`` is "raise"; the others are captured. Or the
+            CaptureError: a capture failed and ``on_capture_failure`` is "raise"; the others are captured. Or the
                 stream is being captured already.
             InputError: the forward is a generator or a coroutine.
         """
@@ -276,22 +276,22 @@ class CudaGraphManager(Sleeps):
         verify: bool = False,
         state: Sequence[Tensor] = (),
     ) -> R:
-        """Replay the batch's graph, or run `forward` eagerly where there is none.
+        """Replay the batch's graph, or run `forward` eagerly if there is none.
 
         Args:
-            batch: what `dispatch` returned.
+            batch: the result of `dispatch`.
             forward: as in `capture`.
-            verify: run `forward` eagerly, replay the graph from the same start, and compare; the eager run's effects
-                stay.
-            state: with `verify`, every tensor that the forward writes and does not make.
+            verify: True to run `forward` eagerly, replay the graph from the same start, and compare. The effects of the
+                eager run stay.
+            state: with `verify`, all tensors from before the forward that it writes.
 
         Returns:
-            The outputs of the forward at its capture, padding rows included; they are graph memory, valid until the
-            next replay of any graph in the pool. With `verify` the outputs of the eager run.
+            The outputs of the captured forward, padding rows included. They are graph memory, valid until the next
+            replay of any graph in the pool. With `verify`, the outputs of the eager run.
 
         Raises:
-            InputError: `batch` is no `Dispatch`. Or, with `verify`, the forward writes other tensors than `state`, or
-                they are too large to copy.
+            InputError: `batch` is no `Dispatch`. Or, with `verify`, the forward writes tensors that are not in `state`,
+                or these are too large to copy.
             VerificationError: with `verify`, the replay differs, and ``on_capture_failure`` is "raise".
         """
         graph = self._graph_of(batch)
@@ -321,7 +321,7 @@ class CudaGraphManager(Sleeps):
         """Replay the batch's graph.
 
         Raises:
-            ReplayError: nothing was captured for it; `run` falls back to eager instead.
+            ReplayError: no graph was captured for the batch (`run` runs eagerly instead).
             InputError: `batch` is no `Dispatch`.
         """
         if (graph := self._graph_of(batch)) is None:
@@ -343,12 +343,12 @@ class CudaGraphManager(Sleeps):
         return graph.program.result()
 
     def memory_estimate(self, forward: Forward) -> MemoryEstimate:
-        """Capture every descriptor into a temporary pool, measure the memory, and drop the graphs again.
+        """Measure the memory of all graphs: capture them into a temporary pool, and drop them again.
 
-        The forward runs for real, as `capture` would run it.
+        The forward runs as in `capture`, and the effects of its warmups stay.
 
         Raises:
-            CaptureError: one of them cannot be captured.
+            CaptureError: a descriptor cannot be captured.
         """
         from simplegraph.manager.observation import engine_probes  # loaded only if needed
 
@@ -360,7 +360,7 @@ class CudaGraphManager(Sleeps):
             capture = trial.new_capture(jobs, probes=engine_probes(trial.table, trial.kept_alive, forward))
             summary = capture.run(self.config.num_warmups)
             for error in summary.failed.values():
-                raise error  # nothing was measured, so 0 bytes would be no estimate
+                raise error  # without a graph there is no estimate
             taken = [graph.bytes for graph in trial.stats.graphs.values()]
             return MemoryEstimate.measured(self.device, taken, summary.bytes)
         finally:
@@ -371,7 +371,7 @@ class CudaGraphManager(Sleeps):
         return GraphReport(self.stats, str(self.device.torch_device), emulated=self.device.emulated)
 
     def reset(self) -> None:
-        """Drop every graph and what they own, all at once: graphs may share a cuBLAS workspace."""
+        """Drop all graphs and everything that they own, at once: graphs may share a cuBLAS workspace."""
         with self.pool.lock:
             self.table.clear()
             self.kept_alive.clear()
@@ -380,11 +380,11 @@ class CudaGraphManager(Sleeps):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that capturing everything takes: of the largest graph, and of each further one.
+    """The memory that all graphs take: the largest graph, and each further graph.
 
     Attributes:
         graphs: the number of graphs.
-        first_bytes: device memory of the largest graph and of what all share.
+        first_bytes: device memory of the largest graph, and of everything that all graphs share.
         next_bytes: device memory that a further graph adds, on average.
         emulated: True if the graphs were emulated: then only their tensors count, without the driver's memory.
     """
@@ -396,15 +396,15 @@ class MemoryEstimate:
 
     @classmethod
     def measured(cls, device: GraphDevice, taken: Sequence[int], total: int) -> MemoryEstimate:
-        """Share out the memory that a capture took, while its graphs live.
+        """Make the estimate from the memory that a capture took, while its graphs are alive.
 
         Args:
-            device: where they were captured.
+            device: the device of the graphs.
             taken: bytes of each graph, the largest first.
-            total: bytes of all, with what libraries keep for a stream that they run on first.
+            total: bytes of all graphs, including memory that libraries keep for a new stream.
         """
         free, further = device.free_memory(), sum(taken[1:])
-        device.release_cached_memory()  # of warmups, which no graph needs
+        device.release_cached_memory()  # memory of warmups, which no graph needs
         first = max(total - (device.free_memory() - free), sum(taken)) - further
         return cls(len(taken), first, round(further / max(1, len(taken) - 1)), device.emulated)
 
@@ -418,7 +418,7 @@ class MemoryEstimate:
 
 
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
-    """Bind an engine's forward to one descriptor, and refuse what a capture cannot hold."""
+    """Bind an engine's forward to one descriptor; the result refuses generators and coroutines."""
 
     def run() -> Any:
         outputs = forward(mode, descriptor)

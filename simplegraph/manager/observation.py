@@ -1,4 +1,4 @@
-"""Observes eager runs and recordings operator by operator: what they read and write, and the constants they use."""
+"""Observe eager runs and recordings operator by operator: the memory that they use, and their constants."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def run_observed(
     before_write: Callable[[Tensor], object] = id,
     tensors: KnownTensors | None = None,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
-    """Run a forward eagerly, and note what it reads and writes.
+    """Run a forward eagerly, and observe the memory that it reads and writes.
 
     Args:
-        table: of the graphs that it is a warmup of; it gets their constants.
+        table: the table of the graphs; it gets the constants of a warmup.
         run: the forward.
-        key: the key of the graph, or of several graphs, that it is a warmup of; None if it is no warmup.
-        traced: True to note what its breaks return, too.
+        key: the key of the graph, or of several graphs, of which the run is a warmup; None if it is no warmup.
+        traced: True to trace its breaks, too.
         rows: its batch size, if known.
         inputs: storage keys of its tensors.
         arguments: the CPU tensors that it is passed, if it runs on another device.
         before_write: see `MemoryObserver`.
-        tensors: tells the module's tensors from data; None if every value that is read back is data.
+        tensors: distinguishes the module's tensors from data; None if every value that is read back is data.
     """
     about = Run(key=key, rows=rows, before_write=before_write)
     watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, tensors=tensors)
@@ -79,9 +79,9 @@ def _eagerly(
     device = table.device.torch_device
     host = HostWarmup(device, arguments, None if tensors is None else SteadyReads(device, tensors))
     following = contextlib.nullcontext() if run.key is None else host.following(observer)
-    # Under grad mode each use of a weight's cast adds to one gradient, and the cache is the caller's.
+    # Under grad mode the caller's cache stays on: all uses of a weight's cast then add to one gradient.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
-    # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
+    # The observer sees operators first: those of the forward, not those that replace them.
     with casts, recording_breaks(tracer), following, observer:
         yield observer
     if run.key is not None:
@@ -95,16 +95,16 @@ def _eagerly(
 class Observation(Probe):
     """Observes the runs and recordings of one capture.
 
-    Observing takes time, so if the largest and the smallest size read the same memory, all other sizes are assumed to.
+    Observing takes time: if the largest and the smallest size read the same memory, the others are not observed.
 
     Args:
-        table: of the graphs.
+        table: the table of the graphs.
 
     Attributes:
-        observers: of runs and recordings, in their order.
-        reads: CPU tensors from before whose values recordings took, by their place in memory.
-        versions: versions of the tensors whose values recordings took from warmups.
-        distrusts: True if two sizes read different memory, or one did something that a capture must not do.
+        observers: the observers of runs and recordings, in order.
+        reads: CPU tensors from before the runs whose values are constants in the graphs, by their place in memory.
+        versions: versions of the tensors from which warmups read values for recordings.
+        distrusts: True if two sizes read different memory, or if one did something that a capture must not do.
     """
 
     table: ProgramTable
@@ -115,14 +115,14 @@ class Observation(Probe):
     _answered: bool = False  # a recording took a value from a warmup
 
     def before_capture(self, run: Run) -> None:
-        """Refuse a forward that did something in an earlier run that a capture must not do."""
+        """Refuse a forward if an earlier run did something that a capture must not do."""
         for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
             raise capture_error(refused, run.label, trains=run.job.trains)
         run.owned = functools.partial(observed_tensors, self.observers)
 
     @contextlib.contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """See the operators of a run; constants that an eager one moved to the device are served to a recording."""
+        """Observe the operators of a run; a recording uses the constants that an eager run moved to the device."""
         job: CaptureJob = run.job
         if run.recorded:
             with self._recorded(run, job):

@@ -1,4 +1,4 @@
-"""Proves a graph: replays what eager just ran, from the same start, and says how the effects differ, if they do."""
+"""Prove a graph: run a batch eagerly, replay it from the same start, and compare the effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("simplegraph")
 
 
 class Effects(NamedTuple):
-    """The effects of one run: outputs, what is in the memory that it may write, and in the inputs that it writes."""
+    """The effects of one run: its outputs, and the contents of memory and of inputs that it may write."""
 
     outputs: Sequence[Any]
     memory: Sequence[Tensor]
@@ -38,34 +38,34 @@ class Effects(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Describes a difference: a sentence, the rank that found it if there are several, and how the results differ."""
+    """A replay that differs from eager: a sentence, the rank that found it (" on rank 1"), and the difference."""
 
     text: str
     where: str
-    said: str
+    difference: str
 
 
 class ReplayProof(contextlib.ExitStack):
-    """Runs a forward eagerly, once, replays its graph as often as needed from the very same start, and compares.
+    """Runs a forward eagerly once, replays its graph as often as needed from the same start, and compares.
 
-    When it is closed, memory and random generators are as eager left them. Every proof uses this class: the caller
-    brings the forward, the inputs of replays, and which of the effects count.
+    At its end, memory and random generators are as the eager run left them. Every proof uses this class: the caller
+    provides the forward and the inputs of replays, and chooses the effects that count.
 
     Args:
-        table, graph: the graph to prove, and its table. The proof's replays are not counted; its time is.
-        memory: all memory that the forward may write and does not make.
-        generators: the random generators that it may draw from.
+        table, graph: the graph to prove, and its table. Replays of the proof are not counted; the time is.
+        memory: all memory from before the run that the forward may write.
+        generators: the random generators that the forward may draw from.
 
     Attributes:
         expected: the effects of the eager run.
-        rounding: the tolerance for runs of other batch sizes; exact: that for runs of the same kernels.
-        seconds: the time that the whole proof took, once there is a verdict.
-        replay_seconds: the time that the fastest replay took.
-        structure_mismatch: how the eager run's structure of results, or its breaks, differ from a replay's; empty if
-            they do not.
+        rounding: the tolerance for runs of other batch sizes; exact: the tolerance for runs of the same kernels.
+        seconds: the time of the whole proof, once there is a verdict.
+        replay_seconds: the time of the fastest replay.
+        structure_mismatch: how the structure of the eager run's result, or its breaks, differ from a replay's; else
+            empty.
         draws: True if the eager run drew random numbers.
-        written_inputs: names of the inputs that it changed.
-        repeats: True while replays are padded by repeating the real rows; results of breaks are padded so, too.
+        written_inputs: names of the inputs that the eager run changed.
+        repeats: True while replays are padded by repeating the real rows; results of breaks are padded alike.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReplayProof(contextlib.ExitStack):
             rows: its batch size, if known.
 
         Returns:
-            Its result, and the observer of what it read and wrote.
+            Its result, and the observer of the run.
         """
         observer, graph, program = MemoryObserver(rows=rows), self._graph, self._graph.program
         self._padding = graph.descriptor.num_tokens - rows if rows else 0
@@ -102,7 +102,7 @@ class ReplayProof(contextlib.ExitStack):
             from simplegraph.program.breaks.eager import BreakTape, with_played_breaks  # not loaded for full graphs
 
             tape = BreakTape(breaking_operators(), observer, self._memory.copied)
-        # The observer is asked first, as in a warmup: it sees reads that are served.
+        # The observer sees operators first, as in a warmup: also reads that are answered by a remembered value.
         with recording_breaks(tape), around(self._table.probes, Run(as_recorded=True)), observer:
             result = wait_collectives(run())
         self.rounding, self._regions = by_least_precise(OTHER_SIZE, observer.dtypes), observer.regions
@@ -110,7 +110,7 @@ class ReplayProof(contextlib.ExitStack):
             self.exact = by_least_precise(OTHER_ORDER, observer.dtypes)
         self._after = after = self._memory.copy()
         self.callback(self._memory.put, after)
-        self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
+        self.draws = observer.may_draw and drew(self._generators, self._random)  # not a draw of another thread
         if self.draws:
             self.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, spec = flatten(result)
@@ -129,17 +129,16 @@ class ReplayProof(contextlib.ExitStack):
             except BreakError as error:
                 self.structure_mismatch = str(error)
         counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
-        self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # whose replays do not count
+        self._played = CapturedGraph(graph.mode, graph.descriptor, program, counters)  # its replays are not counted
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
         return difference(passed, expected, tolerance=self.rounding)
 
     def written_in_part(self) -> str | None:
-        """Name memory that the forward may write and eager left unchanged in part; None if there is none.
+        """Describe memory of which the eager run left a part unchanged, and that padding rows may write; None if none.
 
-        Padding rows may write values there that are there already, such as zeros to a cache's empty slot: no comparison
-        shows such a write.
+        A comparison does not show writes of values that are there already, such as zeros to an empty slot of a cache.
         """
         memory, regions = self._memory, self._regions
         whole = {WHOLE, *(lies_at(tensor) for _, tensor in memory.tensors)}
@@ -153,11 +152,11 @@ class ReplayProof(contextlib.ExitStack):
         return None
 
     def replay(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
-        """Replay, and return the effects; call after `rewind`, and when the static inputs are filled.
+        """Replay, and return the effects. Call it after `rewind`, with the static inputs filled.
 
         Args:
-            outputs: views of what the graph writes.
-            inputs: views of the static inputs, in the order of the caller's in `SavedMemory`.
+            outputs: views of the graph's outputs.
+            inputs: views of the static inputs, in the order of the inputs of `SavedMemory`.
         """
         for hooks in self._table.hooks:
             hooks.undo_step()
@@ -169,14 +168,14 @@ class ReplayProof(contextlib.ExitStack):
         return self.effects(outputs, inputs)
 
     def rewind(self) -> None:
-        """Restore memory and random generators to the start of the eager run, and let the stream use the pool."""
+        """Restore memory and random generators to the start of the eager run, and order the stream after the pool's."""
         self._table.order_streams()
         self._memory.put(self._before)
         if self.draws:
             put_random_states(self._generators, self._random)
 
     def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
-        """Copy the effects of the run that just ended."""
+        """Copy the effects of the latest run."""
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
 
@@ -189,14 +188,14 @@ class ReplayProof(contextlib.ExitStack):
         rounded: bool = False,
         memory: bool = True,
     ) -> str | None:
-        """Say how the effects of two runs differ, or None.
+        """Describe how the effects of two runs differ; None if they do not.
 
         Args:
-            actual: of one run.
-            expected: of another.
-            noise: by how much each part of `actual` differs between equal replays; as much is allowed.
-            rounded: True to allow the rounding of kernels for another batch size, to the least precise dtype that eager
-                met; else every bit must be equal, except for sums in any order.
+            actual: the effects of one run.
+            expected: the effects of the other run.
+            noise: the difference of each part of `actual` between equal replays, which is allowed.
+            rounded: True to allow the rounding of kernels for another batch size, to the least precise dtype of the
+                eager run. With False every bit must be equal, except for sums in any order.
             memory: True to compare memory, too.
         """
         return first_difference(
@@ -211,21 +210,21 @@ class ReplayProof(contextlib.ExitStack):
             tolerance=self.rounding if rounded else self.exact,
         )
 
-    def compare(self, replay: Callable[[], Effects], *, alike: bool) -> str | None:
-        """Say how a replay differs from eager, or that it fails; None if it is equal.
+    def compare(self, replay: Callable[[], Effects], *, same_kernels: bool) -> str | None:
+        """Describe how a replay differs from eager, or its error; None if it is equal.
 
         Args:
             replay: replays from the start of the eager run.
-            alike: True if eager runs the kernels of the graph, so that every bit must be equal.
+            same_kernels: True if eager runs the same kernels as the graph, so that every bit must be equal.
         """
         try:
             effects = replay()
-            return self.differs_beyond_noise(effects, self.expected, replay, rounded=not alike)
+            return self.differs_beyond_noise(effects, self.expected, replay, rounded=not same_kernels)
         except Exception as error:
             return self.failure(error)
 
     def failure(self, error: Exception) -> str:
-        """Say that a replay failed."""
+        """Describe the error of a replay."""
         logger.debug("a run of %s failed in its proof", self._graph.counters.label, exc_info=error)
         return f"a replay fails with {type(error).__name__}: {error}"
 
@@ -238,12 +237,12 @@ class ReplayProof(contextlib.ExitStack):
         rounded: bool = False,
         memory: bool = True,
     ) -> str | None:
-        """Say how a replay differs from another run by more than from equal replays; atomics make replays differ."""
+        """Describe how a replay differs from another run by more than equal replays differ, as after atomics."""
         ranks, label = self._table.ranks, f"a difference in the proof of {self._graph.counters.label}"
         compare = functools.partial(self.difference, actual, expected, rounded=rounded, memory=memory)
         mismatch, replays, varies = compare(), 0, True
         noise: list[float] = []
-        # On all ranks, or on none. Two replays of few numbers may be equal by chance.
+        # All ranks replay, or none does. Several replays, since two with few numbers may be equal by chance.
         while ranks.any(label, mismatch is not None and varies and replays < _MOST_REPLAYS):
             other, replays = again(), replays + 1
             if mismatch is not None:
@@ -256,9 +255,9 @@ class ReplayProof(contextlib.ExitStack):
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
 
     def agree(self, mismatch: str | None) -> Verdict | None:
-        """Return what differs on any rank, given what differs on this one; None if all replays equal eager.
+        """Return the verdict of all ranks, given the difference on this rank; None if all replays equal eager.
 
-        Call it when the proof is closed.
+        Call it after the end of the proof.
         """
         self.seconds = time.perf_counter() - self._started
         self._graph.counters.proof_seconds += self.seconds
@@ -269,27 +268,28 @@ class ReplayProof(contextlib.ExitStack):
         where = f" on rank {failure[0]}" if ranks.size > 1 else ""
         return Verdict(f"a replay of {label} does not equal eager{where}", where, failure[1])
 
-    def fail(self, text: str, said: str, remedy: str) -> None:
+    def fail(self, text: str, difference: str, remedy: str) -> None:
         """Raise VerificationError if ``on_capture_failure`` is "raise"."""
         if self._table.config.on_capture_failure == "raise":
-            raise VerificationError(f"{text}: {said}.\n  {remedy}")
+            raise VerificationError(f"{text}: {difference}.\n  {remedy}")
 
 
 def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-    """Run an engine's batch eagerly, and compare a replay of its graph with that.
+    """Run an engine's batch eagerly, and compare it with a replay of its graph.
 
     Args:
-        table: has the graph, by the job's key.
-        job: what the graph was captured from.
-        state: all tensors that the forward writes and does not make.
+        table: the table of the graph.
+        job: the job that the graph was captured from.
+        state: all tensors from before the run that the forward writes.
         run: runs the forward eagerly on the same buffers.
 
     Returns:
-        What the forward returned.
+        The result of the forward.
 
     Raises:
-        InputError: `state` is not all that the forward writes, so that no replay can be undone, or too large to copy.
-        VerificationError: the replay differs, and ``on_capture_failure`` is "raise"; else that size runs eagerly.
+        InputError: the forward writes tensors that are not in `state`, so that no replay can be undone; or `state` is
+            too large to copy.
+        VerificationError: the replay differs, and ``on_capture_failure`` is "raise". Otherwise the size runs eagerly.
     """
     graph, ranks = table.graphs[job.key], table.ranks
     memory = SavedMemory([(f"state {index}", tensor) for index, tensor in enumerate(state)])
@@ -312,37 +312,37 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                 proof.rewind()
                 return proof.replay(graph.program.outputs)
 
-            mismatch = proof.structure_mismatch or proof.compare(replay, alike=True)
-        verdict = proof.agree(mismatch)  # together
+            mismatch = proof.structure_mismatch or proof.compare(replay, same_kernels=True)
+        verdict = proof.agree(mismatch)  # inside `together`, since ranks exchange their results
     if verdict is None:
         graph.prove(graph.descriptor.num_tokens)
     else:
         remedy = "Its buffers must be at the same addresses as at the capture."
-        table.refuse([job], f"{verdict.text}: {verdict.said}", remedy)
-        proof.fail(verdict.text, verdict.said, remedy)
+        table.refuse([job], f"{verdict.text}: {verdict.difference}", remedy)
+        proof.fail(verdict.text, verdict.difference, remedy)
     return result
 
 
 Tolerance = Mapping[torch.dtype, float]
 
-# The largest difference allowed, as a share of the largest value: for rounding, and other kernels at other sizes.
+# The allowed difference, as a share of the largest value, for rounding and for kernels of other sizes.
 TOLERANCE: Tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 TOLERANCE = {**TOLERANCE, torch.complex128: 1e-9, torch.complex64: 1e-3}
 EXACT: Tolerance = {}
-# The same for a whole model: eager itself differs by as much from one batch size to another.
+# The same for a whole model: eager results of two batch sizes differ by as much.
 OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
-# The same if another batch size runs other operators: such a branch may change little.
+# The same if another batch size runs other operators: the effect of such a branch may be small.
 OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
-# The same if runs may add in another order: replays may all keep to one, and calls outside of graphs to another.
+# The same if runs may add in any order: replays may all use one order, and eager calls another.
 OTHER_ORDER: Tolerance = {dtype: min(16 * torch.finfo(dtype).eps, most) for dtype, most in TOLERANCE.items()}
-_MOST_REPLAYS = 4  # to learn by how much equal replays differ
-_SLACK = 4  # runs may differ by this many times the difference of two equal runs: two are a small sample
-_CHUNK = 1 << 24  # elements that are compared in double precision at a time
+_MOST_REPLAYS = 4  # the most replays to measure how much equal replays differ
+_SLACK = 4  # the allowed multiple of the difference of two equal runs, since two runs are a small sample
+_CHUNK = 1 << 24  # the number of elements that are compared in double precision at a time
 
 
 def by_least_precise(tolerance: Tolerance, met: Iterable[torch.dtype]) -> Tolerance:
-    """Widen a tolerance to that of the least precise dtype that a run met: its outputs were rounded to that dtype.
+    """Widen a tolerance to that of the least precise dtype in a run, to which its outputs were rounded.
 
     Gradients stored in float32 are no more precise than the bfloat16 that autocast computed them in.
     """
@@ -351,19 +351,19 @@ def by_least_precise(tolerance: Tolerance, met: Iterable[torch.dtype]) -> Tolera
 
 
 def _spread(actual: Any, other: Any) -> float:
-    """Return the largest difference of what two equal runs gave."""
+    """Return the largest difference of a leaf between two equal runs."""
     is_alike = isinstance(actual, Tensor) and isinstance(other, Tensor) and actual.shape == other.shape
     return gap(actual, other)[0] if is_alike and actual.dtype == other.dtype else 0.0
 
 
 def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, noise: float = 0.0) -> str | None:
-    """Say how two leaves differ beyond rounding, or None.
+    """Describe how two leaves differ beyond rounding; None if they do not.
 
     Args:
         actual: a tensor, or a value with equality.
-        expected: what eager gives.
-        tolerance: by dtype, the difference allowed as a share of the largest value; others are equal or not.
-        noise: by how much equal runs differ.
+        expected: the leaf of the eager run.
+        tolerance: dtype -> allowed difference, as a share of the largest value; values of other dtypes must be equal.
+        noise: the difference of equal runs.
     """
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         return (
@@ -385,17 +385,17 @@ def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, 
 
 
 def gap(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference of two tensors of one shape and dtype, and the largest finite value expected.
+    """Return the largest difference of two tensors of one shape and dtype, and the largest finite expected value.
 
-    The difference is 0 only where all values are the same, NaN counting as itself, and infinite where one is NaN or
-    they are infinite in another way.
+    The difference is 0 only if all values are the same, with NaN equal to NaN. It is infinite if a value is NaN or
+    infinite and the other value is not the same.
     """
     worst = scale = 0.0
     wide = torch.complex128 if actual.is_complex() else torch.float64
     for one, other in zip(_chunks(actual), _chunks(expected), strict=True):
         same = (one == other) | (one.isnan() & other.isnan())
         distance = (one.to(wide) - other.to(wide)).abs().nan_to_num(nan=float("inf"))
-        # Large integers that differ may look equal in double precision.
+        # Large integers may differ and be equal in double precision.
         distance = torch.where(distance == 0, torch.finfo(torch.float64).tiny, distance)
         worst = max(worst, torch.where(same, 0.0, distance).max().item())
         finite = other.to(wide).abs()
@@ -416,7 +416,7 @@ def first_difference(
     tolerance: Tolerance = TOLERANCE,
     noise: Sequence[float] = (),
 ) -> str | None:
-    """Say how the first of several leaves that differs does, or None; see `difference`."""
+    """Describe the first difference between two lists of leaves; None if there is none. See `difference`."""
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):
@@ -427,7 +427,7 @@ def first_difference(
 
 
 def _other_class(outputs: Sequence[Any], expected: Sequence[Any]) -> str:
-    """Say which output of a replay is not of the tensor class that eager returns; empty if all are."""
+    """Describe the first output of a replay that is not of eager's tensor class; empty if there is none."""
     for index, (output, leaf) in enumerate(zip(outputs, expected, strict=True)):
         kind = type(leaf)
         if type(output) is Tensor and kind is not Tensor and issubclass(kind, Tensor) and not is_wrapper(leaf):
@@ -436,5 +436,5 @@ def _other_class(outputs: Sequence[Any], expected: Sequence[Any]) -> str:
 
 
 def cloned(leaves: Sequence[Any]) -> list[Any]:
-    """Clone the tensors among leaves."""
+    """Return leaves with the tensors cloned."""
     return [leaf.clone() if issubclass(type(leaf), Tensor) else leaf for leaf in leaves]

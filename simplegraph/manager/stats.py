@@ -1,4 +1,4 @@
-"""Counters of captures, replays and eager calls, each fallback with its reason, and their report as text and JSON."""
+"""Counters of captures, replays and eager calls, with the reason of each eager call; and the report of them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger("simplegraph")
 # Called with (wrapper's name, reason, detail) at each eager call.
 _eager_listeners: list[Callable[[str, Reason, str], object]] = []
 
-# Reasons of calls on the way to a graph, of calls that were asked to run eagerly, and of calls with nothing to compute.
+# Expected reasons: first calls, calls that the user runs eagerly, and calls with nothing to compute.
 _NORMAL = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.SWITCHED_OFF, Reason.NESTED, Reason.EMPTY_BATCH}
-_WARNED = {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}  # by the capture or the proof that failed
-# Refusals that stay after their cause is removed, until graphs are reset.
+_WARNED = {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}  # the failed capture or proof has logged the warning
+# Refusals that last until graphs are reset, even if their cause is removed.
 _LASTING = frozenset(
     {
         *(Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.CHANGED_ARGUMENTS, Reason.UNSUPPORTED_OUTPUT),
         *(Reason.UNTRAINABLE, Reason.STALE_TOO_OFTEN),
     }
 )
-_MOST_LOGGED = 100  # causes of one wrapper
+_MOST_LOGGED = 100  # the most causes that are logged for one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
-_MOST_SIZES = 1 << 16  # different batch sizes of eager calls that are counted
+_MOST_SIZES = 1 << 16  # the most batch sizes of eager calls that are counted
 
 
 def counted(number: int, noun: str) -> str:
@@ -44,12 +44,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-_BATCH_SIZE = "batch size "  # labels of jobs begin with it
-_MOST_LISTED = 8  # sizes, one by one in a message
+_BATCH_SIZE = "batch size "  # the prefix of the labels of jobs
+_MOST_LISTED = 8  # the most sizes that a message lists
 
 
 def joined_labels(labels: Sequence[str]) -> str:
-    """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""
+    """Join the labels of jobs: "batch sizes 8, 4". Labels that differ in more than the size are listed in full."""
     sizes = [label.removeprefix(_BATCH_SIZE).partition(",") for label in labels]
     sized = all(label.startswith(_BATCH_SIZE) for label in labels)
     if len(labels) == 1 or not sized or len({suffix for _, _, suffix in sizes}) > 1:
@@ -63,13 +63,13 @@ def joined_labels(labels: Sequence[str]) -> str:
 
 
 def origin(label: str, message: str) -> str:
-    """Return a failure's message without its batch size: equal for batch sizes that fail for one cause."""
+    """Return a failure's message without its batch size, which is equal for sizes that fail for one cause."""
     first, *further = message.splitlines()
     return "\n".join([first.replace(label, "", 1), *(re.sub(r"\d+", "", line) for line in further)])
 
 
 def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Merge the messages of failures that have one origin; return the labels joined, and a message that names all.
+    """Merge the messages of failures with one cause; return (joined labels, merged message) of each cause.
 
     Args:
         failures: messages by label.
@@ -82,33 +82,33 @@ def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def headline(message: str) -> str:
-    """Return an error's first three lines as two: what failed, where and why; what to do."""
+    """Return an error's first three lines as two lines: the failure with its cause, and the advice."""
     lines = [line.strip() for line in message.splitlines()]
     return "\n    ".join([": ".join(lines[:2]), *lines[2:3]])
 
 
 def where_failed(error: CaptureError) -> str:
-    """Return what could not be captured, and the user's line: the first line of the error, without its verbs."""
+    """Return the label of the failed job and the user's line, from the first line of an error."""
     return re.sub("^capturing |^the graph of | failed$| is dropped$", "", str(error).splitlines()[0])
 
 
 @dataclasses.dataclass(slots=True)
 class GraphCounters:
-    """One captured graph: what it is, what it cost, how often it ran.
+    """The counters of one captured graph: its description, its cost, and its replays.
 
     Attributes:
-        label: what was captured, as in messages.
+        label: its name in messages.
         mode: FULL or PIECEWISE; FORWARD or BACKWARD of a training call.
         size: padded rows.
-        seconds: capture time; bytes: device memory the capture took.
-        segments, breaks: graphs it consists of, and eager calls between them.
-        nodes: operations in it, where the device can say.
-        proof: which calls were compared with eager and agreed, "exact" and "padded" ones, or why it is "unverified";
-            proof_seconds: the time that this took, the eager runs included.
+        seconds: capture time; bytes: device memory that the capture took.
+        segments, breaks: its number of segments, and of eager breaks between them.
+        nodes: the number of operations; None if the device cannot say.
+        proof: the kinds of calls that equalled eager in a comparison, "exact" and "padded", or why it is "unverified";
+            proof_seconds: the time of the comparisons, eager runs included.
         inputs: the arguments that it was captured for, by name, as text: dtype and shape, or value.
-        inventory: the memory and kernels that it touches, if the driver was asked.
+        inventory: the memory and kernels that it touches, if the driver was asked; else None.
         costs: its steps and their times; see `StepCost`.
-        paddings: how often it was replayed, by the number of padding rows, up to the largest number so far.
+        paddings: the number of replays by the number of padding rows, up to the largest number so far.
     """
 
     label: str
@@ -128,7 +128,7 @@ class GraphCounters:
 
     @property
     def replays(self) -> int:
-        """Count its replays."""
+        """The number of replays."""
         return sum(self.paddings)
 
     @property
@@ -137,7 +137,7 @@ class GraphCounters:
         return sum(itertools.accumulate(self.paddings[:0:-1]))  # a call with p padding rows is in p of the sums
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return how many calls it served, by the number of real rows; calls of a backward count at its forward."""
+        """Return the number of replayed calls by their number of real rows; none for a backward."""
         if self.mode == "BACKWARD":
             return {}
         return {self.size - padding: count for padding, count in enumerate(self.paddings) if count}
@@ -149,18 +149,18 @@ class GraphStats:
 
     Attributes:
         number: distinguishes wrappers of one process that have the same name.
-        graphs: one `GraphCounters` for every graph captured and not dropped, by key.
-        unit: the unit of batch sizes, "rows" or "tokens"; "calls" if shapes are exact, so that there are none.
-        eager: eager calls by `Reason`; slower: calls that graphs served, but in a slower way than asked for;
-            details: more about the latest call of each reason, or of the largest that was too large, if known.
-        texts: replace `Reason.text` for an integration, whose users do not know the wrapper's settings.
+        graphs: the counters of every graph that is not dropped, by key.
+        unit: the unit of batch sizes, "rows" or "tokens"; "calls" if shapes are exact, without batch sizes.
+        eager: eager calls by `Reason`; slower: calls that graphs served in a slower way than asked for;
+            details: details of the latest call of each reason, or of the largest call that was too large, if known.
+        texts: texts of an integration in place of `Reason.text`, for users who do not know the wrapper's settings.
         capture_method: name of the user's method that captures before the first call; empty if there is none.
         reset_method: name of the user's method that drops all graphs and refusals.
         captures: captures that succeeded; failures: captures that failed.
-        recaptures: how often all graphs were dropped because what they read had moved.
-        flushes: how often they were dropped because there were more signatures than `max_signatures`.
-        longest_stall: seconds of the longest call that captured a size, its own eager run and the proof included.
-        lengths: calls by their length and the captured one that they went on with, with `length_dims`.
+        recaptures: how often all graphs were dropped because memory that they read was moved.
+        flushes: how often all graphs were dropped because there were more signatures than `max_signatures`.
+        longest_stall: seconds of the longest call that captured a size, including its eager run and the proof.
+        lengths: with `length_dims`, calls by (their length, the captured length).
     """
 
     name: str = "model"
@@ -179,13 +179,13 @@ class GraphStats:
     longest_stall: float = 0.0
     lengths: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # by mode and size
+    _dropped: dict[tuple[str, int], GraphCounters] = dataclasses.field(default_factory=dict)  # totals by mode and size
     _logged: set[tuple[Reason, int, str]] = dataclasses.field(default_factory=set)
     _latest: tuple[Reason, int, str] | None = None
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, init=False)
 
     def __repr__(self) -> str:
-        """Name the wrapper, and sum up its calls; the report has all of it."""
+        """Return the wrapper's name and a summary of its calls; the report has the details."""
         return f"<{type(self).__name__} of {self.name}: {self.summary}>"
 
     @property
@@ -200,14 +200,14 @@ class GraphStats:
         return sum(graph.replays for graph in self._every_graph())
 
     def _every_graph(self) -> list[GraphCounters]:
-        """List the counters of graphs, and the totals of those that were dropped."""
+        """List the counters of all graphs, and the totals of dropped graphs."""
         return [*list(self.graphs.values()), *list(self._dropped.values())]
 
     @property
     def batch_sizes(self) -> dict[int, int]:
-        """Count the calls of each batch size, before padding: the histogram that `plan_sizes` takes.
+        """Return the number of calls by batch size, before padding: the histogram for `plan_sizes`.
 
-        Eager calls are in it if a graph of some size could have served them, which excludes calls in training mode.
+        Eager calls count if a graph of some size could have served them; calls in training mode do not.
         """
         sizes = self._eager_sizes.copy()
         for graph in self._every_graph():
@@ -240,7 +240,7 @@ class GraphStats:
         return sum(graph.proof_seconds for graph in list(self.graphs.values()))
 
     def eager_by_cost(self) -> tuple[collections.Counter[Reason], collections.Counter[Reason]]:
-        """Count the eager calls that cost speed, and the expected ones."""
+        """Return the counts of eager calls that cost speed, and of expected eager calls, by reason."""
         counts = self.eager.copy()
         learns = {Reason.OUTPUT_SHAPE_UNKNOWN} - {*self.details}  # these calls show the shape
         costly = collections.Counter({why: count for why, count in counts.items() if why not in _NORMAL | learns})
@@ -248,22 +248,22 @@ class GraphStats:
 
     @property
     def exact(self) -> bool:
-        """True if each combination of shapes has a graph of its own, without batch sizes and padding."""
+        """True if each combination of shapes has its own graph, without batch sizes and padding."""
         return self.unit == "calls"
 
     def padded_lengths(self) -> str:
-        """Say how much longer calls became by padding to captured lengths."""
+        """Describe the padding of calls to captured lengths."""
         counts = self.lengths.most_common()  # copied once: another thread may add one
         called, served = (sum(pair[at] * count for pair, count in counts) for at in (0, 1))
         shown = (f"{length} at {padded} x {count}" for (length, padded), count in counts[:_MOST_SHOWN])
         return f"  lengths x calls: {', '.join(shown)}; {1 - called / served:.0%} of what was served is padding"
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
-        """Count an eager call; the first of each cause is logged, as a warning if it costs speed.
+        """Count an eager call, and log the first call of each cause, as a warning if it costs speed.
 
         Args:
             reason: why no graph served it.
-            detail: more about the call.
+            detail: details of the call.
             size: the batch's size, if a graph of some size could serve it.
         """
         self.eager[reason] += 1
@@ -273,12 +273,12 @@ class GraphStats:
             listener(self.name, reason, detail)
         smaller = reason is Reason.BATCH_TOO_LARGE and (size or 0) < max(self._eager_sizes, default=0)
         learns = reason in _NORMAL or (reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail)
-        # A size that is added for a larger batch serves this one, too.
+        # Keep the detail of the largest batch: a size for it serves this batch, too.
         kept = self.details.get(reason, detail) if smaller else detail
         self._explain("runs eagerly", reason, kept, warn=not learns and reason not in _WARNED)
 
     def ran_slower(self, reason: Reason, detail: str) -> None:
-        """Count a call that graphs served in a slower way than asked for; the first of each cause is logged."""
+        """Count a call that graphs served in a slower way than asked for, and log the first call of each cause."""
         self.slower[reason] += 1
         self._explain("runs slower", reason, detail, warn=True)
 
@@ -301,7 +301,7 @@ class GraphStats:
         return f"{text} ({detail})" if detail else text
 
     def dropped(self, keys: Iterable[Hashable]) -> None:
-        """Keep the totals of graphs that were dropped."""
+        """Add the counters of these graphs to the totals of dropped graphs."""
         for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
             total = self._dropped.setdefault(
                 (graph.mode, graph.size), GraphCounters("", graph.mode, graph.size, 0.0, 0)
@@ -324,8 +324,8 @@ _TOTALS = (
     ),
 )
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
-_OF_SIZES = {"size", "padded"}  # columns of graphs that serve batches
-_MOST_SHOWN = 12  # sizes of batches, in one line
+_OF_SIZES = {"size", "padded"}  # columns that are left out if shapes are exact
+_MOST_SHOWN = 12  # the most batch sizes in one line
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -334,11 +334,11 @@ class GraphReport:
 
     Args:
         stats: the counters.
-        device: where the graphs are.
+        device: the device of the graphs.
         emulated: True if the graphs are emulated, which gives no speed.
         optimizations: the changes that `optimize` made to the module.
-        touched: lines about the memory that the kernels of graphs touch, if they were asked for.
-        ahead: the eager calls ("warmup", "proof") before the next replay, by batch size, for sizes that need some.
+        touched: lines about the memory that the kernels of graphs touch, if requested.
+        ahead: batch size -> the eager calls ("warmup", "proof") before the next replay, if there are any.
     """
 
     stats: GraphStats
@@ -349,7 +349,7 @@ class GraphReport:
     ahead: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything in the report as plain values; seconds, bytes, rows."""
+        """Return the report as plain values, in seconds, bytes and rows."""
         stats = self.stats
         return {
             "name": stats.name,
@@ -373,10 +373,10 @@ class GraphReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as one HTML file: sizes and their use, padding, memory, times, reasons.
+        """Write the report as an HTML file: sizes and their use, padding, memory, times, reasons.
 
         Raises:
-            ConfigError: the path does not end as an HTML file's does.
+            ConfigError: the path does not end in ".html" or ".htm".
         """
         if Path(path).suffix.lower() in (".json", ".txt", ".csv", ".pdf", ".png"):
             raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")
@@ -458,7 +458,7 @@ def _row(graph: GraphCounters) -> tuple[str, ...]:
 
 
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
-    """Return a graph's counters as plain values; `steps` only where there are several."""
+    """Return a graph's counters as plain values; `steps` only if there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
     costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
     fields |= {"inventory": None if inventory is None else inventory.to_dict(), "inputs": dict(graph.inputs)}
@@ -467,7 +467,7 @@ def _as_dict(graph: GraphCounters) -> dict[str, Any]:
 
 
 def _shares(graph: GraphCounters, stats: GraphStats) -> str:
-    """Divide a piecewise replay's time between all segments together and each break function."""
+    """Divide the time of a piecewise replay among its segments together and each break function."""
     parts: dict[str, list[float | None]] = {}
     for cost in graph.costs():
         parts.setdefault(cost.name or "segments", []).append(cost.ms)
@@ -486,7 +486,7 @@ def _mib(count: int) -> str:
 
 
 def told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
-    """Return a last column with the inputs in which graphs differ; empty if there are none."""
+    """Return a further column of the table, with the inputs in which graphs differ; empty strings if none do."""
     names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
     differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]
     told = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
@@ -505,13 +505,13 @@ class CaptureSummary:
 
     Attributes:
         captured: how many graphs were captured.
-        failed: label -> error of those that were not.
+        failed: label -> error of the captures that failed.
         seconds: wall time, warmup included, without ``inventory``.
-        bytes: device memory taken, as the device's free memory saw it.
-        parts: seconds by part: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting for
-            the slowest, ``warmup``, ``capture`` and ``instantiate``, which waits for the driver at the end.
-            ``inventory``, the time to ask the driver what graphs touch, is not part of ``seconds``.
-        switched_off: True if nothing was tried because graphs are switched off.
+        bytes: device memory taken, by the device's free memory.
+        parts: seconds by part: ``communicators`` (their setup), ``meetings`` of ranks (including the wait for the
+            slowest), ``warmup``, ``capture`` and ``instantiate`` (the wait for the driver at the end). ``inventory``,
+            the time to ask the driver what graphs touch, is not part of ``seconds``.
+        switched_off: True if nothing was captured because graphs are switched off.
     """
 
     captured: int
@@ -531,7 +531,7 @@ class CaptureSummary:
 
 
 class GraphHolder(Protocol):
-    """Holds graphs, as a manager of an engine does, or the part of a wrapped module that serves its calls.
+    """Holds graphs: an engine's manager, or the runner of a wrapped module.
 
     Attributes:
         stats: its counters.
@@ -543,33 +543,33 @@ class GraphHolder(Protocol):
         """Report captures, replays and eager calls with their reasons."""
 
 
-# Weakly, by the number of their counters: a wrapper ends with its last reference.
+# Weak references to the holders, by the number of their counters.
 _holders: weakref.WeakValueDictionary[int, GraphHolder] = weakref.WeakValueDictionary()
 
 
 def register(holder: GraphHolder) -> None:
-    """List a holder of graphs among `wrappers` for as long as it lives."""
+    """Add a holder of graphs to `wrappers` for as long as it lives."""
     _holders[holder.stats.number] = holder
 
 
 def wrappers() -> list[GraphHolder]:
-    """List everything in this process that holds graphs, oldest first: wrapped modules, functions, steps, managers.
+    """List the holders of graphs in this process, oldest first: wrapped modules, functions, steps, managers.
 
         for wrapper in sg.wrappers():
             print(wrapper.report())
 
-    Each has counters, `stats`, and a `report`. The list of holders keeps none of them alive.
+    Each has `stats` (counters) and a `report`. They are not kept alive for this list.
     """
     holders = [reference() for reference in _holders.valuerefs()]
     return sorted((holder for holder in holders if holder is not None), key=lambda holder: holder.stats.number)
 
 
 def on_eager(callback: Callable[[str, Reason, str], object]) -> Callable[[], None]:
-    """Call a function at every eager call of every wrapper, before the forward runs; for metrics of your own.
+    """Call a function at every eager call of every wrapper, before the forward runs, for your own metrics.
 
     Args:
-        callback: gets the wrapper's name, the reason and its detail, "" if there is none. It should return quickly, and
-            an exception that it raises ends the call.
+        callback: called with the wrapper's name, the reason, and its detail ("" if there is none). It should return
+            quickly; an exception that it raises ends the call.
 
     Returns:
         A function that removes the callback.

@@ -1,4 +1,4 @@
-"""The table of a model's Programs: jobs to capture, captured graphs, failures, and the one way to replay."""
+"""The table of a model's Programs: jobs to capture, captured graphs, failures, and `replay`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("simplegraph")
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
-OTHERS_TOO = "other sizes with the same cause will, too"  # if those were not tried
+OTHERS_TOO = "other sizes with the same cause will, too"  # for sizes that were not tried
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -43,17 +43,17 @@ class CaptureJob:
     """One graph to capture.
 
     Attributes:
-        key: the key to replay it by.
-        mode, descriptor: the calls that it serves.
-        run: the forward, on static inputs.
-        generators: random generators the forward draws from, beside the default one.
+        key: the key of the graph.
+        mode, descriptor: the mode and the batch shape of the calls that it will serve.
+        run: runs the forward on static inputs.
+        generators: random generators that the forward draws from, beside the default one.
         inputs: the arguments that it is captured for, by name, as text for the report.
         exact: True if it has no batch dimension, so that labels name the inputs instead.
         name: returns the name of a tensor that the forward reads, for messages; None if it has none.
-        tensors: tells the module's tensors from data; None if no graph may take values of them.
+        tensors: distinguishes the module's tensors from data; None if no value of a tensor may be a constant.
         part: "forward" or "backward" of a training call; "" for a whole call.
-        follows: the key of an earlier job whose graph is always replayed first, and whose memory it reads.
-        refused: why it cannot be captured, if a run showed that.
+        follows: the key of an earlier job whose graph is always replayed first, and whose memory this graph reads.
+        refused: the error of a run that showed that it cannot be captured; else None.
         arguments: the CPU tensors that the forward is passed, if the graph is for another device.
         record: the record of the size.
         trains: True for a training step or a part of a training call: its graph can contain no eager break.
@@ -97,12 +97,12 @@ class CaptureJob:
 
 
 class GraphHooks:
-    """Calls around a captured run, for another library. Override the methods you need.
+    """Hooks around captures and replays, for another library. Override the methods you need.
 
     Attention backends plan in `before_replay`; an offloader joins its copy stream in `end_of_forward`.
 
     Attributes:
-        support: what its part of the forward can do in a full graph.
+        support: the support level of its part of the forward.
         max_num_reqs: the most requests that its part of a step can have; None for any number. A manager of full graphs
             must be made for no more (`max_num_seqs`), so that none is captured for a batch that cannot occur.
     """
@@ -116,28 +116,28 @@ class GraphHooks:
         return {}
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Set up what this descriptor's graph will read; called before the capture, outside of it."""
+        """Set up the memory that this descriptor's graph will read; called directly before the capture."""
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Refresh what the graph reads; called before every replay, outside the graph."""
+        """Update the memory that the graph reads; called before every replay, outside the graph."""
 
     def undo_step(self) -> None:
-        """Allow the last step to run once more: a proof undid its writes, and is about to replay it."""
+        """Allow the last step to run once more: a proof has undone its writes, and will replay it."""
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run after the forward, inside the capture: all operators that run here are recorded."""
+        """Called after the forward, inside the capture: operators that run here are recorded."""
 
 
 @dataclasses.dataclass(eq=False)
 class ProgramTable:
-    """Programs by key, and everything that their captures and replays share.
+    """Programs by key, and the state that their captures and replays share.
 
     Args:
-        config: what to capture.
+        config: the settings.
         device: the device of the Programs.
-        pool: the memory that the Programs live in.
+        pool: the memory of the Programs.
         ranks: the ranks that capture together.
-        support: what the attention inside the forward can do in a full graph.
+        support: the support level of the attention inside the forward.
         stats: counts captures and replays.
 
     Attributes:
@@ -145,11 +145,11 @@ class ProgramTable:
         records: records of the sizes that were captured, or failed to be, by key.
         hooks: called around every capture and replay.
         constants: device tensors that warmups made from Python data, for captures.
-        foreign: tensors that graphs touch and no operator was passed; they are kept alive.
-        accounted: the memory that the last captures were seen to read, and that was kept alive then.
+        foreign: tensors that graphs touch though no operator was passed them; they are kept alive.
+        accounted: the memory that observed runs of the last captures read, and that is kept alive.
         traces: traces of breaks from warmups, by key.
-        unowned: addresses that graphs touch and that are in no tensor's memory.
-        probes: probes of extras, which are called at every run and capture.
+        unowned: addresses that graphs touch, and that are in no tensor's memory.
+        probes: probes of extras, for every run and capture.
     """
 
     config: CudaGraphConfig
@@ -176,7 +176,7 @@ class ProgramTable:
         return {key: record.failure for key, record in self.records.items() if record.failure is not None}
 
     def replay(self, graph: CapturedGraph, padding: int = 0) -> None:
-        """Replay a graph with `padding` rows of padding. Call after `order_streams`, with the pool's lock held."""
+        """Replay a graph with this number of padding rows. Call it after `order_streams`, with the pool's lock held."""
         for hooks in self.hooks:
             hooks.before_replay(graph.mode, graph.descriptor)
         program = graph.program
@@ -195,7 +195,7 @@ class ProgramTable:
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph, padding: int) -> Any:
-        """Set a profiler's range, and let wrapped modules that breaks call run eagerly, as parts of the replay."""
+        """Set the profiler's range, and let wrapped modules that breaks call run eagerly, as parts of the replay."""
         with contextlib.ExitStack() as stack:
             if _profiler_enabled():  # under ``emit_nvtx`` an NVTX range, too
                 label = f"simplegraph.replay {graph.counters.label}"
@@ -212,7 +212,7 @@ class ProgramTable:
                 graph.program.take_returned()
 
     def order_streams(self) -> None:
-        """Let the current stream wait for the one that used the pool last. Call with the pool's lock held."""
+        """Let the current stream wait for the stream that used the pool last. Call it with the pool's lock held."""
         stream = self.device.current_stream()
         if stream != self.pool.stream:
             self.device.wait_for(self.pool.stream)
@@ -243,11 +243,11 @@ class ProgramTable:
         self.stats.graphs[job.key] = counters
 
     def add_failures(self, failed: Mapping[CaptureJob, CaptureError], outcome: str) -> None:
-        """Note jobs that failed: batches of their sizes run eagerly from now on.
+        """Note failed jobs: batches of their sizes run eagerly from now on.
 
         Args:
-            failed: the errors.
-            outcome: what happened to other sizes, for the warning; each cause is warned about once in the table's life.
+            failed: the errors of the jobs.
+            outcome: the outcome for other sizes, for the warning. Each cause is warned about once.
         """
         if not failed:
             return
@@ -280,14 +280,14 @@ class ProgramTable:
                 del self.stats.failures[label]
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
-        """Drop these jobs' programs as if they had not been captured."""
+        """Drop the programs of these jobs as if they had not been captured."""
         for key in [job.key for job in jobs if job.key in self.graphs]:
             self.stats.captures -= not self.graphs[key].counters.replays  # the totals of replays stay
             self.graphs.pop(key).drop(Event.DROPPED)
             self.stats.dropped([key])
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
-        """Drop these jobs' programs for a cause that was found after the capture; return the errors by label."""
+        """Drop the programs of these jobs for a cause that was found after the capture; return the errors by label."""
         self.forget(jobs)
         text = "the graph of {} is dropped\n  {}.\n  {}"
         failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
@@ -307,11 +307,11 @@ class ProgramTable:
             self._trace_of_any_size = trace
 
     def trace(self, key: Key) -> BreakTrace | None:
-        """Return the key's own trace, or a trace whose breaks return the same for every batch size."""
+        """Return the trace of a key, or else a trace that is valid for every batch size; None if there is neither."""
         return self.traces.get(key) or self._trace_of_any_size
 
     def release_pool(self) -> None:
-        """Give the pool's memory back if no graph is left in it, and only managers use it."""
+        """Release the pool's memory if no graph is left in it, and if only managers use it."""
         with self.pool.lock:
             if (managers := self.pool.managers) and not any(manager.table.graphs for manager in managers):
                 # In place: managers that share the pool go on with it.
@@ -320,7 +320,7 @@ class ProgramTable:
 
     @contextlib.contextmanager
     def releasing_unused_pool(self) -> Iterator[None]:
-        """Give the memory of captures back if none of them produced a graph."""
+        """Release the pool after the block if it holds no graph then."""
         try:
             yield
         finally:
@@ -328,7 +328,7 @@ class ProgramTable:
                 self.release_pool()
 
     def clear(self) -> None:
-        """Drop everything. Programs go all at once: they may share a cuBLAS workspace."""
+        """Drop all Programs, at once, since they may share a cuBLAS workspace; and all other state."""
         if self.graphs:
             self.device.synchronize()  # a graph still running must not lose its memory
         for graph in self.graphs.values():
@@ -348,7 +348,7 @@ class ProgramTable:
 def on_all_ranks(
     table: ProgramTable, action: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
 ) -> dict[str, CaptureError]:
-    """Return the errors of all ranks by label, and drop graphs that failed elsewhere: no rank may replay them."""
+    """Return the errors of all ranks by label, and drop graphs that failed on another rank: no rank may replay them."""
     all_errors = dict(errors)
     others = table.ranks.failures(f"{action} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
     for job in jobs:

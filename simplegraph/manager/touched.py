@@ -1,7 +1,7 @@
-"""Inspect the memory that captured graphs touch: refuse graphs that read freed memory, and keep foreign tensors alive.
+"""Inspect the memory that captured graphs touch: refuse graphs that touch freed memory, and keep foreign tensors alive.
 
-Kernels launched by torch, or by libraries for it, are only reported: its dispatcher has shown their tensors, and
-arguments that they do not use may hold old addresses.
+Kernels that torch launches, or libraries for torch, are only reported: torch's dispatcher has shown their tensors, and
+arguments that they do not use may contain old addresses.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger("simplegraph")
 
 
 class Inspection(Probe):
-    """Reads what captured graphs touch, and drops graphs that touch memory that was given back."""
+    """Reads the addresses that captured graphs touch, and drops graphs that touch freed memory."""
 
     def inspect(self, capture: GraphCapture, summary: CaptureSummary) -> CaptureSummary:
-        """Inspect the largest and the smallest graph, and the others if one of these reads freed memory."""
+        """Inspect the largest and the smallest graph, and the others if one of these touches freed memory."""
         table, jobs, started = capture.table, capture.jobs, time.perf_counter()
         read = list(next((run.owned() for run in reversed(capture.runs) if run.recorded), ()))
         with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
@@ -53,15 +53,15 @@ class Inspection(Probe):
 
 
 def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor]) -> dict[str, CaptureError] | None:
-    """Read what the largest and the smallest graph touch.
+    """Read the addresses that the largest and the smallest graph touch.
 
     Args:
-        table: the table of the graphs; a graph that touches memory that was given back is removed from it.
+        table: the table of the graphs; graphs that touch freed memory are removed from it.
         jobs: the captured jobs, largest first.
-        read: tensors that the forward was seen to read, which are kept alive.
+        read: tensors that observed runs read, which are kept alive.
 
     Returns:
-        Why graphs were removed, by label; None if there was no graph, or no driver to ask.
+        The errors of removed graphs, by label; None if there is no graph, or no driver to ask.
     """
     captured = [job for job in jobs if job.key in table.graphs]
     ends = {job.key: job for job in (*captured[:1], *captured[-1:])}
@@ -95,10 +95,10 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
 
 
 def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
-    """Read what a graph touches before its first replay, unless a proof did.
+    """Read the addresses that a graph touches before its first replay, unless a proof did.
 
     Raises:
-        StaleGraphError: it touches memory that was given back.
+        StaleGraphError: the graph touches freed memory.
     """
     table = table_ref()
     graph = None if table is None else table.graphs.get(key)
@@ -129,7 +129,7 @@ def _freed_since(table_ref: weakref.ref[ProgramTable], key: Key) -> str | None:
 
 
 def _memory(tensor: Tensor) -> Iterator[MemorySpan]:
-    # A fake tensor says that it is on the GPU, but has no memory; torch warns if its address is read.
+    # A fake tensor has a GPU as its device but no memory, and torch warns if its address is read.
     if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cuda":
         start = storage.data_ptr()
         if not start:
@@ -139,12 +139,12 @@ def _memory(tensor: Tensor) -> Iterator[MemorySpan]:
 
 
 def _unseen(inventory: Inventory, place: MemoryKind) -> list[Touch]:
-    """List the addresses of one kind that kernels touch that torch's dispatcher does not show, padding included."""
+    """List the touches in one kind of memory by kernels that torch's dispatcher does not show."""
     return [touch for touch in inventory.touches if touch.place is place and not launched_by_torch(touch.node)]
 
 
 def _freed(inventory: Inventory) -> list[Touch]:
-    """List the touches of memory that was given back that are certainly not padding."""
+    """List the touches of freed memory that are certain: not a word of a struct that may be padding."""
     return [touch for touch in _unseen(inventory, MemoryKind.FREED) if touch.certain]
 
 
@@ -165,7 +165,7 @@ def _describe_freed(touch: Touch) -> str:
 
 
 def _keep(table: ProgramTable, inventory: Inventory) -> None:
-    """Keep tensors alive that a graph touches and nothing accounts for; warn once of memory that is in no tensor."""
+    """Keep tensors alive that a graph touches and that have no known owner; warn once of memory in no tensor."""
     spans = [*table.accounted, *(span for tensor in table.foreign for span in _memory(tensor))]
     foreign = [
         touch
@@ -177,7 +177,7 @@ def _keep(table: ProgramTable, inventory: Inventory) -> None:
     tensors = _tensors_at({touch.address for touch in foreign})
     table.foreign += tensors
     spans = [span for tensor in tensors for span in _memory(tensor)]
-    # Copies and fills may touch a library's workspace of another thread, such as a backward's.
+    # Copies and fills may touch a library's workspace of another thread, such as autograd's.
     without_tensor = [touch for touch in foreign if touch.parameter >= 0 and not _holds(spans, touch)]
     if without_tensor and not table.unowned:
         logger.warning(

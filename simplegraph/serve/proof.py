@@ -136,7 +136,7 @@ class _CallProof:
         if not self._plan.padding:
             self._plan.graph.operators = observer.operators
             # Kernels are chosen by alignment and strides, too, and another kernel may round differently.
-            return proof.compare(again, alike=self._plan.same_layout(self._call.leaves))
+            return proof.compare(again, same_kernels=self._plan.same_layout(self._call.leaves))
         try:
             first = again()
             # Padding values that were declared may be written to memory, so then only real rows count.
@@ -253,13 +253,13 @@ class _CallProof:
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
             graph.prove(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
             return
-        text, where, said = verdict
+        text, where, difference = verdict
         if plan.padding and not freed:
             verb = "changes" if self._is_certain else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
             if call.binding.padding_refusal is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"
-                call.binding.stop_padding(table, text, said, _REMEDY, warn=warn)
+                call.binding.stop_padding(table, text, difference, _REMEDY, warn=warn)
         else:
-            self._owner.refuse(call, f"{text}: {said}", _REMEDY)
-        proof.fail(text, said, _REMEDY)
+            self._owner.refuse(call, f"{text}: {difference}", _REMEDY)
+        proof.fail(text, difference, _REMEDY)

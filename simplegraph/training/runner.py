@@ -166,7 +166,7 @@ class PairProof(PairReplay):
                 unknown = learn_writes(self._builder, call, proof, observer, saved)
                 if not unknown:
                     replay = functools.partial(self._replay_forward, proof, saved)
-                    mismatch = proof.compare(replay, alike=plan.same_layout(call.leaves))
+                    mismatch = proof.compare(replay, same_kernels=plan.same_layout(call.leaves))
             if not unknown:
                 self._forward = proof
                 self._verdict(proof, plan.graph, mismatch)
@@ -261,7 +261,7 @@ class PairProof(PairReplay):
 
         buffers = zip(plan.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)
-        return proof.compare(replay, alike=alike)
+        return proof.compare(replay, same_kernels=alike)
 
     # The verdict.
 
@@ -271,12 +271,12 @@ class PairProof(PairReplay):
             graph.prove(graph.descriptor.num_tokens)
             plan.proven = not plan.unproven
             return
-        cause = f"{verdict.text}: {verdict.said}"
+        cause = f"{verdict.text}: {verdict.difference}"
         table.refuse(plan.jobs[:1], cause, _REMEDY)
         table.forget(plan.jobs[1:])
         self._record.refuse(CannotBind(Reason.CAPTURE_FAILED, cause))
         self._forward = None
-        proof.fail(verdict.text, verdict.said, _REMEDY)
+        proof.fail(verdict.text, verdict.difference, _REMEDY)
 
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.plan.graph, *self.plan.backwards):
