@@ -376,7 +376,7 @@ class GraphReport:
         """Write the report as an HTML file: sizes and their use, padding, memory, times, reasons.
 
         Raises:
-            ConfigError: the path does not end in ".html" or ".htm".
+            ConfigError: the path has the suffix of another kind of file, such as ".json" or ".png".
         """
         if Path(path).suffix.lower() in (".json", ".txt", ".csv", ".pdf", ".png"):
             raise ConfigError(f"the report's path is {str(path)!r}; expected an HTML file. JSON is report.to_json().")

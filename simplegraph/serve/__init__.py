@@ -1,8 +1,8 @@
 """The wrapped module.
 
-runner   serves one call: replays it, or takes the next step of its lifecycle
-builder  takes these steps: eager runs, warmups, captures
+runner   `GraphRunner.call` serves a call: it replays a graph, or takes the next step of the size's lifecycle
+builder  these steps: eager runs, warmups, captures
 finish   decides if a call can be finished eagerly after an eager break stopped its replay
-proof    compares calls with replays: the first of each batch size, and one now and then
+proof    compares calls with replays: the first call of each batch size, and later calls from time to time
 wrap     `wrap`, `cuda_graph`, `graph_pool`
 """

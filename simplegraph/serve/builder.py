@@ -1,4 +1,4 @@
-"""The steps from a call to its graph: eager runs to learn from, warmups, captures one at a time or all at once."""
+"""The steps from a call to its graph: observed eager runs, warmups, and captures of one size or of all sizes."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class GraphBuilder:
     """Builds the graphs of one module on one device.
 
     Args:
-        manager: keeps the programs.
-        reader: reads calls, and learns from those that succeeded.
+        manager: holds the Programs.
+        reader: reads calls, and learns from calls that succeeded.
         module_record: the lifecycle of all calls of the module.
 
     Attributes:
-        plan_kind: the class of plans, which serve calls by a graph.
-        inputs_of: the static inputs that each program reads, by key.
-        state: the module's state that the programs read; None before the first capture.
-        seen: memory that the forward was seen to use beside its arguments.
-        recorded: storage keys of outside memory that the latest captures read.
-        ran_on: the GPU that the latest eager run moved its inputs to, if neither an argument nor a weight is on a GPU;
-            None if it moved none.
-        probes: further probes of captures.
+        plan_kind: the class of plans.
+        inputs_of: the static inputs that each Program reads, by key.
+        state: the module's state that the Programs read; None before the first capture.
+        seen: memory that observed runs of the forward used beside the arguments.
+        recorded: storage keys of external memory that the latest captures read.
+        ran_on: the GPU of the kernels of the latest eager run, if neither an argument nor a weight is on a GPU; else
+            None.
+        probes: further probes for captures.
     """
 
     plan_kind: ClassVar[type[Plan]] = Plan
@@ -87,7 +87,7 @@ class GraphBuilder:
     probes: Sequence[Probe] = ()
 
     def drop(self) -> None:
-        """Drop the programs and what they own."""
+        """Drop the Programs and everything that they own."""
         self.inputs_of.clear()
         self.seen = MemoryInUse()
         self.state = None
@@ -96,17 +96,17 @@ class GraphBuilder:
     # The lifecycle of a call.
 
     def record(self, call: Call) -> SizeRecord:
-        """Return the lifecycle of a call's size."""
+        """Return the record of a call's size."""
         return call.binding.size(call.key)
 
     def admit(self, call: Call) -> tuple[Call, SizeRecord]:
-        """Refuse a call that no graph can serve, and bring the lifecycle of its size up to date.
+        """Refuse a call that no graph can serve, and update the record of its size.
 
         Returns:
-            The call, which may be served at its exact size instead of padded, and the lifecycle of that size.
+            The call, which may have its exact size now instead of a padded one; and the record of this size.
 
         Raises:
-            CannotBind: it runs eagerly.
+            CannotBind: no graph can serve the call.
         """
         config, binding = self.manager.config, call.binding
         if call.padding and self._has_own_size(call):
@@ -115,7 +115,7 @@ class GraphBuilder:
         self.seen.check(call)
         again = call.padding > 0 and (call.spec, call.batch) in binding.ran
         if again and config.capture == "lazy" and not call.confirmed(self.reader):
-            # This batch size came before, and batch dimensions are still a guess: a graph of this size needs none.
+            # Batch dimensions are still a guess at the second call of this batch size: a graph of this size needs none.
             call = call.at_exact_size()
         record = self.record(call)
         record.check()
@@ -127,9 +127,9 @@ class GraphBuilder:
         return call, record
 
     def _has_own_size(self, call: Call) -> bool:
-        """True if a call that must not be padded gets a graph of exactly its size, beside the default sizes.
+        """True if a call that must not be padded may have a graph of exactly its size, beside the default sizes.
 
-        Sizes that were configured, and those of several ranks, stay as they are.
+        No size is added to configured sizes, or with several ranks.
         """
         binding, config = call.binding, self.manager.config
         if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
@@ -139,13 +139,13 @@ class GraphBuilder:
         return call.at_exact_size().key in binding.sizes or len(own) < config.max_signatures
 
     def missing_upfront(self, call: Call) -> str:
-        """Describe what should have been captured up front for a call."""
+        """Describe the graph that should have been captured up front for a call."""
         unlike = "" if call.binding.called else self.difference_to_captured(call)
         method = self.manager.stats.capture_method
         return unlike or f"batch size {call.batch}{f': use {method}' * bool(method)}"
 
     def lacking(self, call: Call) -> Reason | None:
-        """Return what must still be learnt about a call that would be padded; None if nothing is missing."""
+        """Return the reason why a call cannot be padded yet; None if it can."""
         binding = call.binding
         breaks = not call.breaks or binding.can_cut_breaks(call.padded)
         if not (binding.outputs.can_cut(call.padded) and breaks):
@@ -158,7 +158,7 @@ class GraphBuilder:
         """Run the first call of a signature."""
         unlike = self.difference_to_captured(call)
         if call.padding and not call.confirmed(self.reader):
-            call = call.at_exact_size()  # as the next call of this size is, unless another size comes before
+            call = call.at_exact_size()  # the next call of this size is exact, too, unless another size comes first
         return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"unlike the captured calls: {unlike}")
 
     def warm_up(self, call: Call) -> Any:
@@ -166,24 +166,24 @@ class GraphBuilder:
         return self.run_as_called(call, Reason.WARMUP)
 
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
-        """Run as called to learn how outputs follow the batch size. Raises CannotBind if this batch size ran before."""
+        """Run eagerly to learn how outputs follow the batch size. Raises CannotBind if this batch size ran before."""
         if (call.spec, call.batch) in call.binding.ran:
             self.record(call).refuse_row_count(call.batch)
             raise CannotBind(reason, f"only batch size {call.batch} has been called")
         return self.run_as_called(call, reason)
 
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
-        """Run eagerly, with the caller's own tensors, and learn what calls look like."""
+        """Run eagerly with the caller's own tensors, and learn from the run."""
         self.reader.num_observed += 1
         self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
-        # A padded graph's own constants, if they follow the size, come from a warmup of that size.
+        # Constants that follow the batch size come from a warmup of the padded size: this run is none.
         key = (call.binding.signature, None) if call.padding else call.key
         arguments = call.host_arguments() if call.layout.hosted else None
         result, observer, trace = self._run_observed(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
-        # If an argument is on a GPU, its device is the call's.
+        # If an argument is on a GPU, the call's device is known.
         if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):
             module_device = device_of_state(call.module)
             self.ran_on = observer.gpu if module_device is None or module_device.type == "cpu" else None
@@ -192,30 +192,30 @@ class GraphBuilder:
         self.module_record.settle(call.layout.settings.difference())
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
-        # What eager breaks write, no capture sees: they do not run in one.
+        # Writes of eager breaks are noted here: no capture runs breaks.
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
         self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
-        # A refused run may have given arguments other shapes; a call without batch dimensions teaches none.
+        # A refused run may have changed the shapes of arguments. A call without batch dimensions shows none.
         if call.binding.refusal is None and call.layout.anchor >= 0:
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.note_eager_call(call.spec, call.batch, call.padded)
         return result
 
     def warmups_left(self, binding: Binding, rows: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> int:
-        """Count the eager calls of `rows` rows before the graph's capture; they run unpadded until then."""
+        """Count the eager calls of `rows` rows that are needed before the graph's capture."""
         padded, table = descriptor.num_tokens, self.manager.table
         breaks = mode is CudaGraphMode.PIECEWISE
         untraced = breaks and rows not in binding.traces and binding.trace_at(padded) is None
         unknown = rows == padded and table.constants.needs_warmup((binding.signature, mode, descriptor))
-        counted = binding.counted.get(padded)  # do not add one: a report may ask while another thread calls
-        advanced = counted is not None and bool(counted.advanced)  # by its only run, or by every one
+        counted = binding.counted.get(padded)  # not `[padded]`, which adds an entry: a report may run in another thread
+        advanced = counted is not None and bool(counted.advanced)  # the latest run advanced positions
         return max(table.config.num_warmups - binding.warm[padded], int(untraced or unknown or advanced))
 
     def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:
-        """Name the eager calls of `rows` rows before such calls replay; none if they replay now or will never."""
+        """List the eager calls ("warmup", "proof") before calls of `rows` rows replay; empty if they never will."""
         table = self.manager.table
         if binding.refusal is not None or any(rows in layout.plans for layout in list(binding.layouts.values())):
             return []
@@ -247,15 +247,16 @@ class GraphBuilder:
         arguments: HostArguments | None = None,
         before_write: Callable[[Tensor], object] = id,
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
-        """Run eagerly with these arguments, and observe it; trace a piecewise graph's breaks, keep constants by key."""
+        """Run eagerly with these arguments, and observe the run; trace breaks, and keep constants for `key`."""
         counted = call.binding.counted[call.padded].eager_run(call.module)
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
         passed, _ = flatten((args, kwargs))
         copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
-        # On the caller's stream, since the forward's work in other threads waits for no other. A backward in it runs on
-        # the capture stream: what adds to gradients may last until the capture, and keeps the stream that it began on.
+        # The run is on the caller's stream, since work of the forward in other threads waits for no other stream. A
+        # forward that runs a backward is on the capture stream: nodes that accumulate gradients may live until the
+        # capture, and keep the stream of their first use.
         trains = computes_gradients(call.module)
         stream: contextlib.AbstractContextManager[object]
         stream = self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK
@@ -274,22 +275,22 @@ class GraphBuilder:
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0] if trains else ():
             if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
-                for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts are in one memory
+                for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts share one memory
                     part.record_stream(torch.cuda.current_stream(leaf.device))
         return result, observer, trace
 
     def _learn_hosts(self, call: Call, arguments: HostArguments) -> bool:
-        """Learn how a run used CPU tensors that it was passed; True if such calls are now read in another way."""
+        """Learn how a run used CPU tensors that it was passed; True if such calls are read differently from now on."""
         call.binding.waited |= arguments.waited
         return self.reader.learn_hosts(arguments)
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Keep alive what runs were seen to read beside their inputs and the module's tensors; note what they wrote."""
+        """Keep alive the memory that observed runs read, except inputs and tensors of the module; note their writes."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
         if call.carried.places:
             call.carried.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
-        # Of a step, gradients and rates are held in ways of its own.
+        # Reference counts do not show who holds gradients and learning rates of a training step.
         device = None if computes_gradients(call.module) else self.manager.device.torch_device
         self.seen.add(call.survey, observers, inputs | unread, device)
         if self.state is not None:
@@ -307,10 +308,10 @@ class GraphBuilder:
             sets.append(inputs)
         return inputs
 
-    # What graphs there are.
+    # Graphs and plans.
 
     def difference_to_captured(self, call: Call) -> str:
-        """Say how a call differs from the most similar signature that has graphs; empty if none has."""
+        """Describe how a call differs from the most similar signature with graphs; empty if no signature has graphs."""
         called = call.binding.signature
         others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
         if called in others or not others:
@@ -318,7 +319,7 @@ class GraphBuilder:
         return "; ".join(sorted((differences(signature, called) for signature in others), key=len)[0])
 
     def plan(self, call: Call) -> Plan:
-        """Make the plan to replay such calls with; it is kept if no proof is due."""
+        """Make the plan that replays such calls; it is kept if no proof is due."""
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
@@ -349,12 +350,12 @@ class GraphBuilder:
         call.check()  # the capture may have refused the signature
 
     def capture_sizes(self, call: Call, *, following: bool = False) -> CaptureSummary:
-        """Capture sizes that are not captured yet, from a call that is an example of the largest.
+        """Capture all sizes without a graph, from an example call of the largest size.
 
         Args:
-            call: the example.
-            following: True to capture only the largest size that did not fail before, while serving; with a warmup if
-                no run was observed.
+            call: the example call.
+            following: True to capture only the largest of these sizes that did not fail before, while serving; with a
+                warmup if no run was observed yet.
         """
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         done = table.graphs.keys() | (table.failures.keys() if following else ())
@@ -370,10 +371,10 @@ class GraphBuilder:
     def build(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool = False
     ) -> CaptureSummary:
-        """Capture, and note what the programs read; if either raises an error, drop the programs.
+        """Capture jobs, and note the memory that the Programs read; after an error, drop the Programs.
 
-        The static inputs are loaded first, since Python may read their values. Values that a caller wrote there in
-        place are restored: the call's own eager run reads them.
+        The static inputs are loaded first, since Python code may read their values. If the caller wrote the call's
+        inputs there in place, they are restored: the call's own eager run reads them.
         """
         self.reader.num_observed += 1
         memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
@@ -383,7 +384,7 @@ class GraphBuilder:
             summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
-                # Of a step, what holds memory tells nothing.
+                # Not for training steps: see `keep_external`.
                 if jobs and not jobs[0].trains and self._reads_unseen():
                     failed = self.manager.table.refuse(jobs, _MADE_UNSEEN, _SEEN_REMEDY)
                     summary = dataclasses.replace(summary, captured=0, failed=failed)
@@ -399,14 +400,14 @@ class GraphBuilder:
     def _capture(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool
     ) -> CaptureSummary:
-        """Capture, and always undo the changes of Python state, and of the runs beside the warmups.
+        """Capture jobs, and undo all changes of Python state and the effects of all runs except the warmups.
 
-        A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
+        A size runs eagerly if its recording leaves tensors of the graph in Python objects, where they are undefined.
         All sizes run eagerly if the forward changes Python state at every run.
         """
         manager, counted = self.manager, call.binding.counted[call.padded]
         observation = Observation(manager.table)
-        # Earlier calls may have run with fewer rows, or in another way that an extra counted.
+        # Earlier calls may have run with fewer rows, or have taken other branches, as probes of extras note.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
         retry = not lazy or not own_size or bool(manager.table.constants.probe_counts)
         passes_carried = call.carried.enabled and not call.breaks and manager.ranks.size == 1
@@ -424,12 +425,12 @@ class GraphBuilder:
         num_warmups = manager.config.num_warmups
         rehearsed = 0 if lazy or num_warmups < 2 else num_warmups
         scripts = call.survey.scripted or call.plain.scripts
-        if jobs and scripts and not jobs[0].trains:  # a step's real calls have its size, and were warmups
+        if jobs and scripts and not jobs[0].trains:  # a training step's own calls were warmups of its size
             rehearsed = max(rehearsed, settling_runs())
 
         def before_captures() -> None:
-            if call.binding.refusal is None:  # else the run may have given the static inputs other shapes
-                # Shift the rows: a value that a capture computed once and froze then differs from eager in the proof.
+            if call.binding.refusal is None:  # a refused run may have changed the shapes of static inputs
+                # Shift the rows: the proof then shows a value that the capture computed once and froze.
                 inputs.load(call.tensors, call.padded, first=1)
             if not lazy:
                 _check_settings(call)
@@ -441,8 +442,8 @@ class GraphBuilder:
 
         probes = [rehearsals, observation, state, _BeforeCaptures(before_captures), *self.probes]
         capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
-        # Afterwards, Python state is restored, then the memory that the runs used is noted, even if the other raises.
-        # No other thread draws random numbers before that.
+        # At the end, Python state is restored, and then the memory that the runs used is noted, even after an error.
+        # Under the lock, since no other thread may draw random numbers before that.
         with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
             afterwards.callback(self.note_seen, call, inputs, observation)
             try:
@@ -453,7 +454,7 @@ class GraphBuilder:
             finally:
                 kept = state.put_back()
         summary = capture.inspect(summary)
-        if jobs and jobs[0].arguments is not None:  # all jobs share one
+        if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._learn_hosts(call, jobs[0].arguments)
         self._note_made(call, jobs, observation)
         changed = (counted.names or []) if len(summary.failed) < len(jobs) else []
@@ -466,16 +467,16 @@ class GraphBuilder:
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
     def _pass_carried(self, call: Call, error: PlacesFoundError, observation: Observation) -> CannotBind:
-        """Pass the places that a capture found as inputs of later calls; return why this call runs eagerly."""
+        """Pass the places that a capture found as inputs of later calls; return the refusal of this call."""
         call.carried.adopt(error.places, {key for observer in observation.observers for key in observer.external})
         return CannotBind(Reason.WARMUP, str(error))
 
     def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
-        """Refuse captures of a call if a warmup showed that it was read wrongly.
+        """Refuse captures of a call if a warmup showed that its devices were assumed wrongly.
 
         Raises:
-            CannotBind: its kernels run on a GPU, and its inputs and graphs are on the CPU; or it uses small CPU tensors
-                in another way, on the CPU or moved to the GPU, than was assumed.
+            CannotBind: its kernels run on a GPU, but its inputs and graphs are on the CPU. Or it uses a small CPU
+                tensor on the CPU that was assumed to be moved to the GPU, or the other way round.
         """
         for observer in observers:
             if observer.gpu is not None and self.manager.device.torch_device.type == "cpu":
@@ -486,7 +487,7 @@ class GraphBuilder:
             raise CannotBind(Reason.WRONG_DEVICE, f"{names} on the CPU")
 
     def _note_made(self, call: Call, jobs: Sequence[CaptureJob], observation: Observation) -> None:
-        """Note the outputs whose memory was made in the observed runs: they must be cloned."""
+        """Note the outputs whose memory observed runs made: they must be cloned."""
         table = self.manager.table
         programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
         outputs = (
@@ -500,7 +501,7 @@ class GraphBuilder:
         }
 
     def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
-        """Note what runs were seen to read and write, beside the buffers of the call."""
+        """Note the memory that observed runs read and wrote, except `buffers` of the call."""
         for observer in observation.observers:
             call.binding.note_written(observer, inputs.memory)
             call.binding.learn_numbers(self.manager.table, observer.numbers)
@@ -514,17 +515,17 @@ class GraphBuilder:
         self.seen.read.versions += observation.versions
 
     def _reads_unseen(self) -> bool:
-        """True if the latest graphs read memory outside of their pool that nothing held when it was noted."""
+        """True if the latest graphs read memory outside of their pool that nothing else ever held."""
         device, pool, elsewhere = self.manager.device, self.manager.pool, self.seen.read.elsewhere
         found = (elsewhere[key] for key in self.recorded & elsewhere.keys())
         return any(owned.was_never_held() and not device.in_pool(pool, owned.tensor) for owned in found)
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
-        """Drop the graph of the call's size: the size runs eagerly from now on."""
+        """Drop the graph of the call's size; the size runs eagerly from now on."""
         self.manager.table.refuse(self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
-        """Note new programs, and everything that they read."""
+        """Note new Programs, and the state that they read."""
         for job in jobs:
             if (graph := self.manager.table.graphs.get(job.key)) is not None:
                 self.inputs_of[job.key] = inputs
@@ -538,7 +539,7 @@ class GraphBuilder:
     def _observe_second_size(
         self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
     ) -> None:
-        """Run a second batch size eagerly, unless batch dimensions and outputs are known, and undo its effects.
+        """Run a second batch size eagerly and undo its effects, unless batch dimensions and outputs are known.
 
         Afterwards outputs can be cut to their rows, and batch dimensions are confirmed.
         """
@@ -559,7 +560,7 @@ class GraphBuilder:
                 result, observer, trace = self._run_observed(
                     call, args, kwargs, rows=other, before_write=run.before_write
                 )
-            except Exception as error:  # the forward takes no such batch: sizes that are not captured run eagerly
+            except Exception as error:  # the forward refuses such a batch: sizes without a graph run eagerly
                 logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
                 return
         state.release([observer])
@@ -609,11 +610,11 @@ class GraphBuilder:
                 cause = f"{refusal.reason.text} ({refusal.detail})"
                 raise CaptureError(f"capturing batch size {size} failed\n  {cause}.", cause=cause)
 
-        leaves = inputs.leaves(call.layout.args, size)  # made outside of the capture, where it would read them all
+        leaves = inputs.leaves(call.layout.args, size)  # views made in the capture would count as reads of all inputs
 
         def run() -> Any:
-            refuse()  # an earlier run may have given the static inputs another shape
-            args, kwargs = call.spec.unflatten(leaves)  # in new containers: an earlier run may have changed its own
+            refuse()  # an earlier run may have changed the shapes of static inputs
+            args, kwargs = call.spec.unflatten(leaves)  # new containers: an earlier run may have changed its containers
             is_captured = manager.device.is_capturing()
             if inputs.hosted and not is_captured:
                 inputs.load_hosts(size)
@@ -630,12 +631,12 @@ class GraphBuilder:
 def _why_refused(
     call: Call, state: ModuleState, observation: Observation, kept: Sequence[str], changed: Sequence[str]
 ) -> tuple[str, str] | None:
-    """Say why no graph of a capture may serve, and what to do; None if they may.
+    """Return (cause, remedy) if no graph of a capture may serve; None if the graphs may.
 
     Args:
         call: the call that was captured.
-        state: the probe that finds places.
-        observation: the probe that observes runs.
+        state: the probe of Python state.
+        observation: the probe of operators.
         kept: names of the places that would keep tensors of the graphs.
         changed: names of the places that the forward changes at every run.
 
@@ -653,7 +654,7 @@ def _why_refused(
 
 @dataclasses.dataclass(eq=False)
 class _BeforeCaptures(Probe):
-    """Calls a function when all real runs are over and Python state is saved."""
+    """Calls a function before the captures, after all runs whose effects stay."""
 
     function: Callable[[], object]
 
@@ -664,8 +665,8 @@ class _BeforeCaptures(Probe):
 
 
 def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
-    """Return the tensors whose values a graph may take; `inputs` are storage keys of inputs, whose values are data."""
-    if computes_gradients(call.module):  # a training step writes to parameters: values that it reads are data
+    """Return the tensors whose values may be constants in a graph; `inputs` has the storage keys of data."""
+    if computes_gradients(call.module):  # a training step writes parameters: no value is a constant
         return KnownTensors(lambda tensor: (), inputs)
     survey = functools.cache(lambda: Survey(call.module))
     return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)
@@ -673,7 +674,7 @@ def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
 
 @functools.cache
 def _warn_of_emulation() -> None:
-    """Warn once a process: every wrapper of a model would say the same."""
+    """Warn once in a process."""
     logger.warning(
         "simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed. Move the module "
         "and its inputs to a GPU, or switch graphs off, by mode='NONE' or SIMPLEGRAPH_MODE=off."
@@ -681,10 +682,10 @@ def _warn_of_emulation() -> None:
 
 
 def _check_settings(call: Call) -> None:
-    """Refuse captures if settings of torch changed since the call was read: no later call would find the graphs.
+    """Refuse captures if settings of torch changed since the call was read: no later call could use the graphs.
 
     Raises:
-        CannotBind: the forward, or torch itself, changed some.
+        CannotBind: the forward, or torch itself, changed a setting.
     """
     changed = call.layout.settings.difference()
     if changed:

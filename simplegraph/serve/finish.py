@@ -1,4 +1,4 @@
-"""Decides if a call can be finished eagerly after an eager break stopped its replay by another kind of result."""
+"""Decide if a call can be finished eagerly after an eager break stopped its replay by a result of another form."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from simplegraph.program.breaks.step import HOLD_MORE, Break, ResultChanged, sho
 
 
 def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> FinishedBreaks:
-    """Make the size of a `GraphBuilder`'s call run eagerly from now on; return the breaks that ran in the replay.
+    """Let the call's size run eagerly from now on; return the breaks that ran in the replay, for an eager run.
 
-    The forward starts again for this call, yet each break runs only once: breaks that ran in the replay return their
-    results from there.
+    The eager run starts the forward again for this call. Each break runs only once: a break that ran in the replay
+    returns its result from the replay.
 
     Raises:
-        BreakError: an eager run would repeat other effects of the replay, or errors are to be raised.
+        BreakError: an eager run would repeat other effects of the replay, or ``on_capture_failure`` is "raise".
     """
     table, graph = builder.manager.table, error.graph
     if table.graphs.get(call.key) is not graph:
@@ -36,8 +36,8 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
     steps = every[: every.index(error.step) + 1]
     returned = error.returned[: len(steps)]
     why = _hindrance(builder, call, steps, returned)
-    error.graph, error.returned = None, ()  # an error that is kept must keep no memory
-    if table.ranks.size == 1:  # else the other ranks would wait for this one
+    error.graph, error.returned = None, ()  # a kept error must not keep memory alive
+    if table.ranks.size == 1:  # other ranks would wait for this rank
         table.device.synchronize()  # a segment still running must not lose its memory
         builder.refuse(call, error.cause, f"{HOLD_MORE}.")
     if table.config.on_capture_failure == "raise":
@@ -49,7 +49,7 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
 
 
 def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
-    """Say why an eager run would differ from the rest of the replay; empty if it would not."""
+    """Say why an eager run cannot finish the call in place of the replay; empty if it can."""
     table = builder.manager.table
     if call.padding and any(step.dims is None for step in steps):
         return "the batch was padded, and the break was passed the padding rows"

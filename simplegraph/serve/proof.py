@@ -1,4 +1,4 @@
-"""Proves the graphs of a wrapped module on its calls: the first of each batch size, and one now and then."""
+"""Prove the graphs of a wrapped module on its calls: the first of each batch size, and later ones from time to time."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ _REMEDY = (
 )
 
 
-_SHARE = 0.01  # time that later proofs may add, as a share of the replays', at verify=1
-_COST_WITH_RANKS = 100.0  # with several ranks a proof counts as this many replays
+_SHARE = 0.01  # the time of later proofs, as a share of the time of replays, at verify=1
+_COST_WITH_RANKS = 100.0  # the assumed time of a proof with several ranks, in replays
 
 
 class GraphOwner(Protocol):
-    """Owns the graphs of a module, as a `GraphBuilder` does, and receives the results of proofs.
+    """Owns the graphs of a module, and receives the results of proofs; see `GraphBuilder`.
 
     Attributes:
-        seen: memory that the forward was seen to use beside its arguments.
+        seen: memory that observed runs of the forward used beside the arguments.
     """
 
     seen: MemoryInUse
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Keep alive what runs were seen to read beside their inputs and the module's tensors."""
+        """Keep alive the memory that observed runs read, except inputs and tensors of the module."""
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Drop the graph of the call's size."""
 
 
 def prove(owner: GraphOwner, call: Call, plan: Plan) -> Any:
-    """Serve a call eagerly, and prove its graph by replays from the same start.
+    """Serve a call eagerly, and compare it with replays of its graph from the same start.
 
-    A graph whose effects differ serves no call: its size runs eagerly from now on. If padding made the difference,
-    every padded batch of such calls runs eagerly instead.
+    If the effects differ, the size runs eagerly from now on. If padding may be the cause, all padded batches of the
+    signature run eagerly instead.
 
     Raises:
         VerificationError: the effects differ, and ``on_capture_failure`` is "raise".
     """
-    # Under the lock, since a capture in another thread needs the random generators for itself.
+    # Under the lock: a capture in another thread must not use the random generators meanwhile.
     with plan.table.ranks.together(), CAPTURE_LOCK, plan.proving():
         return _CallProof(owner, call, plan).run()
 
@@ -66,7 +66,7 @@ def prove(owner: GraphOwner, call: Call, plan: Plan) -> Any:
 def learn_writes(
     owner: GraphOwner, call: Call, proof: ReplayProof, observer: MemoryObserver, saved: SavedMemory
 ) -> bool:
-    """Note what a proof's eager run wrote; True if it wrote to unknown memory, so that a replay could not be undone."""
+    """Note the writes of a proof's eager run; True if it wrote to unknown memory: a replay could not be undone then."""
     binding, memory = call.binding, call.memory
     unknown = not proof.written_inputs <= binding.written
     binding.written |= proof.written_inputs
@@ -76,11 +76,13 @@ def learn_writes(
 
 
 def first_distance(cost: float, verify: int) -> int:
-    """Return the number of replays until a call is compared again, if a comparison takes as long as `cost` replays."""
+    """Return the number of replays until the next comparison, if a comparison takes the time of `cost` replays."""
     return math.ceil(cost / (_SHARE * verify))
 
 
 class _CallProof:
+    """One proof, on a call of a wrapped module."""
+
     def __init__(self, owner: GraphOwner, call: Call, plan: Plan) -> None:
         self._owner = owner
         self._call = call
@@ -90,7 +92,7 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._memory = owner.seen.save(self._table, call)
         self._generators = drawn_generators(call, self._table.device.torch_device)
-        self._is_certain = True  # False if padding may only have written values that were there
+        self._is_certain = True  # False if padding rows may have written values that were there already
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and restore the effects of the eager run."""
@@ -110,7 +112,7 @@ class _CallProof:
             )
             gone = plan.graph.describe_freed()
             if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
-                unknown, mismatch, freed = False, gone, True  # it may not be replayed at all
+                unknown, mismatch, freed = False, gone, True  # a replay would read freed memory
             elif not unknown:
                 mismatch = self._compare(proof, observer)
                 mismatch = (number if plan.padding else None) or mismatch
@@ -129,22 +131,22 @@ class _CallProof:
     # The comparison.
 
     def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
-        """Say how replays differ from eager, or from replays with other padding; None if they do not."""
+        """Describe how replays differ from eager, or from replays with other padding; None if they do not."""
         if proof.structure_mismatch:
             return proof.structure_mismatch
         again = functools.partial(self._replay, proof)
         if not self._plan.padding:
             self._plan.graph.operators = observer.operators
-            # Kernels are chosen by alignment and strides, too, and another kernel may round differently.
+            # Torch chooses kernels by alignment and strides, too, and another kernel may round differently.
             return proof.compare(again, same_kernels=self._plan.same_layout(self._call.leaves))
         try:
             first = again()
-            # Padding values that were declared may be written to memory, so then only real rows count.
+            # With declared padding values, padding rows may be written to memory: only real rows are compared.
             declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
             mismatch = proof.differs_beyond_noise(first, other, again, memory=memory)
-            if mismatch is not None and observer.rounds_by_group:  # padding rows are in some group, too
+            if mismatch is not None and observer.rounds_by_group:  # padding rows change the size of a group
                 mismatch = proof.difference(first, other, rounded=True, memory=memory)
             if mismatch is None and memory:
                 mismatch = proof.written_in_part()
@@ -163,14 +165,14 @@ class _CallProof:
     def _compare_parts(
         self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
     ) -> str | None:
-        """Say how a graph's first padded replay differs from eager on all padded rows, or eager on half of the rows.
+        """Compare a graph's first padded replay with eager runs on all padded rows, and on half of the real rows.
 
-        Rounding differs between batch sizes, which hides effects of the number of rows if both numbers are close.
-        Running half of the rows doubles such an effect.
+        Rounding differs between batch sizes, and can hide an effect of the number of rows if the two numbers are close.
+        Half of the rows double such an effect. Return the difference; None if there is none.
         """
         plan, graph = self._plan, self._plan.graph
         compared = graph.rows is None or any(rows < plan.padded for rows in graph.rows)
-        # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
+        # Ranks may have different batch sizes. Breaks may run only once. Fewer rows draw other random numbers.
         if compared or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
         mismatch, half = None, (plan.rows + 1) // 2
@@ -184,20 +186,20 @@ class _CallProof:
                 mismatch = mismatch or proof.differs_beyond_noise(
                     first._replace(inputs=()), eager, again, memory=memory
                 )
-            # The replay had twice the rows, or padding values are declared.
+            # Not if the replay had twice the rows already, or if padding values are declared.
             if mismatch is not None or plan.padded >= 2 * plan.rows or not memory:
                 return mismatch
             expected = self._call.binding.outputs.cut(proof.expected.outputs, half, plan.rows)
             try:
                 eager, mismatch = self._run_part(proof, half)
-            except Exception:  # the forward takes no such batch
+            except Exception:  # the forward refuses such a batch
                 logger.debug("%s fails with %d rows", self._label, half, exc_info=True)
                 return None
             mismatch = mismatch or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return mismatch and f"with {half} of {plan.rows} rows {mismatch}"
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
-        """Run eagerly on the first `rows` rows of the static inputs; also say if a number follows the batch size."""
+        """Run eagerly on the first `rows` rows of the static inputs; return its effects, and `learn_numbers` of it."""
         plan, call = self._plan, self._call
         self._load(proof)
         leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
@@ -211,7 +213,7 @@ class _CallProof:
         return effects, call.binding.learn_numbers(self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
-        """Replay the caller's rows; `repeat_rows` pads by repeating them, unless padding is declared."""
+        """Replay the caller's rows; `repeat_rows` pads by repeating them, except inputs with declared padding."""
         plan = self._plan
         names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
         self._load(proof)
@@ -223,7 +225,7 @@ class _CallProof:
         return proof.replay(plan.compared, statics)
 
     def _load(self, proof: ReplayProof) -> None:
-        """Return to the start of the eager run, with the caller's rows in the static inputs."""
+        """Restore the start of the eager run, and load the caller's rows into the static inputs."""
         proof.rewind()
         self._plan.inputs.forget_padding()
         self._plan.load(self._plan.copies(self._call.leaves))
@@ -231,12 +233,12 @@ class _CallProof:
     # The verdict.
 
     def _note(self, proof: ReplayProof, mismatch: str | None, *, freed: bool) -> None:
-        """Remember the verdict of all ranks.
+        """Note the verdict of all ranks.
 
         Args:
             proof: the closed proof.
-            mismatch: how the effects differ; None if they do not.
-            freed: True if the graph touches memory that was given back, which padding does not cause.
+            mismatch: the difference of the effects; None if there is none.
+            freed: True if the graph touches freed memory, which padding does not cause.
         """
         plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
         if mismatch is not None and graph.proof_distance and not graph.replays_until_proof:
@@ -248,7 +250,7 @@ class _CallProof:
             )
         verdict = proof.agree(mismatch)
         if verdict is None:
-            # Batch sizes of ranks may differ, and their clocks do.
+            # The batch sizes of ranks may differ, and measured times do.
             alone = self._ranks.size == 1
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
             graph.prove(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
@@ -257,7 +259,7 @@ class _CallProof:
         if plan.padding and not freed:
             verb = "changes" if self._is_certain else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
-            if call.binding.padding_refusal is None:  # else a number of the batch size was found, and warned of
+            if call.binding.padding_refusal is None:  # `learn_numbers` may have warned already
                 warn = table.config.on_capture_failure != "raise"
                 call.binding.stop_padding(table, text, difference, _REMEDY, warn=warn)
         else:

@@ -1,4 +1,4 @@
-"""Gives a module graphs without the mixin: a class decorator, and a wrapper around an instance or a function."""
+"""`cuda_graph`, a class decorator, and `wrap`, for an instance or a function: graphs without the mixin."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from simplegraph.distributed.group import RankGroup
 
     class WrappedModule(CudaGraphWrapper, nn.Module, Any, Generic[ModuleType]):  # type: ignore[misc]
-        """A module that `wrap` returned, for type checkers: a wrapper that is also accepted as the module's class.
+        """The type of a module that `wrap` returned: a wrapper that type checkers also accept as the module's class.
 
-        Attributes of that class cannot be expressed in types, and are Any.
+        Attributes of the module's class cannot be expressed in types, and are Any.
         """
 
         def __getattr__(self, name: str) -> Any: ...
@@ -50,12 +50,12 @@ def cuda_graph(target: Any = None, **settings: Any) -> Any:
         @cuda_graph(capture_sizes=[1, 2, 4, 8])
         class Decoder(nn.Module): ...
 
-    The class itself is changed and returned, so that ``super()``, pickling and subclasses work as
-    before. Decorating twice, or a subclass of a decorated class, does no harm: settings add up. For mypy, which ignores
-    what decorators of classes return, name the plugin `simplegraph.integrations.mypy` in its configuration.
+    The class itself is changed and returned, so that ``super()``, pickling and subclasses work as before. You may
+    decorate a class twice, or a subclass of a decorated class: settings add up. Mypy ignores the types that class
+    decorators return: name the plugin `simplegraph.integrations.mypy` in its configuration.
 
     Raises:
-        ConfigError: the target is no module class, or a setting is invalid.
+        ConfigError: the target is not a module class, or a setting is invalid.
     """
     if target is None:
         return functools.partial(cuda_graph, **settings)
@@ -103,27 +103,27 @@ def wrap(
     ranks: RankGroup | None = None,
     **settings: Any,
 ) -> Any:
-    """Wrap an existing module or function with graphs; the module or function itself is not changed.
+    """Wrap an existing module or function, so that its calls go through graphs; the original is not changed.
 
-    The result shares everything with the module (parameters, buffers, children, attributes, mode), is
-    an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
-    moved, copied and pickled; calls to it go through graphs, calls to `module` do not.
+    The result shares everything with the module (parameters, buffers, children, attributes, mode), is an instance of
+    its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be moved, copied and pickled. Calls
+    of the result go through graphs; calls of `module` do not.
 
-    A function, bound method or other callable works in the same way. Modules and tensors that it reaches through
-    globals, its closure, defaults and the object that it belongs to are watched like a module's own, and plain values
-    there (numbers, strings, flags) are part of the key, like arguments. The result is a `GraphedFunction`. On a method
-    in a class body, ``@wrap`` gives each instance graphs of its own.
+    A function, bound method or other callable is wrapped in the same way; the result is a `GraphedFunction`. Modules
+    and tensors that the function reaches (through globals, its closure, its defaults, or the object that it belongs to)
+    are guarded like a module's own, and plain values there (numbers, strings, flags) are part of the key, like
+    arguments. On a method in a class body, ``@wrap`` gives each instance its own graphs.
 
     Args:
         module: any `nn.Module` instance, or a function.
         config: settings.
-        pool: graph memory to share with other wrappers (see `graph_pool`); None for its own. Graphs for training always
-            have their own, since values that a forward saves there must last until its backward.
-        ranks: the ranks whose graphs share collectives with this one's; see `RankGroup`. Copies do not keep them.
-        **settings: fields of `CudaGraphConfig`, which win over `config`.
+        pool: graph memory to share with other wrappers (see `graph_pool`); None for a separate pool. Graphs for
+            training always have a separate pool, since values that a forward saves there must last until its backward.
+        ranks: the ranks whose graphs share collectives with these graphs; see `RankGroup`. Copies do not keep them.
+        **settings: fields of `CudaGraphConfig`, which take precedence over `config`.
 
     Raises:
-        ConfigError: it is no module or function, a TorchScript module, or a setting is invalid.
+        ConfigError: `module` is neither a module nor a function, or is a TorchScript module; or a setting is invalid.
     """
     if isinstance(module, type) or not callable(module):
         expected = "expected a torch.nn.Module instance (use @cuda_graph for a class) or a function"
@@ -168,7 +168,7 @@ def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
 @overload
 def unwrap(module: ModuleType) -> ModuleType: ...
 def unwrap(module: Any) -> Any:
-    """Return the module that `wrap` was given; other modules as they are."""
+    """Return the module that was passed to `wrap`; return other modules as they are."""
     return module._graph_original if hasattr(type(module), "_graph_original") else module
 
 
@@ -176,7 +176,7 @@ def check_unwrapped(model: Any, function: str) -> None:
     """Refuse a model that has graphs of its own.
 
     Raises:
-        ConfigError: it is wrapped, or its class is.
+        ConfigError: the model is wrapped, or its class is.
     """
     if isinstance(model, CudaGraphWrapper):
         raise ConfigError(
@@ -186,17 +186,17 @@ def check_unwrapped(model: Any, function: str) -> None:
 
 
 def _share(module: Any, kind: type[Any]) -> Any:
-    """Make an instance of another class that shares all attributes: setting one on either sets it on both."""
+    """Make an instance of another class that shares all attributes: an attribute set on one is set on both."""
     other = object.__new__(kind)
     object.__setattr__(other, "__dict__", vars(module))
     return other
 
 
 def _graphed(original: Any) -> type[nn.Module]:
-    """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
+    """Make a subclass whose calls go through graphs. Its runner and the original are in slots, which are not shared."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.
+        # ``type(self)(...)``, as in slicing a Sequential, makes a module that is not wrapped.
         return original(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
@@ -219,7 +219,7 @@ def _graphed(original: Any) -> type[nn.Module]:
 
 
 def _insert_base(target: Any) -> None:
-    # A subclass decorated earlier lists CudaGraphWrapper before this class, which did not inherit from it then.
+    # A subclass that was decorated earlier lists CudaGraphWrapper as a base of its own.
     children = target.__subclasses__()
     for child in children:
         children += child.__subclasses__()  # this loop will reach them
@@ -229,9 +229,9 @@ def _insert_base(target: Any) -> None:
 
 
 def graph_pool(device: torch.device | str = "cuda") -> GraphPool:
-    """Make graph memory for several wrappers or managers to share; their graphs reuse each other's memory.
+    """Make graph memory to share among several wrappers or managers, whose graphs reuse each other's memory.
 
-    Correct only if they never run at the same time and none needs another's static output after it ran.
+    Share it only if they never run at the same time, and if none reads another's static output after its own run.
 
     Args:
         device: "cuda", a device with an index, or "cpu" for the emulator.
