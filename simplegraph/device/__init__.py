@@ -1,10 +1,10 @@
-"""Where graphs live: a GPU by torch.cuda.CUDAGraph, or a CPU by an emulator of CUDA's rules.
+"""The devices of graphs: a GPU, by torch.cuda.CUDAGraph, or the CPU, by an emulator with CUDA's rules.
 
-protocol    what capture and replay need of a device
-inventory   asks a driver what captured graphs touch
-select      the device for a torch device
-cuda        on a GPU; CUDA is called here, and for memory that sleeps in `sleeping`
-emulator    on CPU tensors
-memory      memory and random generators that a run may change, saved and put back
-kernels     who launches a kernel, by its name in the driver
+protocol    `GraphDevice`: the operations that captures and replays need of a device
+inventory   asks the driver which memory captured graphs touch
+select      the `GraphDevice` of a torch device
+cuda        the GPU. CUDA is called here, and in `sleeping` for memory that sleeps
+emulator    the emulator, on CPU tensors
+memory      saves and restores memory and random generators that a run may change
+kernels     tells by a kernel's name which library launches it
 """

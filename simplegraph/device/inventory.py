@@ -1,4 +1,4 @@
-"""Take the inventory of captured graphs: ask the driver what they touch, where there is one."""
+"""Take the inventory of captured graphs: ask the driver which memory they touch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.device.protocol import GraphDevice, GraphPool, Inventory, MemorySpan
 
-_MOST_FORMER = 1 << 11  # ranges; each costs every inventory half a microsecond
+_MOST_FORMER = 1 << 11  # the most former ranges; each costs every inventory half a microsecond
 
 
 def take_inventory(
     device: GraphDevice, pool: GraphPool, segments: Sequence[Any], named: Sequence[MemorySpan], *, every: bool = False
 ) -> Inventory | None:
-    """Read what captured segments of a pool touch.
+    """Read the memory that captured segments of a pool touch.
 
     Args:
-        device: where they were captured.
-        pool: what they were captured into.
-        segments: captured, and not reset.
-        named: what their owner keeps alive.
-        every: also list kernels that touch only memory which is accounted for.
+        device: the device of the segments.
+        pool: the pool of the segments.
+        segments: captured segments that are not reset.
+        named: memory that the owner of the segments keeps alive.
+        every: True to list kernels that touch only memory with a known owner, too.
 
     Returns:
-        None where there is no driver that could tell: a replay of the emulator refuses freed memory by itself.
+        The inventory; None if there is no driver. A replay of the emulator refuses freed memory by itself.
     """
     if not isinstance(device, CudaDevice):
         return None
-    # Not loaded where there is no driver to ask.
+    # Loaded only if there is a driver.
     from simplegraph.device.cuda.inventory.places import Places, device_memory, read_inventory
     from simplegraph.device.kernels import launched_by_torch
 

@@ -1,4 +1,4 @@
-"""Tell by a kernel's name in the driver who launches it, and how to show it."""
+"""Read a kernel's name in the driver: the library that launches it, and a readable form."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 
 import torch
 
-# Names of C++ carry the length of each part: "_ZN2at6native13reduce_kernel...".
+# Names of C++ functions contain the length of each part: "_ZN2at6native13reduce_kernel...".
 _OF_TORCH = re.compile("N(2at|3c10|5torch|7cutlass|3cub|6thrust|5flash|13pytorch_flash)")
 _OF_LIBRARIES = re.compile(
     "cublas|cudnn|cusparse|cusolver|cufft|magma|xmma|nvjet|nccl|cask|convolve|winograd|regular_fft|vector_fft|"
     "trs[mv]_|potr[fsi]|getr[fsi]|geqrf|or[gm]qr|larf|syev|gesvd"
 )
-# Those of no language begin with what they were made for.
+# Names of other kernels begin with the name of their architecture or library.
 _NAMED = re.compile(r"(cutlass|ampere|volta|turing|hopper|maxwell|sm\d+)_")
-# Private to torch; where it is absent, names are shown as they are.
+# Private to torch. Without it, names are shown as they are.
 _demangle: Callable[[str], str] = getattr(torch._C, "_demangle", str)
 
 
 @functools.cache
 def launched_by_torch(kernel: str) -> bool:
-    """True for a kernel of torch, or of a library that torch calls: its dispatcher shows the tensors that it gets.
+    """True for kernels of torch, and of libraries that torch calls: torch's dispatcher shows their tensors.
 
-    Such libraries leave arguments that a kernel does not use as they were, or pass addresses of the host.
+    Such libraries leave old values in arguments that a kernel does not use, or pass addresses of the host.
     """
     is_torchs = _OF_TORCH.search(kernel) if kernel.startswith("_Z") else _NAMED.match(kernel)
     return bool(is_torchs or _OF_LIBRARIES.search(kernel))
@@ -32,7 +32,7 @@ def launched_by_torch(kernel: str) -> bool:
 
 @functools.cache
 def readable(kernel: str) -> str:
-    """Return a kernel's name without what a template was made for, and without its arguments."""
+    """Return a kernel's name without its template arguments and its parameters."""
     text, replaced = _demangle(kernel) if kernel.startswith("_Z") else kernel, 1
     if text == kernel:
         return kernel

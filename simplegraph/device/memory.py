@@ -1,4 +1,4 @@
-"""Random generators and memory that a run may change, kept so that they can be put back."""
+"""Save and restore random generators and memory that a run may change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simplegraph.base.tensors import storage_key
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that a device draws from if none is named."""
+    """Return the default generator of a device."""
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 
@@ -26,9 +26,9 @@ def random_states(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 
 def put_random_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    """Put generators into states that `random_states` returned; those that are in them already are left alone.
+    """Set generators to states that `random_states` returned, if their states differ.
 
-    A capture of another thread refuses to have its generator set.
+    Torch refuses to set a generator that another thread's capture uses.
     """
     for generator, state in zip(generators, states, strict=True):
         if not torch.equal(generator.get_state(), state):
@@ -36,33 +36,33 @@ def put_random_states(generators: Sequence[torch.Generator], states: Sequence[Te
 
 
 def drew(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
-    """True if a generator has drawn since it was in its state."""
+    """True if a generator has drawn since `random_states` returned these states."""
     pairs = zip(random_states(generators), states, strict=True)
     return any(not torch.equal(now, before) for now, before in pairs)
 
 
 class HostRandom:
-    """Remembers the states of Python's random generator, and of NumPy's global one where NumPy is imported."""
+    """Saves the states of Python's random generator, and of NumPy's global generator if NumPy is imported."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
     def drawn(self) -> set[str]:
-        """Name the generators that are in other states by now."""
+        """Return the names of generators whose states changed."""
         python = {"Python's random generator"} if random.getstate() != self._python else set()
         numpy = {"NumPy's random generator"} if self._numpy is not None and _numpy_state() != self._numpy else set()
         return python | numpy
 
     def put_back(self) -> None:
-        """Put them back into their states."""
+        """Restore the states."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(pickle.loads(self._numpy))
 
 
 def is_global_generator(value: Any) -> bool:
-    """True for the generators that `HostRandom` remembers."""
+    """True for the generators that `HostRandom` saves."""
     numpy: Any = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
     generators = random._inst, numpy, getattr(numpy, "_bit_generator", None)
     return value is not None and any(value is generator for generator in generators)
@@ -73,25 +73,25 @@ def _numpy_state() -> bytes | None:
     return None if read is None else pickle.dumps(read(legacy=False))
 
 
-_LIMIT_BYTES = 1 << 30  # of one copy, if a tenth of what is free is not less
+_LIMIT_BYTES = 1 << 30  # the largest copy, unless a tenth of the free memory is less
 
 
 def copy_limit(free: int) -> int:
-    """Return the most bytes of memory that one copy may take where so many are free."""
+    """Return the most bytes that one copy may take if `free` bytes are free."""
     return min(_LIMIT_BYTES, free // 10)
 
 
 class SavedMemory:
-    """Memory that a run may change, by name, and copies of what it held at one moment and another.
+    """Memory that a run may change, by name; copies and restores its contents.
 
-    Tensors that share memory are copied once, with all that shares it.
+    A storage that several tensors share is copied once, as a whole.
 
     Args:
-        written: what the graph itself was seen to write, with names; others: what it may write unseen.
-        inputs: the caller's tensors that stand for static inputs of the graph, or are such.
+        written: (name, tensor) of memory that observed runs wrote; others: of memory that may be written unobserved.
+        inputs: (name, tensor) of the caller's inputs, which may be static inputs of the graph.
 
     Attributes:
-        keys: of the storages; nbytes: bytes that one copy takes.
+        keys: storage keys of the memory; nbytes: the bytes that one copy takes.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class SavedMemory:
         self.keys, self.nbytes = self._bytes.keys(), sum(view.numel() for view in self._bytes.values())
 
     def copy(self, keys: Collection[int] | None = None) -> list[Tensor]:
-        """Copy everything as it is now, or the memory of these storage keys; a run may have shortened it."""
+        """Copy all memory, or the memory of these storage keys; a run may have made a storage smaller."""
         views = map(self._bytes.__getitem__, self.keys if keys is None else keys)
         with torch.inference_mode(False):
             return [view[: view.untyped_storage().nbytes()].clone() for view in views]
 
     def put(self, copies: Sequence[Tensor], keys: Collection[int] | None = None) -> None:
-        """Restore everything, or the memory of these storage keys, from the copies."""
+        """Restore all memory, or the memory of these storage keys, from copies."""
         for key, copy in zip(self.keys if keys is None else keys, copies, strict=True):
             storage = self._bytes[key].untyped_storage()
             if storage.nbytes() < len(copy):
@@ -125,7 +125,7 @@ class SavedMemory:
         return functools.partial(self.put, self.copy(saved), saved)
 
     def seen_in(self, copies: Sequence[Tensor], tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """View `tensors`, or `inputs`, as they were when they were copied."""
+        """Return views of these tensors in the copies."""
         storages = dict(zip(self._bytes, (copy.untyped_storage() for copy in copies), strict=True))
         return [
             _view(storages[storage_key(it)], it.dtype, it.storage_offset(), it.shape, it.stride()) for _, it in tensors

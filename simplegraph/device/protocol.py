@@ -1,6 +1,6 @@
-"""Define what capture and replay need of a device. `cuda` and `emulator` implement it.
+"""`GraphDevice`, the operations that captures and replays need of a device. `cuda` and `emulator` implement it.
 
-A device also tells what memory a captured graph touches, as its driver has it: addresses, and whose they are.
+An `Inventory` lists the memory that a captured graph touches, according to the driver: addresses, and their owners.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class MemoryKind(enum.Enum):
-    """Whose memory an address is in."""
+    """The owner of the memory at an address."""
 
     POOL = "memory of the graph's own pool"
     KNOWN = "memory that the graph's owner keeps alive"
@@ -30,7 +30,7 @@ class MemoryKind(enum.Enum):
 
 
 class MemorySpan(NamedTuple):
-    """A span of memory that is kept alive: its start, its end and its name."""
+    """A span of memory that is kept alive: start, end and name."""
 
     start: int
     end: int
@@ -38,15 +38,15 @@ class MemorySpan(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """An address that a node of a graph has.
+    """An address among the parameters of a graph's node.
 
     Attributes:
-        node: the kernel's name, or what else it does.
-        address: the address; offset: from the start of the block, or of the known memory, that it is in.
-        place: whose memory that is; name: its name, if it is known.
-        certain: False if the address is a word of a struct, which may be padding that holds anything.
-        parameter: which of the kernel's has the address; -1 if the node is no kernel.
-        number: the node's place among the nodes.
+        node: the name of the kernel, or of the node's other operation.
+        address: the address; offset: its distance from the start of the block, or of the memory with a name.
+        place: the owner of the memory; name: the name of the memory, if known.
+        certain: False if the address is a word of a struct, which may be padding with any content.
+        parameter: the index of the kernel's parameter; -1 if the node is no kernel.
+        number: the index of the node.
     """
 
     node: str
@@ -64,10 +64,10 @@ class Inventory:
     """The addresses in the nodes of one captured graph.
 
     Attributes:
-        nodes: how many nodes there are.
-        touches: what they touch, in their order.
-        notes: what could not be read, and how often.
-        seconds: the time that reading took.
+        nodes: the number of nodes.
+        touches: their touches, in order.
+        notes: descriptions of unreadable parts, with their counts.
+        seconds: the time of reading.
     """
 
     nodes: int = 0
@@ -76,7 +76,7 @@ class Inventory:
     seconds: float = 0.0
 
     def certain(self, place: MemoryKind) -> list[Touch]:
-        """List the addresses in this place that are no padding."""
+        """List the certain touches in this kind of memory."""
         return [touch for touch in self.touches if touch.place is place and touch.certain]
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,22 +85,23 @@ class Inventory:
         return {"nodes": self.nodes, "touches": touches, "notes": dict(self.notes), "seconds": self.seconds}
 
 
-# Held during every capture: captures share a stream and the random generators, and gc is paused for all
-# threads. A pool's lock is taken before it, never after.
+# Held during every capture: captures share a stream and the random generators, and garbage collection is paused for all
+# threads. A pool's lock is always taken before it.
 CAPTURE_LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
 class GraphPool:
-    """Memory that several graphs share, because never two of them run at once.
+    """Memory that several graphs share, which never run at the same time.
 
     Attributes:
-        device: the device it belongs to.
-        handle: what the device knows it by.
+        device: the device of the memory.
+        handle: the device's own object for the pool.
         lock: held while a graph of this pool is captured or replayed.
-        stream: the stream that used the pool last, as a raw handle. Another stream must wait for it.
-        managers: those whose graphs live in it, where a manager made it; it is released when none has any.
-        watched: True to list what the next captures leave alive, which takes milliseconds in a large pool.
+        stream: the raw handle of the stream that used the pool last; another stream must wait for it.
+        managers: the managers whose graphs use it, if a manager made it; it is released when none has graphs.
+        watched: True if the next captures must be able to list memory left alive, which takes milliseconds in a large
+            pool.
     """
 
     device: GraphDevice
@@ -115,21 +116,21 @@ class Mark(Protocol):
     """A point in a stream's work."""
 
     def ms_since(self, earlier: Any) -> float:
-        """Milliseconds between two marks of one device; waits until this one is reached."""
+        """Return the milliseconds since an earlier mark of the device; waits until this mark is reached."""
 
     def wait(self) -> None:
-        """Wait until it is reached."""
+        """Wait until the mark is reached."""
 
 
 class Segment(Protocol):
-    """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""
+    """One captured graph. A replay runs the recorded work again, at the recorded addresses."""
 
     @property
     def num_nodes(self) -> int | None:
-        """Operations recorded, or None where the device cannot say."""
+        """The number of recorded operations; None if the device cannot tell."""
 
     def wait(self) -> None:
-        """Wait until it can be replayed, which may take a moment after its capture; raise what is in the way."""
+        """Wait until the graph can be replayed; raises an error if it cannot."""
 
     def replay(self) -> None:
         """Queue the recorded work on the current stream. Python does not run again."""
@@ -139,40 +140,40 @@ class Segment(Protocol):
 
 
 class GraphDevice(Protocol):
-    """A place where work can be captured into graphs and replayed.
+    """A device that captures work into graphs and replays it.
 
-    A capture is ``begin``, work on the capture stream, ``end``; or, when the work failed, ``abandon``,
-    which puts stream, pool and random generators back. At most one capture runs in a thread.
+    A capture is ``begin``, work on the capture stream, ``end``. If the work fails, ``abandon`` restores stream, pool
+    and random generators. A thread runs at most one capture at a time.
 
     Attributes:
-        drawing_stream: the stream, as a raw handle, that set the memory which graphs read random states from last.
+        drawing_stream: the raw handle of the stream that last set the memory from which graphs read random states.
     """
 
     drawing_stream: int
 
-    dtype: torch.dtype  # of the products in what is captured next: libraries load kernels for each
+    dtype: torch.dtype  # the dtype of matrix products in the next captures, for which libraries load kernels
 
     @property
     def torch_device(self) -> torch.device: ...
 
     @property
     def emulated(self) -> bool:
-        """True where graphs are imitated: right answers, no speed."""
+        """True if graphs are emulated, with correct results but without speed."""
 
     def new_pool(self) -> GraphPool:
         """Make a pool that no graph uses yet."""
 
     def release_pool(self, pool: GraphPool) -> None:
-        """Give the pool's memory back, once no borrowed tensor is left. Every segment in it must have been reset."""
+        """Release the pool's memory as soon as no borrowed tensor is left. All its segments must have been reset."""
 
     def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
         """Make the process-wide capture stream current, ordered after and before the caller's stream."""
 
     def own_allocations(self) -> contextlib.AbstractContextManager[None]:
-        """Let captures allocate from their own pool, whatever memory pool the caller has set for the thread."""
+        """Let captures allocate from their own pool, even if the caller has set a memory pool for the thread."""
 
     def keep_workspaces(self) -> None:
-        """Let libraries have their workspaces for this thread and the current stream outside of captures' memory."""
+        """Allocate libraries' workspaces for this thread and the current stream outside of the memory of captures."""
 
     def current_stream(self) -> int:
         """Return the current stream's raw handle."""
@@ -181,27 +182,27 @@ class GraphDevice(Protocol):
         """Let the current stream wait for everything queued on `stream`, a raw handle, so far."""
 
     def is_capturing(self) -> bool:
-        """True if the current stream is being captured, by this library or by anyone else."""
+        """True if the current stream is being captured, by this library or by other code."""
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
-        """Start recording the current thread's work into a new segment instead of running it.
+        """Start to record the current thread's work into a new segment, instead of running it.
 
         Args:
-            pool: where tensors created from now on live.
+            pool: the memory of tensors created from now on.
             generators: generators beside the default one that the work draws from.
             continues: this segment follows the pool's previous one in the same Program, so that every
                 replay of it comes after a replay of that one. The emulator needs to know.
         """
 
     def recorded(self) -> tuple[int, int] | None:
-        """Return the number of the capture under way in this thread, and how many operations it has recorded so far.
+        """Return the number of this thread's current capture, and the number of operations recorded so far.
 
         Returns:
-            None if none is under way, or the device cannot say.
+            The two numbers; None without a capture, or if the device cannot tell.
         """
 
     def end(self) -> Segment | None:
-        """Stop recording and return what was recorded; None where that is nothing to replay.
+        """Stop recording and return the segment; None if there is nothing to replay.
 
         Wait for it before its first replay.
 
@@ -210,10 +211,10 @@ class GraphDevice(Protocol):
         """
 
     def abandon(self) -> Exception | None:
-        """Undo a capture that failed at any point since `begin`; harmless when none is under way.
+        """Undo a capture that failed at any point since `begin`; does nothing without a capture.
 
         Returns:
-            The rule that was broken first, if the device knows: TorchScript conceals what went wrong inside of it.
+            The error of the first broken rule, if the device knows it: TorchScript hides errors inside it.
         """
 
     def synchronize(self) -> None:
@@ -223,7 +224,7 @@ class GraphDevice(Protocol):
         """Return the allocator's unused memory to the device."""
 
     def mark(self) -> Mark:
-        """Note how far the current stream's work is; cheap, and waits for nothing."""
+        """Mark the current end of the current stream's work; fast, and does not wait."""
 
     def free_memory(self) -> int:
         """Return the free bytes of device memory."""
@@ -232,25 +233,25 @@ class GraphDevice(Protocol):
         """True if a capture into `pool` allocated the memory of `tensor`."""
 
     def left_alive(self, pool: GraphPool) -> set[int]:
-        """List the addresses of memory that the last Program's captures into `pool` made and that something still owns.
+        """List the addresses of memory that captures of the last Program into `pool` made, and that is still owned.
 
-        One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
+        A current capture counts until it is abandoned. Borrowed tensors own nothing. Fast if there is no such memory.
         """
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
-        """Return the same memory without owning it, or `tensor` itself where that is impossible.
+        """Return a tensor in the same memory that does not own it; `tensor` itself if that is impossible.
 
-        Only for memory of a live pool that every replay writes before it is read: later captures may then
-        reuse it, and it is valid from one replay to the next. The result and its views keep the pool's memory
-        from being given back, so that it stays readable when graphs and pool are dropped.
+        Only for memory of a live pool that every replay writes before reading it: later captures may reuse the memory,
+        and it is valid from one replay to the next. The result and its views keep the pool's memory allocated, so that
+        it stays readable after graphs and pool are dropped.
         """
 
 
 def order_draws(device: GraphDevice) -> None:
-    """Let the current stream wait for the one on which a graph that draws was replayed last, or a capture begun.
+    """Let the current stream wait for the stream on which a drawing graph was last replayed, or a capture begun.
 
-    Such graphs read seed and offset of a generator from memory that each of their replays, and each capture, sets: two
-    of them on two streams would read each other's. Call with CAPTURE_LOCK held.
+    Graphs that draw random numbers read a generator's seed and offset from memory that each of their replays, and each
+    capture, sets. On two streams, two such graphs could read each other's values. Call it with CAPTURE_LOCK held.
     """
     stream = device.current_stream()
     if stream != device.drawing_stream:

@@ -14,7 +14,7 @@ def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
     """Return the `GraphDevice` for a torch device: CUDA graphs on a GPU, the emulator on the CPU.
 
     Raises:
-        ConfigError: it is another kind of device.
+        ConfigError: the device is of another type, or not available.
     """
     if not isinstance(device, (str, torch.device)):
         return device

@@ -1,9 +1,9 @@
-"""The device protocol on `torch.cuda.CUDAGraph`, and the driver calls beside it. No policy lives here.
+"""The device protocol on `torch.cuda.CUDAGraph`, with the driver calls that torch does not offer. No policy is here.
 
-device     where a capture begins and ends
-graph      what was captured: instantiated, replayed, dropped
-allocator  whose memory an address is, and where allocations of a thread go
-driver     what torch does not offer: streams of our own, what a capture holds and waits for
-forks      side streams that a capture forked to and did not join
-inventory  what the kernels of a graph touch
+device     begins and ends captures
+graph      captured graphs: instantiation, replay, end
+allocator  the owner of the memory at an address, and the pool of a thread's allocations
+driver     driver calls: separate streams, and the operations that a capture contains and waits for
+forks      finds side streams that a capture forked to and did not join
+inventory  the memory that the kernels of a graph touch
 """

@@ -1,4 +1,4 @@
-"""Ask torch's CUDA allocator whose memory an address is, and tell it where allocations of this thread go."""
+"""Ask torch's CUDA allocator which pool an address belongs to, and set the pool of this thread's allocations."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _CAN_DIVERT = all(
 
 
 def segments(pool_ids: Container[PoolId] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the allocator's description of the memory of some pools, of all if None."""
-    # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
-    # pools (later crashes anywhere, as if the id's numbers had lost a reference).
+    """Yield the allocator's descriptions of the segments of these pools; of all pools if None."""
+    # Torch is asked for all pools: asked for one pool by id, torch 2.11 corrupts the interpreter's heap after some
+    # hundred pools, which leads to crashes later.
     snapshot: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
     return (segment for segment in snapshot if pool_ids is None or tuple(segment["segment_pool_id"]) in pool_ids)
 
 
 def owned_addresses(pool_id: PoolId) -> set[int]:
-    """List the addresses of a pool's blocks that something owns."""
+    """List the addresses of a pool's blocks that are in use."""
     owned = set()
     for segment in segments((pool_id,)):
         address = segment["address"]
@@ -46,21 +46,21 @@ def owned_addresses(pool_id: PoolId) -> set[int]:
 
 
 class Addresses:
-    """Remembers which address ranges belong to some pools, and which to others; asking torch takes milliseconds."""
+    """Remembers which address ranges belong to certain pools, and which do not: asking torch takes milliseconds."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, bool]] = []  # (start, end, True if of the pools), ordered
-        self._foreign: set[int] = set()  # addresses in no memory of torch's
+        self._ranges: list[tuple[int, int, bool]] = []  # (start, end, True if in the pools), ordered
+        self._foreign: set[int] = set()  # addresses that torch did not allocate
 
     def look_up(self, address: int) -> bool | None:
-        """Return True for memory of the pools, False for other memory, None where that is not known."""
+        """Return True for memory of the pools, False for other memory, None if that is not known."""
         at = bisect.bisect_right(self._ranges, (address, 1 << 64, True)) - 1
         if at >= 0 and address < self._ranges[at][1]:
             return self._ranges[at][2]
         return False if address in self._foreign else None
 
     def find(self, address: int, pool_ids: Container[PoolId]) -> bool:
-        """Return True for memory of the pools, and ask torch if need be."""
+        """Return True for memory of the pools; ask torch if that is not known."""
         is_ours = self.look_up(address)
         if is_ours is None:
             ranges = [
@@ -78,7 +78,7 @@ class Addresses:
         return bool(is_ours)
 
     def forget_others(self) -> None:
-        """Forget memory outside the pools: it may be freed, and allocated to the pools next."""
+        """Forget memory outside the pools, which may be freed and allocated to the pools later."""
         self._ranges = [span for span in self._ranges if span[2]]
         self._foreign.clear()
 
@@ -92,15 +92,14 @@ class Allocations:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._home: tuple[int, int, Tensor] | None = None  # a segment of the default pool, and what keeps it there
+        self._home: tuple[int, int, Tensor] | None = None  # a segment of the default pool, and a tensor that keeps it
         self._workspaces: PoolId | None = None
 
     @contextlib.contextmanager
     def in_captures(self) -> Iterator[None]:
-        """Let captures allocate from their own pool, though the thread is inside ``torch.cuda.use_mem_pool``.
+        """Let captures allocate from their own pool, even inside ``torch.cuda.use_mem_pool``.
 
-        Otherwise that pool would come first: the graph's memory would lie in it, and be handed to others after the
-        capture.
+        Otherwise the graph's memory would be in that pool, and be allocated to others after the capture.
         """
         taken: list[PoolId] = []
         index = self._device.index
@@ -115,7 +114,7 @@ class Allocations:
                 torch._C._cuda_releasePool(index, pool_id)  # which `begin` has counted once more
 
     def _diverted(self) -> PoolId | None:
-        """Find the pool that an allocation of this thread comes from; None for torch's default one."""
+        """Find the pool of this thread's allocations; None for torch's default pool."""
         probe = self._new(1)
         address = probe.data_ptr()
         if self._home is not None and self._home[0] <= address < self._home[1]:
@@ -131,16 +130,15 @@ class Allocations:
 
     @property
     def workspaces(self) -> tuple[PoolId, ...]:
-        """The pools that libraries have their workspaces in."""
+        """The pools that contain workspaces of libraries."""
         return () if self._workspaces is None else (self._workspaces,)
 
     def keep_workspaces(self, dtype: torch.dtype) -> None:
-        """Put cuBLAS's workspaces for this thread and stream into memory that is given to nothing else.
+        """Allocate cuBLAS's workspaces for this thread and stream in memory that is never released.
 
-        Torch keeps them in a table that anyone may clear, as compiled modules with graphs of their own do, while graphs
-        captured before still use them. So they come from a separate pool, which is never released. The product that
-        makes cuBLASLt allocate its workspace has the forward's dtype: kernels of another dtype would take 0.1 s to
-        load.
+        Torch keeps the workspaces in a table that other code may clear, such as compiled modules with their own graphs,
+        while earlier graphs still use them. So they come from a separate pool. A matrix product makes cuBLASLt allocate
+        its workspace. It has the forward's dtype, since kernels of another dtype would take 0.1 s to load.
         """
         if not _CAN_DIVERT:
             return

@@ -22,7 +22,7 @@ from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, order_draws
 
 logger = logging.getLogger("simplegraph")
 
-_MOST_RELEASED = 32 << 20  # bytes of released pools that may stay with the allocator
+_MOST_RELEASED = 32 << 20  # the most bytes of released pools that the allocator may keep
 
 
 class _Capture(NamedTuple):
@@ -47,12 +47,12 @@ class CudaMark(NamedTuple):
 class CudaDevice:
     """The `GraphDevice` protocol on one CUDA device.
 
-    Captures use ``thread_local`` error mode, so that other threads may go on using the device, and one
-    stream for the whole process: cuBLAS workspaces and allocator blocks belong to a stream.
+    Captures use the error mode ``thread_local``, so that other threads can use the device meanwhile. All captures of
+    the process use one stream, since cuBLAS workspaces and allocator blocks belong to a stream.
 
     Attributes:
-        allocations: which memory of the allocator is a library's.
-        former: ranges that the allocator had when an inventory asked.
+        allocations: directs allocations, and knows the pools of libraries' workspaces.
+        former: ranges that the allocator had at earlier inventories.
     """
 
     emulated = False
@@ -72,7 +72,7 @@ class CudaDevice:
         self.drawing_stream = 0
         self.allocations = Allocations(self.torch_device)
         self.former: set[tuple[int, int]] = set()
-        self._released = 0  # bytes of pools that the allocator may still hold
+        self._released = 0  # bytes of released pools that the allocator may still hold
         self._thread = threading.local()
         # On the path of every replay, so without a Python frame of their own.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
@@ -89,12 +89,12 @@ class CudaDevice:
 
     @functools.cached_property
     def _scratch(self) -> Tensor:
-        """Scratch element that an empty graph writes to, since torch warns about empty graphs."""
+        """The scratch element that an empty graph writes to, since torch warns about empty graphs."""
         with torch.inference_mode(False):  # else it could only be written in that mode
             return torch.zeros(1, device=self.torch_device)
 
     def _refresh(self, handle: CudaPool, generators: Sequence[torch.Generator] = ()) -> None:
-        """Let captures go to a fresh pool of the allocator from now on."""
+        """Use a new pool of the allocator for captures from now on."""
         graveyard.clear()
         cell = self._scratch
         pool_id = handle.id = graph_pool_id(self, torch.cuda.graph_pool_handle)
@@ -110,7 +110,7 @@ class CudaDevice:
             anchor.capture_end()
 
     def release_pool(self, pool: GraphPool) -> None:
-        # The allocator keeps it until somebody empties its cache; what is captured next cannot use it.
+        # The allocator keeps the memory until its cache is emptied; later captures cannot use it.
         self._released += sum(segment["total_size"] for segment in segments(pool.handle.anchors))
         pool.handle.anchors.clear()  # each ends with the last tensor that was borrowed from its pool
 
@@ -126,8 +126,8 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[bool]:
-        """Make the capture stream current; True if it was not."""
-        # Alone: what another thread launched here during a capture would become part of it.
+        """Make the capture stream current; yields True if it was not current before."""
+        # With the lock: work of another thread on this stream would become part of a capture.
         with CAPTURE_LOCK, torch.cuda.device(self.torch_device):
             caller = torch.cuda.current_stream()
             if caller == self._stream:
@@ -150,12 +150,12 @@ class CudaDevice:
         if stream not in self._lasting:
             self.synchronize()  # its owner may have destroyed it, though not its work
             return
-        # The default stream cannot be had as an external one.
+        # The default stream cannot be made from a handle.
         other = _external_stream(stream, device=self.torch_device) if stream else torch.cuda.default_stream(self.index)
         current.wait_stream(other)
 
     def _note_lasting(self, stream: torch.cuda.Stream) -> None:
-        """Note a stream that torch made, which lives as long as the process; another library's id is its handle."""
+        """Note a stream of torch, which lives as long as the process. Other libraries' streams have their handle as id."""
         if stream.stream_id != stream.cuda_stream:
             self._lasting.add(stream.cuda_stream)
 
@@ -198,7 +198,7 @@ class CudaDevice:
         return CudaSegment(capture.graph, capture.pool, num_nodes, self.torch_device)
 
     def abandon(self) -> None:
-        """End and drop the capture that is under way; CUDA's own messages say which rule was broken."""
+        """End and drop the current capture; CUDA's own messages name the broken rule."""
         capture: _Capture | None = getattr(self._thread, "capture", None)
         if capture is None:
             return
@@ -211,17 +211,17 @@ class CudaDevice:
                 self._repair(capture)
 
     def _repair(self, capture: _Capture) -> None:
-        """Put back what torch leaves behind when ``capture_end`` itself raises (torch 2.9 to 2.11)."""
-        # The allocator still routes this thread's allocations to the pool, which still counts the capture.
-        # A capture that never began routes nothing, and says so.
+        """Restore the allocator and the generators after ``capture_end`` itself raised (torch 2.9 to 2.11)."""
+        # The allocator still directs this thread's allocations to the pool, and the pool still counts the capture.
+        # If the capture never began, the calls raise an error.
         try:
             torch._C._cuda_endAllocateToPool(self.index, capture.pool.id)
             torch._C._cuda_releasePool(self.index, capture.pool.id)
         except RuntimeError as error:
             logger.debug("nothing to take back from the allocator: %s", error)
-        # That pool answers "already recording" from now on, whatever is taken back. Its graphs stay valid.
-        # The generators still think they are being captured; the end of the new pool's first capture tells
-        # them otherwise. (Fresh state objects would do so too, but graphs that draw hold on to the old ones.)
+        # The pool reports "already recording" from now on, so a new pool is used. The graphs in the old one stay valid.
+        # The generators still count as captured, until the end of the new pool's first capture. (New state objects
+        # would mend that, too, but graphs that draw random numbers refer to the old ones.)
         broken = capture.pool.id
         self._refresh(capture.pool, capture.generators)
         capture.pool.retire(broken)
@@ -254,7 +254,7 @@ class CudaDevice:
         return self._owned_blocks(handle) - handle.owned_before
 
     def _owned_blocks(self, handle: CudaPool) -> set[int]:
-        """List the addresses of the pool's blocks that something owns, one by one only where they have changed."""
+        """List the addresses of the pool's blocks that are in use."""
         if not (_CAN_COMPARE and torch._C._cuda_checkPoolLiveAllocations(self.index, handle.id, handle.owned)):
             handle.owned = owned_addresses(handle.id)
         return handle.owned
@@ -265,7 +265,7 @@ class CudaDevice:
         storage, device = tensor.untyped_storage(), tensor.device
         address, nbytes = storage.data_ptr(), storage.nbytes()
         borrowed: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-        # A storage keeps its attributes, whatever becomes of the Python object: views of the tensor keep them too.
+        # Attributes of a storage live as long as the memory: views of the tensor keep the anchors alive, too.
         borrowed.anchors = tuple(pool.handle.anchors.values())
         metadata = {
             "nbytes": nbytes,
@@ -286,9 +286,9 @@ _torch_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Make a stream of our own, where the driver can.
+    """Make a separate stream by the driver, or by torch if there is no driver.
 
-    Torch hands out its 32 in turn, and what others launched on ours would become part of a capture.
+    Torch has 32 streams and returns them in turn: other code's work on the same stream would become part of a capture.
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info(device)  # makes the context, if this is the process's first use of the device
@@ -297,7 +297,7 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _refuse_unjoined(operations: int) -> None:
-    """Raise as CUDA does by itself, but for the collectives of NCCL."""
+    """Raise an error if work is not joined. CUDA raises it itself, except for NCCL's collectives."""
     if operations:
         raise RuntimeError(
             f"unjoined work: {operations} operations on other streams, such as a collective with async_op=True whose "
@@ -305,7 +305,7 @@ def _refuse_unjoined(operations: int) -> None:
         )
 
 
-# Private to torch, so owned memory stands in where they are absent.
+# Private to torch. Without them, memory is owned instead of borrowed.
 _CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasattr(
     torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata"
 )

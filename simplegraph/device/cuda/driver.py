@@ -1,4 +1,4 @@
-"""Make driver calls that torch does not offer: a stream of our own, and what a capture holds and waits for."""
+"""Driver calls that torch does not offer: separate streams, and the operations that a capture has and waits for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _COMPUTES = (0, 1, 2, 4)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET and GRAPH;
 
 
 def captured_nodes(stream: int) -> int | None:
-    """Count the operations captured so far on a stream (a raw handle); None where the driver does not say."""
+    """Count the operations captured so far on a stream (a raw handle); None if the driver does not tell."""
     capture = captured_so_far(stream)
     return None if capture is None else capture[1]
 
 
 def captured_so_far(stream: int) -> tuple[int, int] | None:
-    """Return the capture's number and the count of its operations so far; see `captured_nodes`.
+    """Return the number of the capture, and the count of its operations so far; see `captured_nodes`.
 
-    Called twice for each operator of a capture, hence with as little Python as possible.
+    This runs twice for each operator of a capture, so it uses as little Python as possible.
     """
     driver = cuda_driver()
     if driver is None:
@@ -32,16 +32,16 @@ def captured_so_far(stream: int) -> tuple[int, int] | None:
     return None if driver.cuGraphGetNodes(_GRAPH, None, _COUNT_AT) else (_NUMBER.value, _COUNT.value)
 
 
-# Outputs of the driver's call, shared by all threads: a thread that captures holds CAPTURE_LOCK.
+# Outputs of the driver call. Threads may share them, since a thread that captures holds CAPTURE_LOCK.
 _STATUS, _NUMBER, _GRAPH, _COUNT = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
 _CAPTURE_INFO, _COUNT_AT = (ctypes.byref(_STATUS), ctypes.byref(_NUMBER), ctypes.byref(_GRAPH)), ctypes.byref(_COUNT)
 
 
 def unjoined_operations(stream: int) -> int:
-    """Count operations captured so far that a stream (a raw handle) does not wait for; 0 where the driver is silent.
+    """Count captured operations that a stream (a raw handle) does not wait for; 0 if the driver does not tell.
 
-    CUDA refuses to end a capture that has some, unless a library has set what its streams wait for, as NCCL does: a
-    collective that nobody waited for would then run beside the operators that read its result.
+    CUDA refuses to end a capture with such operations, unless a library has set the dependencies of its streams itself,
+    as NCCL does. A collective without a wait would then run concurrently with operators that read its result.
     """
     driver = cuda_driver()
     if driver is None or not hasattr(driver, "cuStreamGetCaptureInfo_v3") or not hasattr(driver, "cuGraphGetEdges_v2"):
@@ -54,16 +54,16 @@ def unjoined_operations(stream: int) -> int:
     waited_for = [ends[index] for index in range(count.value)]
     nodes, (starts, targets) = _nodes(driver, graph), _edges(driver, graph)
     if set(nodes).difference(starts) <= set(waited_for):
-        return 0  # every path ends there; a walk takes a millisecond
+        return 0  # all paths end there; this saves a walk of a millisecond
     reached = nodes_reaching(waited_for, starts, targets)
     return sum(_computes(driver, node) for node in nodes if node not in reached)
 
 
 def nodes_reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
-    """Find the nodes from which a path leads to one of `ends`, these included.
+    """Find the nodes from which a path leads to one of `ends`, including these.
 
     Args:
-        ends: nodes.
+        ends: the nodes at which paths end.
         starts: the first node of each edge.
         targets: the second node of each edge.
     """
@@ -87,10 +87,10 @@ def _nodes(driver: Any, graph: Any) -> list[int]:
 
 
 def _edges(driver: Any, graph: Any) -> tuple[list[int], list[int]]:
-    """List the start of each edge, and its target."""
+    """List the start nodes and the target nodes of all edges."""
     count = ctypes.c_size_t()
     driver.cuGraphGetEdges_v2(graph, None, None, None, ctypes.byref(count))
-    # The third output is 8 bytes of data for each edge; without room for it, the driver refuses edges that have data.
+    # The third output is 8 bytes of data for each edge. Without it, the driver refuses edges with data.
     starts, targets, data = ((ctypes.c_uint64 * count.value)() for _ in range(3))
     driver.cuGraphGetEdges_v2(graph, starts, targets, data, ctypes.byref(count))
     return list(starts), list(targets)
@@ -103,7 +103,7 @@ def _computes(driver: Any, node: int) -> bool:
 
 
 def new_stream() -> int | None:
-    """Make a stream, and return its raw handle, on the current device; None where the driver does not give one."""
+    """Make a stream on the current device, and return its raw handle; None if the driver cannot."""
     driver, handle = cuda_driver(), ctypes.c_void_p()
     failed = driver is None or driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
     return None if failed else handle.value
@@ -111,7 +111,7 @@ def new_stream() -> int | None:
 
 @functools.cache
 def cuda_driver() -> Any:
-    """Load the CUDA driver, to call its functions by name; None if there is none. Torch has loaded it already."""
+    """Return the CUDA driver, which torch has loaded, to call its functions by name; None if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         _ = driver.cuStreamCreate, driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes

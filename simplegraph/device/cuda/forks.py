@@ -1,7 +1,7 @@
 """Find the side streams that a thread's capture forked to and did not join, and the lines that forked.
 
-Every way of ordering streams in Python ends in `torch.cuda.Event.record` and `wait`, which are watched
-while a capture runs.
+All functions that order streams in Python call `torch.cuda.Event.record` and `wait`. Both are replaced while a capture
+runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simplegraph.base.failures import current_user_location
 
 
 def start(stream: int) -> None:
-    """Begin to watch a capture of this thread, on a stream given by its raw handle."""
+    """Begin to follow a capture of this thread, on a stream given by its raw handle."""
     stop()
     for name, note in _WATCHED.items():
         patches.replace(torch.cuda.Event, name, functools.partial(_watched, note))
@@ -26,7 +26,7 @@ def start(stream: int) -> None:
 
 
 def stop() -> None:
-    """Forget the thread's capture, which is over; harmless where there is none."""
+    """Stop following the thread's capture, which is over; does nothing if there is none."""
     if getattr(_watching, "open", None) is not None:
         for name in _WATCHED:
             patches.restore(torch.cuda.Event, name)
@@ -34,7 +34,7 @@ def stop() -> None:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Name the lines that forked to streams which were not joined, if that is what the error is about."""
+    """Add the lines that forked to unjoined streams to an error about unjoined work; return other errors unchanged."""
     opened: _Open | None = getattr(_watching, "open", None)
     if opened is None or not opened.forked or "unjoined" not in str(error).lower():
         return error
@@ -43,12 +43,12 @@ def explained(error: RuntimeError) -> RuntimeError:
 
 
 class _Open:
-    """A capture under way: its streams, where it forked to them, and on which stream each event was recorded."""
+    """A current capture: its streams, the lines that forked to them, and the stream that recorded each event."""
 
     def __init__(self, stream: int) -> None:
         self.streams = {stream}
         self.forked: dict[int, str] = {}
-        # By id, and held: torch's events crash when they die with a weak reference to them.
+        # By id, and kept alive: torch's events crash if they end with a weak reference to them.
         self.recorded: dict[int, tuple[Any, int]] = {}
 
     def record(self, event: Any, stream: Any) -> None:

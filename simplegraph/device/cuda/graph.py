@@ -1,4 +1,4 @@
-"""A captured `torch.cuda.CUDAGraph`, the pool that it lives in, and how it ends."""
+"""Captured `torch.cuda.CUDAGraph` objects, their memory pool, and their end."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from simplegraph.device.cuda.allocator import Addresses
 
-# Graphs that are no longer used. Destroying one unregisters it from its generators, which another thread's capture may
-# be changing without the interpreter's lock, so it waits for CAPTURE_LOCK.
+# Graphs that are no longer used. They are destroyed under CAPTURE_LOCK: destroying a graph unregisters it from its
+# generators, which another thread's capture may be changing without the interpreter's lock.
 graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
 
 
-# Instantiates graphs while the next ones are captured: the driver needs a fifth of a capture's time for it.
+# Instantiates graphs while the next graphs are captured; this takes a fifth of a capture's time.
 _instantiating = concurrent.futures.ThreadPoolExecutor(1, "simplegraph-instantiate")
 
 
 class OwnedGraph:
-    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs.
+    """Owns a `torch.cuda.CUDAGraph`, and ends it: its memory at once, the graph itself when no capture runs.
 
     Args:
-        graph: what ends.
-        ready: done once it is instantiated, if another thread does that.
+        graph: the graph.
+        ready: done once another thread has instantiated the graph; None if none does.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None = None) -> None:
@@ -36,7 +36,7 @@ class OwnedGraph:
 
 def _bury(graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None) -> None:
     if ready is not None and not ready.cancel():
-        ready.exception()  # waits; whoever waits for the segment is told
+        ready.exception()  # waits without raising: `CudaSegment.wait` raises the error
     graveyard.append(graph)
     if not torch.cuda.is_current_stream_capturing():
         graph.reset()
@@ -44,15 +44,15 @@ def _bury(graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | 
 
 @dataclasses.dataclass(eq=False)
 class CudaPool:
-    """A memory pool of torch's allocator, or several after failed captures.
+    """A memory pool of torch's allocator, or several pools after failed captures.
 
     Attributes:
-        id: what captures allocate from.
-        anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
-            the pool can be captured into; one whose last graph is gone cannot be (an internal assert).
-        segments: by id, how many live graphs it has.
-        addresses: what is known of whose memory an address is.
-        owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.
+        id: the id of the allocator's pool for captures.
+        anchors: by id, a graph of one node. While it lives, the allocator keeps the pool's memory, and captures into
+            the pool are possible. Without any graph they are not (an internal assert).
+        segments: by id, the number of live graphs.
+        addresses: the known address ranges of the pools.
+        owned: addresses of blocks in use at the latest check; owned_before: before the last Program.
     """
 
     id: tuple[int, int]
@@ -63,12 +63,12 @@ class CudaPool:
     owned_before: set[int] = dataclasses.field(default_factory=set)
 
     def dropped(self, pool_id: tuple[int, int]) -> None:
-        """Count that one of a pool's graphs is gone."""
+        """Count the end of one of a pool's graphs."""
         self.segments[pool_id] -= 1
         self.retire(pool_id)
 
     def retire(self, pool_id: tuple[int, int]) -> None:
-        """Give a pool back that captures no longer go to, once its last graph is gone."""
+        """Release a pool that captures no longer use, if its last graph is gone."""
         if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
             del self.anchors[pool_id]
             self.addresses = Addresses()
@@ -90,7 +90,7 @@ class CudaSegment:
 
     @property
     def raw_graph(self) -> int:
-        """Return the driver's handle of what was captured."""
+        """Return the driver's handle of the graph."""
         return int(self._owned.graph.raw_cuda_graph())
 
     def wait(self) -> None:

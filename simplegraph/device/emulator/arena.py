@@ -1,4 +1,4 @@
-"""Memory that a capture touches, as a replay finds it again, the pool that it lives in, and the replay."""
+"""The memory that a capture touches, its pool, and segments, which replay."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Memory:
 
     Attributes:
         storage: the memory itself.
-        seen_as: the first operator that used it, and the tensor it saw.
-        pool: what the emulator knows of the pool it was captured into; None for memory from outside.
-        poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
-        saved: its bytes before the first captured write, while they must be put back.
-        value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
+        seen_as: the first operator that used it, with its tensor, for messages.
+        pool: the pool that it was captured into; None for memory from before the capture.
+        poison: the byte of undefined values: NaN for floating-point numbers, an unlikely value for integers.
+        saved: its bytes before the first captured write, until they are restored.
+        value: for a number that the capture made from Python data, its bytes, which are a constant of the graph.
     """
 
     storage: torch.UntypedStorage
@@ -48,38 +48,38 @@ class Memory:
 
     @functools.cached_property
     def address(self) -> int:
-        """Its address. Final: read it only when the capture has ended."""
+        """Its address. Cached: read it only after the end of the capture."""
         return self.storage.data_ptr()
 
     @functools.cached_property
     def alias(self) -> Any:
-        """The same address without a share in its ownership: what a CUDA graph has of its memory."""
+        """The same memory without ownership, like the memory of a CUDA graph."""
         return torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
 
     def __del__(self) -> None:
         if self.pool is not None:
             self.pool.sizes.pop(vars(self).get("address", 0), None)
-        # Not by an operator, which a capture under way would record; and the address of another device is none here.
+        # Not by an operator, which a current capture would record. Only on the CPU: other addresses are invalid here.
         if self.pool is not None and self.storage.device == _CPU and self.reusable():
             ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
     @functools.cached_property
     def bytes(self) -> Tensor:
-        """All of it, as a (nbytes,) uint8 tensor."""
+        """The whole memory, as a (nbytes,) uint8 tensor."""
         with torch.inference_mode():
             return torch.empty(0, dtype=torch.uint8).set_(self.alias, 0, (self.storage.nbytes(),), (1,))
 
     def reusable(self) -> bool:
-        """True if no tensor has this memory any more, so that what is captured next may get it."""
+        """True if no tensor uses this memory any more, so that later captures may reuse it."""
         return _use_count(self.storage._cdata) == 1
 
     def save(self) -> None:
-        """Remember what it holds before a captured write."""
+        """Save the bytes before a captured write."""
         if self.saved is None:
             self.saved = self.storage.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Put back what `save` remembered."""
+        """Restore the bytes that `save` saved."""
         if self.saved is not None:
             if self.storage.nbytes() != self.saved.nbytes():
                 self.storage.resize_(self.saved.nbytes())
@@ -87,14 +87,14 @@ class Memory:
             self.saved = None
 
     def freeze(self) -> None:
-        """Remember the value of a number, before anything writes to it."""
+        """Save the value of a number, before an operator writes to it."""
         if self.value is None:
             self.value = self.storage.clone()  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryView:
-    """A tensor as a graph sees it: memory and geometry, whatever becomes of the Python object."""
+    """A tensor as a graph sees it: memory and geometry, without the Python object."""
 
     memory: Memory
     dtype: torch.dtype
@@ -106,12 +106,12 @@ class MemoryView:
 
     @classmethod
     def of(cls, tensor: Tensor, memory: Memory) -> MemoryView:
-        """Describe how `tensor` lies in `memory`."""
+        """Describe the geometry of `tensor` in `memory`."""
         size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
 
     def tensor(self, storage: Any = None) -> Tensor:
-        """The tensor again, in `storage`, or owning nothing."""
+        """Make the tensor again, in `storage`, or without owning its memory."""
         storage = self.memory.alias if storage is None else storage
         tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
         tensor = torch.conj(tensor) if self.conj else tensor
@@ -119,25 +119,26 @@ class MemoryView:
 
 
 def poison(memories: Iterable[Memory]) -> None:
-    """Make memory undefined."""
+    """Fill memory with undefined values."""
     with torch.inference_mode():
         for memory in memories:
             memory.bytes.fill_(memory.poison)
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
-    """Copy the values; iterating over ``values()`` fails if other threads add and drop some meanwhile."""
+    """List the values; iterating over ``values()`` fails if other threads change the dict meanwhile."""
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
 
 
 @dataclasses.dataclass(eq=False)
 class Streams:
-    """Tracks which work on which stream comes before which.
+    """Tracks the order of work on streams.
 
     Attributes:
-        ticks: how much work each stream got; seen: of each stream, how much of the others' comes before its next.
-        done: how much was over when the device was synchronized.
-        waits: the last (stream, stream waited for) pairs, for tests.
+        ticks: the amount of work of each stream; seen: stream -> other stream -> the amount of the other stream's work
+            that comes before the stream's next work.
+        done: the amount of work of each stream at the last synchronization of the device.
+        waits: the last (stream, awaited stream) pairs, for tests.
     """
 
     ticks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -150,7 +151,7 @@ class Streams:
     )
 
     def wait(self, stream: int, other: int) -> None:
-        """Order the next work on a stream after the work that another stream has."""
+        """Order the next work on a stream after the present work of another stream."""
         self.waits.append((stream, other))
         self.seen[stream] |= self.seen[other]
 
@@ -159,8 +160,8 @@ class EmulatedThread(threading.local):
     """The emulator's state in each thread.
 
     Attributes:
-        stream: the current one.
-        recording: the capture under way; replaced: what it replaced of torch's, as owner and name.
+        stream: the current stream.
+        recording: the current capture; replaced: the attributes of torch that it replaced, as (owner, name).
     """
 
     stream = DEFAULT_STREAM
@@ -168,22 +169,22 @@ class EmulatedThread(threading.local):
     replaced: Sequence[tuple[Any, str]] = ()
 
     def refuse_in_capture(self, broken_rule: str) -> None:
-        """Break the capture under way, if there is one."""
+        """Break the current capture, if there is one."""
         if self.recording is not None:
             self.recording.fail(broken_rule)
 
 
 class Arena:
-    """Keeps what the emulator knows of a pool.
+    """The emulator's state of a pool.
 
     Attributes:
-        memories, sizes: what segments of all pools created, and how many bytes each has, by address.
-        group: the run of segments under capture: those of one Program, which replay in order.
-        index: how many segments the group has.
-        segments: how many segments are live.
-        capturing: whether a capture into it is under way, in whichever thread.
-        released: whether its memory was given back.
-        retired: memory of dropped segments, which stays the pool's until nothing uses the pool.
+        memories, sizes: by address, the memory that segments of all pools created, and its size in bytes.
+        group: the number of the current group: the segments of one Program, which replay in order.
+        index: the number of segments in the group.
+        segments: the number of live segments.
+        capturing: True while any thread captures into the pool.
+        released: True once its memory was released.
+        retired: memory of dropped segments, which stays in the pool until no segment is left.
     """
 
     def __init__(
@@ -198,8 +199,8 @@ class Arena:
         self.retired: list[Memory] = []
         self.memories, self.sizes, self._streams, self._thread = memories, sizes, streams, thread
         self._group: list[weakref.ref[Memory]] = []
-        self._dirty: list[Memory] = []  # written by replays since it was last poisoned
-        self._used = self._last = (0, 0)  # (stream, tick), and the place, of the last replay
+        self._dirty: list[Memory] = []  # memory that replays wrote since it was last poisoned
+        self._used = self._last = (0, 0)  # of the last replay: (stream, tick), and (group, index)
 
     def open(self, *, continues: bool) -> None:
         """Start a capture.
@@ -217,12 +218,12 @@ class Arena:
         self.capturing = True
 
     def free(self) -> None:
-        """Give the memory of dropped segments back."""
+        """Release the memory of dropped segments."""
         self.retired.clear()
         self._dirty.clear()
 
     def add(self, created: Iterable[Memory]) -> tuple[int, int]:
-        """Take in a new segment and the memory it created; its place is (group, index)."""
+        """Add a new segment and the memory that it created; return its place, (group, index)."""
         self.index += 1
         self.segments += 1
         by_address = {memory.address: memory for memory in created if memory.address}
@@ -232,13 +233,13 @@ class Arena:
         return self.group, self.index
 
     def of_group(self, *, reusable: bool) -> list[Memory]:
-        """List memory of the group's segments that the next one may be given, or that something still owns."""
+        """List the memory of the group's segments that the next segment may reuse, or that is still owned."""
         return [memory for place in self._group if (memory := place()) is not None and memory.reusable() is reusable]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
-        """Begin a replay, if the current stream may. Poison what it finds undefined: all, unless its Program goes on.
+        """Begin a replay, and poison undefined memory: that of all earlier replays, unless the Program goes on.
 
-        The first segment of a Program begins anew; a backward may be replayed twice after its forward.
+        The first segment of a Program starts the Program. A backward may be replayed twice after its forward.
 
         Raises:
             EmulatorError: the stream does not wait for the pool's last replay, or a capture is under way.
@@ -262,10 +263,10 @@ class Arena:
 
 
 class RecordedCall(NamedTuple):
-    """A recorded operator. Its tensors are views of memory until the capture ends.
+    """A recorded operator. Its tensors are `MemoryView` objects until the capture ends.
 
     Attributes:
-        outputs: of each tensor that it creates, its place among the results, and where every replay puts it.
+        outputs: for each tensor that it creates, its index among the results, and the memory for the replays' values.
     """
 
     func: Callable[..., Any]
@@ -275,9 +276,9 @@ class RecordedCall(NamedTuple):
 
 
 def as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
-    """Return an operator as a replay calls it: in the autocast and grad mode in force now, and over when it returns.
+    """Return an operator as a replay calls it: in the present autocast and grad mode, without pending work at its end.
 
-    It has the modes for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
+    The modes matter for operators that it calls; and under grad mode an LSTM keeps more for its backward.
     """
     grad, dtype, waits = torch.is_grad_enabled(), autocast_dtype("cpu"), facts.is_collective
     if not (grad or dtype or waits):
@@ -298,18 +299,18 @@ def as_recorded(func: Any, facts: OperatorFacts) -> Callable[..., Any]:
 
 
 class EmulatorSegment:
-    """A graph's worth of recorded operators.
+    """The recorded operators of one graph.
 
     Args:
-        arena: the pool it was captured into.
+        arena: the pool of the capture.
         calls: the operators, in order.
         created: memory that they allocated.
-        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        constants: memory of Python numbers; each replay starts with their values, and may write to it.
         outside: memory that must be alive for a replay.
-        reused: memory of earlier segments of the Program that was free when its capture began.
+        reused: memory of earlier segments of the Program that was free when the capture began.
 
     Attributes:
-        num_nodes: operators recorded, views left out; None after `reset`.
+        num_nodes: the number of recorded operators, without views; None after `reset`.
     """
 
     def __init__(
@@ -375,10 +376,10 @@ class EmulatorSegment:
         poison(self._undefined_after)
 
     def wait(self) -> None:
-        """Return at once: nothing is left to do after a capture."""
+        """Do nothing: a capture leaves no pending work."""
 
     def reset(self) -> None:
-        """Drop the graph; harmless the second time."""
+        """Drop the graph; does nothing the second time."""
         if self._calls is None:
             return
         self._calls = self.num_nodes = None

@@ -34,16 +34,16 @@ _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
 CAPTURE_STREAM = 1
 
-_TOTAL_BYTES = 16 << 30  # of the imagined device
+_TOTAL_BYTES = 16 << 30  # the memory of the emulated device
 
 
 class EmulatorMark(NamedTuple):
-    """A point in time; the emulator queues nothing."""
+    """A point in time; the emulator has no queued work."""
 
     seconds: float
 
     def wait(self) -> None:
-        """Return at once."""
+        """Do nothing: the mark is reached already."""
 
     def ms_since(self, earlier: EmulatorMark) -> float:
         return (self.seconds - earlier.seconds) * 1e3
@@ -57,12 +57,12 @@ _HEALTH_CHECKS = [name for name in vars(Optimizer) if name.endswith("_graph_capt
 class EmulatorDevice:
     """The `GraphDevice` protocol on CPU tensors. Use the one that `emulator()` returns.
 
-    Beside the protocol it has `stream`, and counters for tests:
+    Beside the protocol it has the method `stream`, and counters for tests:
 
     Attributes:
-        synchronizations: calls of `synchronize` so far.
-        cache_releases: calls of `release_cached_memory` so far.
-        waits: the last (stream, stream waited for) pairs.
+        synchronizations: the number of calls of `synchronize`.
+        cache_releases: the number of calls of `release_cached_memory`.
+        waits: the last (stream, awaited stream) pairs.
     """
 
     emulated = True
@@ -83,7 +83,7 @@ class EmulatorDevice:
         return GraphPool(self, Arena(self._memories, self._sizes, self._streams, self._thread), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:
-        """Give the pool's memory back.
+        """Release the pool's memory.
 
         Raises:
             EmulatorError: a segment in it was not reset.
@@ -96,7 +96,7 @@ class EmulatorDevice:
 
     @contextlib.contextmanager
     def stream(self, stream: int) -> Iterator[None]:
-        """Make an emulated stream current in this thread; any whole number names one."""
+        """Make an emulated stream current in this thread; any whole number is the name of a stream."""
         caller, self._thread.stream = self._thread.stream, stream
         try:
             yield
@@ -120,7 +120,7 @@ class EmulatorDevice:
         return contextlib.nullcontext()
 
     def keep_workspaces(self) -> None:
-        """Do nothing: no library has any."""
+        """Do nothing: no library has workspaces."""
 
     def current_stream(self) -> int:
         return self._thread.stream
@@ -144,16 +144,16 @@ class EmulatorDevice:
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
         self._thread.recording = EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues)
-        # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
+        # Libraries ask this to avoid work that a capture does not permit, which they must do here as on a GPU.
         replacing: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (torch.cuda, "is_current_stream_capturing", lambda _: self._any_capturing),
             (overrides, "has_torch_function", lambda _: self._overridden),
             (torch, "get_rng_state", lambda _: self._rng_state),
         ]
-        # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
+        # The kernels of compiled code bypass the dispatcher. The module is loaded only once something was compiled.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         replacing += [(compiled, "__call__", self._refusing)] if compiled is not None else []
-        # Where a GPU is there, some releases of torch ask optimizers of CPU tensors, too, if they are capturable.
+        # On a machine with a GPU, some releases of torch check optimizers of CPU tensors for `capturable`, too.
         replacing += [(Optimizer, name, lambda _: lambda _: None) for name in _HEALTH_CHECKS]
         for owner, name, make in replacing:
             patches.replace(owner, name, make)
@@ -180,13 +180,13 @@ class EmulatorDevice:
         return torch.default_generator.get_state()
 
     def _overridden(self, args: Iterable[Any]) -> bool:
-        """Answer as on a GPU, where a capture has no function mode: torch.nn's attention takes a fast path then."""
+        """Ignore the capture's function mode, which a GPU does not have: torch.nn's attention then has a fast path."""
         alone = self.is_capturing() and torch._C._len_torch_function_stack() == 1
         with _functions._pop_mode_temporarily() if alone else contextlib.nullcontext():
             return _TORCH_IS_OVERRIDDEN(args)
 
     def end(self) -> EmulatorSegment | None:
-        """Stop recording and return what was recorded; None for an empty segment behind another of its Program.
+        """Stop recording and return the segment; None for an empty segment that is not the first of its Program.
 
         Raises:
             EmulatorError: the capture was broken, or reseeded a generator, or ends on another stream.
@@ -227,7 +227,7 @@ class EmulatorDevice:
         return EmulatorMark(time.perf_counter())
 
     def free_memory(self) -> int:
-        """Count as on a device of its own: exact, so that tests can tell what a capture takes."""
+        """Count exactly, as on a separate device, so that tests see the memory of a capture."""
         return _TOTAL_BYTES - sum(self._sizes.values())
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
@@ -245,14 +245,14 @@ class EmulatorDevice:
         if memory is None:
             return tensor
         with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            # An alias, whose address is not final, that keeps the memory from being given back; the pool may reuse it.
+            # An alias that keeps the memory allocated, though the pool may reuse it. Its address is not final.
             address, nbytes = memory.storage.data_ptr(), memory.storage.nbytes()
             storage: Any = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
             storage.memory = memory  # a storage keeps its attributes, whatever becomes of the Python object
             return MemoryView.of(tensor, memory).tensor(storage)
 
     def _captured(self, tensor: Tensor) -> Memory | None:
-        """Find the captured memory that a tensor, owning or borrowed, lies in; that of a capture under way as well."""
+        """Find the captured memory of a tensor, owning or borrowed; also memory of the current capture."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return None
         address = tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""See, run and record every operator of a thread between begin and end."""
+"""Run and record every operator of a thread between `begin` and `end`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _functions: Any = overrides
 _operators: Any = _python_dispatch
 
 _RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
-# What a capture draws is thrown away, so it may start from an unlikely seed: any other is a reseeding.
+# The random numbers of a capture are not used, so it starts with an unlikely seed: another seed shows a reseeding.
 _CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
 
 
 class _FunctionMode(overrides.TorchFunctionMode):
-    """Shows a recording the reads that need no operator where a tensor is on the CPU already."""
+    """Shows a recording the reads that need no operator for a CPU tensor."""
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
     FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -73,14 +73,14 @@ class _FunctionMode(overrides.TorchFunctionMode):
         return result
 
     def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
+        """True if an argument names the CPU as device; x.to(y.device) moves nothing on a GPU, either."""
         given = (*args, kwargs.get("device"))
         return "cpu" in [arg for arg in given if isinstance(arg, str)] or any(
             arg is host for arg in given for host in self._recording.named_hosts
         )
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
-        """As on CUDA; the CPU operator reads the classes back to check them."""
+        """Compute one_hot as on CUDA; the CPU operator reads the classes back to check them."""
         if num_classes == -1:
             self._recording.fail(f"{rules.READ_BACK} (torch.nn.functional.one_hot without num_classes)")
         zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.long)
@@ -89,10 +89,10 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
 @contextlib.contextmanager
 def _modes_lifted() -> Iterator[None]:
-    """Take the thread's modes off; put all but a recording's own back, on top of what is there then.
+    """Remove the thread's modes in the block; afterwards push them again, except a recording's own modes.
 
-    A recording's modes lie at the bottom. Code that is inside ``with torch.device(...)`` while a break
-    ends one capture and begins the next must find its own mode on top when it leaves that block.
+    A recording's modes are at the bottom of the stack. If a break ends one capture and begins the next inside ``with
+    torch.device(...)``, the mode of this block must be on top at its end.
     """
     functions = [_functions._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     operators = [_operators._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
@@ -108,18 +108,18 @@ def _modes_lifted() -> Iterator[None]:
 
 
 class EmulatedCapture(OperatorMode):
-    """A capture under way, which sees every operator: the calls so far, the memory they touched, what to put back.
+    """A current capture, which sees every operator. It has the recorded calls, their memory, and the state to restore.
 
     Args:
-        arena: the pool that is captured into.
+        arena: the pool of the capture.
         stream: the current stream.
-        generators: those beside the default one that may be drawn from.
+        generators: random generators, beside the default one, that the capture may draw from.
         continues: see `GraphDevice.begin`.
 
     Attributes:
-        broken: the first rule that was broken.
-        named_hosts: devices that were made of the word "cpu" in the capture.
-        calls: what was recorded so far.
+        broken: the error of the first broken rule; None if none was broken.
+        named_hosts: devices that the capture made from the word "cpu".
+        calls: the calls recorded so far.
 
     Raises:
         EmulatorError: the pool cannot be captured into.
@@ -134,12 +134,12 @@ class EmulatedCapture(OperatorMode):
         self.named_hosts: list[torch.device] = []
         self.calls: list[RecordedCall] = []
         self._random: list[tuple[Any, Tensor]] = [(it, it.get_state()) for it in (torch.default_generator, *generators)]
-        # By what torch wraps: an operator's arguments come to Python in new wrappers.
+        # By the wrapped object: an operator's arguments have new Python wrappers.
         self._known_generators = {generator._cdata for generator, _ in self._random}
-        self._works: list[Any] = []  # owned: torch calls our `wait` only while the Python object lives
+        self._works: list[Any] = []  # kept alive: torch calls our `wait` only while the Python object lives
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
-        # Every storage seen is held, so that its key means nothing else until the capture ends.
+        # All storages are kept alive until the capture ends, so that their keys are not reused.
         self._storages: list[torch.UntypedStorage] = []
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
@@ -149,7 +149,7 @@ class EmulatedCapture(OperatorMode):
             _functions._push_mode(_FunctionMode(self))
 
     def stop(self) -> None:
-        """See no more operators; harmless the second time."""
+        """Stop seeing operators; does nothing the second time."""
         if self._active:
             self._active = self.arena.capturing = False
             with _modes_lifted():
@@ -157,17 +157,17 @@ class EmulatedCapture(OperatorMode):
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def fail(self, broken_rule: str) -> NoReturn:
-        """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
+        """Break the capture for good. As on CUDA, it stays broken if the forward catches the exception."""
         error = EmulatorError(f"{broken_rule}.")
         self.broken = self.broken or error
         raise error
 
     def check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-        """Refuse what a capture on CUDA refuses.
+        """Refuse an operator that a capture on CUDA refuses.
 
         Returns:
-            The tensors among the arguments; and if the operator runs on the CPU beside a GPU, too, and is over when the
-            capture is.
+            The tensors among the arguments; and True if the operator runs on the CPU also beside a GPU, so that it is
+            no part of the graph.
         """
         if self._reseeded():
             self.fail(_RESEEDED)
@@ -186,15 +186,15 @@ class EmulatedCapture(OperatorMode):
         if any(index.dtype in rules.MASKS for index in indices) and not self._fills_by_mask(args):
             self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
         is_lift = name == "lift_fresh" and not SERVING.active
-        # Python data that is more than a number, and that a GPU would have to fetch.
+        # Python data of more than one number, which a GPU would have to copy from the host.
         if is_lift and args[0].dim() and args[0].numel() and storage_key(args[0]) not in self._memories:
             self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
         return inputs, False
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator, taken apart where it is made of others."""
+        """Record an operator, or the operators that it is composed of."""
         if is_higher_order(func):
-            if func.name() == "cond":  # which runs no Python where a mode could see it choose
+            if func.name() == "cond":  # it chooses a branch where no mode sees it
                 self.fail(f"{rules.READ_BACK} (torch.cond)")
             with self, _FunctionMode(self):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
@@ -203,7 +203,7 @@ class EmulatedCapture(OperatorMode):
         if facts.is_composite:
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
-            # Python does not run again at replay: record what the function does, not the call of it.
+            # Python does not run again at replay: record the operators inside the function.
             with self, _FunctionMode(self):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if any(tensor.is_meta for tensor in inputs):
@@ -215,9 +215,9 @@ class EmulatedCapture(OperatorMode):
     def _record(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
-        """Run an operator, and record it where it does work on a device."""
+        """Run an operator, and record it if it does work on a device."""
         for tensor in inputs:
-            if tensor._is_zerotensor():  # of forward mode: it has no memory
+            if tensor._is_zerotensor():  # a tensor of forward-mode AD, without memory
                 continue
             memory = self._memory_of(tensor, func)
             if facts.name == "lift_fresh" and memory.pool is None:
@@ -227,7 +227,7 @@ class EmulatedCapture(OperatorMode):
             memory.save()
         call = as_recorded(func, facts)
         if facts.is_collective:
-            with _Unsent(self._works):  # the other ranks are not asked: one may fail before it gets here
+            with _Unsent(self._works):  # nothing is sent: another rank may fail before it gets here
                 result = func(*args, **kwargs)
         else:
             unchecked = rules.UNCHECKED_INDICES.match(facts.name) is not None
@@ -250,18 +250,18 @@ class EmulatedCapture(OperatorMode):
         return result
 
     def _frozen(self, func: Any, result: Any) -> Any:
-        """Keep as constants what an operator of the host returned."""
+        """Keep the results of an operator on the host as constants."""
         for tensor in rules.tensors(result):
             self._memory_of(tensor, func).freeze()
         return result
 
     def finish(self) -> EmulatorSegment | None:
-        """Undo what ran, and return what was recorded; None for an empty segment.
+        """Undo the run, and return the segment; None for an empty segment.
 
-        The first segment of a Program is there in any case.
+        The first segment of a Program is never None.
 
         Raises:
-            EmulatorError: a rule was broken, at the end or before.
+            EmulatorError: a rule was broken.
         """
         if self.broken is not None:
             raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
@@ -282,7 +282,7 @@ class EmulatedCapture(OperatorMode):
             return None
         constants = set()
         for memory in self._memories.values():
-            if memory.value is not None:  # the graph's own number: Python may change the one it has
+            if memory.value is not None:  # a copy for the graph: Python code may change the original number
                 memory.storage = memory.value
                 constants.add(memory)
         outside = set(self._memories.values()) - self._created - constants
@@ -292,16 +292,16 @@ class EmulatedCapture(OperatorMode):
         return EmulatorSegment(self.arena, bound, self._created, constants, outside, self._reused)
 
     def left_alive(self) -> set[int]:
-        """List the addresses of memory that was made so far and that something owns; empty memory has none."""
+        """List the addresses of memory that the capture made so far and that is owned; empty memory has none."""
         return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()} - {0}
 
     def made(self, tensor: Tensor) -> Memory | None:
-        """Return the memory of a tensor that was made so far; None for any other."""
+        """Return the memory of a tensor if the capture made it; else None."""
         memory = self._memories.get(storage_key(tensor))
         return memory if memory in self._created else None
 
     def undo(self) -> None:
-        """Put back the memory that was written and the random generators; harmless the second time."""
+        """Restore written memory and the random generators; does nothing the second time."""
         for memory in self._memories.values():
             memory.restore()
         for generator, state in self._random:
@@ -323,32 +323,32 @@ class EmulatedCapture(OperatorMode):
         return memory
 
     def view(self, func: Any, tensor: Tensor) -> MemoryView | Tensor:
-        """Return a tensor as the graph sees it; one of zeros without memory as it is."""
+        """Return a tensor as the graph sees it; a zero tensor without memory is returned as it is."""
         return tensor if tensor._is_zerotensor() else MemoryView.of(tensor, self._memory_of(tensor, func))
 
     def _create(self, func: Any, results: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        """Take what an operator allocated into the pool; return those results with their places."""
+        """Add memory that an operator allocated to the pool; return the results in this memory, with their indices."""
         keyed = [(storage_key(result[1]), result) for result in results]
         new = {key: tensor for key, (_, tensor) in keyed if key not in self._memories}
         for key, tensor in new.items():
             is_number = tensor.is_floating_point() or tensor.is_complex()
-            # The byte that, repeated, no program takes for a value of the dtype.
+            # A byte whose repetition is no plausible value of the dtype.
             poison_byte = 0xFF if is_number else 0x01 if tensor.dtype is torch.bool else 0xC0
             self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, poison_byte)
             self._created.add(self._memories[key])
         return [result for key, result in keyed if key in new]
 
     def _fills_by_mask(self, args: Sequence[Any]) -> bool:
-        """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA, or its backward.
+        """True for ``x[mask] = 0.0``, which is masked_fill_ on CUDA, and for its backward.
 
-        The backward puts a zero that it makes beside the number from Python; of another value the forward is refused.
+        The backward writes a zero that it makes itself. The forward is refused if the value is not a Python number.
         """
         if len(args) <= 2 or len(rules.tensors(args[1])) != 1 or args[2].numel() != 1:
             return False
         return self.is_host(args[2]) or (torch._C._current_graph_task_id() >= 0 and not args[2].dim())
 
     def is_host(self, value: Any) -> bool:
-        """True for a tensor that follows from Python data alone: beside a GPU, too, it is on the CPU."""
+        """True for a tensor that depends on Python data alone: it is on the CPU also beside a GPU."""
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return False
         memory = self._memories.get(storage_key(value))
@@ -356,7 +356,7 @@ class EmulatedCapture(OperatorMode):
 
 
 def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
-    """Change every instance of `kind` in lists, tuples and dicts; torch's pytree takes twice as long, and adds up."""
+    """Change every instance of `kind` in lists, tuples and dicts, in half the time of torch's pytree."""
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) in (list, tuple):
@@ -367,12 +367,12 @@ def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
 def _run_for_shapes(
     func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor], unchecked: bool = False
 ) -> Any:
-    """Run an operator for the shapes of its results; the values of its arguments may be undefined.
+    """Run an operator for the shapes of its results, though the values of its arguments may be undefined.
 
-    An `unchecked` one would crash on undefined indices, where others raise.
+    An `unchecked` operator would crash on undefined indices; others raise an error.
     """
 
-    # What an earlier segment left is poisoned, and a capture on a GPU looks at no value.
+    # Memory of an earlier segment is poisoned, and a capture on a GPU reads no values.
     def harmless(tensor: Tensor) -> Tensor:
         if any(tensor is other for other in written):
             return tensor
@@ -390,10 +390,10 @@ def _run_for_shapes(
 
 
 class _Unsent(OperatorMode):
-    """Takes the place of whatever sends; functional collectives end in the same operators.
+    """Replaces the operators that communicate, to which functional collectives lead, too.
 
     Args:
-        works: where the handles go.
+        works: collects the handles.
     """
 
     def __init__(self, works: list[Any]) -> None:
@@ -405,7 +405,7 @@ class _Unsent(OperatorMode):
             return func(*args, **(kwargs or {}))
         work = _work_type()(func._schema.name)
         self._works.append(work)
-        # They return the handle, most of them behind the tensors that they write to, which come first.
+        # They return the handle, in most cases after the tensors that they write, which are the first argument.
         return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
 
 

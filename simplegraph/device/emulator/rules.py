@@ -1,4 +1,4 @@
-"""The emulator's rules: which operators write, read back to Python, or do nothing on a device."""
+"""The emulator's rules: the operators that write, read back to Python, or do nothing on a device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def tensors(*values: Any) -> list[Tensor]:
-    """List the tensors that values are, or hold in lists, tuples and dicts."""
+    """List the tensors among values, also in lists, tuples and dicts."""
     return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 def leaves(tree: Any) -> list[Any]:
-    """List what lists, tuples and dicts hold; torch's pytree takes three times as long, and adds up."""
+    """List the leaves of lists, tuples and dicts, in a third of the time of torch's pytree."""
     if not isinstance(tree, _NESTING):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree
@@ -34,28 +34,28 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def operator_label(func: Any) -> str:
-    """Name an operator as a user knows it, such as ``aten.item``."""
+    """Return the name of an operator as users know it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
 
 
-# Operators for which CUDA's kernels wait for a value on the host, where the CPU's need none, or have one there. Read
-# from torch's sources, releases 2.9 to 2.11, and seen with 2.11; `python -m tests.parity` compares with a GPU.
+# Operators whose CUDA kernels wait for a value on the host, unlike the CPU's. From torch's sources, releases 2.9 to
+# 2.11, and tested with 2.11; `python -m tests.parity` compares with a GPU.
 
 # Name -> True if a call with these arguments waits.
 _Waits = Callable[[dict[str, Any]], Any]
 
 
 def reads_value(func: Any, name: str, args: Any, kwargs: dict[str, Any], is_number: Callable[[Tensor], bool]) -> bool:
-    """True if the host needs a tensor's value to go on, or would wait for it in a capture, inside of CUDA's kernel.
+    """True if the host needs a tensor's value to continue, or if the CUDA kernel would wait for a value in a capture.
 
     Args:
         func: the operator.
-        name: the operator's.
-        args: what it is called with.
-        kwargs: the same by name.
-        is_number: True for a tensor that holds a number from Python, which is on the CPU there, too.
+        name: its name.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_number: returns True for a tensor that holds a Python number, which is on the CPU also beside a GPU.
     """
-    # Only a mask makes an index dynamic, repeat_interleave may know its size, `equal` is in _WAITS.
+    # An index is dynamic only with a mask; repeat_interleave may be passed its size; `equal` is in _WAITS.
     size_is_known = name in {*TAKES_MASK, "equal"} or kwargs.get("output_size") is not None
     if name in _READS or (not size_is_known and not _READING_TAGS.isdisjoint(func.tags)):
         return True
@@ -74,11 +74,11 @@ def arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return given | dict(zip(given, args, strict=False)) | kwargs
 
 
-# Operators that write wherever their indices say: with undefined ones a CPU writes outside of its memory.
+# Operators that do not check the indices of their writes: with undefined indices, a CPU writes outside of its memory.
 UNCHECKED_INDICES = re.compile(r"(adaptive_max_pool|max_pool|_embedding_bag)\w*_backward")
 
-# Which argument torch wants on the CPU, and the place of the result that follows from it, and is there, too, if that
-# argument is, also beside a GPU.
+# The argument that torch expects on the CPU, and the index of the result that depends on it: if the argument is on the
+# CPU beside a GPU, the result is, too.
 ON_HOST = {"_pack_padded_sequence": ("lengths", 1), "_pad_packed_sequence": ("batch_sizes", 1)}
 
 
@@ -88,12 +88,12 @@ def _reads(*names: str) -> _Waits:
 
 
 def _of_batch(given: dict[str, Any]) -> bool:
-    """True for a batch of matrices, which MAGMA gets."""
+    """True for a batch of matrices, which MAGMA computes."""
     return bool(given["self"].dim() > 2)
 
 
 def _isin_sorts(given: dict[str, Any]) -> bool:
-    """True if there are too many elements to be compared one by one: they are then made unique."""
+    """True if there are too many elements to compare them one by one: then duplicates are removed first."""
     elements, tested = given.get("elements"), given.get("test_elements")
     if not isinstance(elements, Tensor) or not isinstance(tested, Tensor) or given["assume_unique"]:
         return False

@@ -1,1 +1,1 @@
-"""Read what a captured graph touches from the driver: nodes, their addresses, and whose memory these are in."""
+"""Ask the driver which memory a captured graph touches: its nodes, their addresses, and the owners of the memory."""

@@ -1,7 +1,7 @@
-"""Walk the nodes of a graph, and find the words of their parameters that may be addresses.
+"""Visit the nodes of a graph, and find the words of their parameters that may be addresses.
 
-Parameters are read from this process's memory, where the driver says that they lie. What cannot be read is counted, and
-never stops a capture.
+The driver tells where parameters are, and they are read from this process's memory. Unreadable parameters are counted;
+they never stop a capture.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-Piece = tuple[int, int]  # an address, and how many bytes from there or, of a range, the end
-_MOST_APART = 1 << 12  # gaps of so many bytes are read, too: another read would take longer
+Piece = tuple[int, int]  # an address, and the number of bytes there or, for a range, the end
+_MOST_APART = 1 << 12  # the largest gap, in bytes, that is read along: a separate read would take longer
 _MOST_AT_ONCE = 1 << 18
-# Lines of what the host can read: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", then a file's name if it has one.
+# Lines of readable ranges: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", and the name of a file if there is one.
 _READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r[^/\n]*(?:/(?!dev/nvidia).*)?$", re.MULTILINE)
 
 
 class ProcessMemory:
-    """Reads this process's memory through ``/proc/self/mem``, where a wrong address is an error and no crash."""
+    """Reads this process's memory through ``/proc/self/mem``, where a wrong address is an error instead of a crash."""
 
     def __enter__(self) -> ProcessMemory:
         self._file = os.open("/proc/self/mem", os.O_RDONLY)
@@ -35,7 +35,7 @@ class ProcessMemory:
         os.close(self._file)
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | None]:
-        """Read pieces, those that lie near each other at once; None for one that is not there."""
+        """Read pieces of memory, nearby pieces together; None for a piece that cannot be read."""
         contents: list[bytes | None] = [None] * len(pieces)
         order = sorted(range(len(pieces)), key=pieces.__getitem__)
         begin = 0
@@ -68,26 +68,26 @@ class ProcessMemory:
             return readable_ranges(file.read())
 
     def holds(self, address: int) -> bool:
-        """True if host memory lies there, and so no device memory: both share one space of addresses.
+        """True for an address of host memory, which is no address of device memory: both share one address space.
 
-        Libraries pass kernels unused addresses of their stack, as cuBLAS does for factors that it also passes by value.
-        The host may have memory now where a device had some before.
+        Libraries pass unused addresses of their stack to kernels, as cuBLAS does for factors that it also passes by
+        value. An address of the host may have been an address of a device before.
         """
         at = bisect.bisect_right(self._mapped, (address, 1 << 64)) - 1
         return at >= 0 and address < self._mapped[at][1]
 
 
 def readable_ranges(maps: bytes) -> list[Piece]:
-    """Return where the host can read by itself: starts and ends, in order.
+    """Return the ranges of host memory that can be read: starts and ends, in order.
 
     Args:
-        maps: what is mapped, as ``/proc/self/maps`` lists it; a device's memory is of its driver's file, or unreadable.
+        maps: the mapped ranges, as in ``/proc/self/maps``; device memory belongs to a driver's file, or is unreadable.
     """
     return [(int(start, 16), int(end, 16)) for start, end in _READABLE.findall(maps)]
 
 
-# A word that may be an address, as a tuple, of which there are many: the node's place among the nodes, the kernel's
-# name or what else the node does, the word, False if it is in a struct, and which parameter it is in (-1: no kernel's).
+# A word that may be an address. A plain tuple, since there are many: the index of the node, the name of the kernel or
+# of the node's operation, the word, False if it is in a struct, and the index of the parameter (-1 if it is no kernel).
 Word = tuple[int, str, int, bool, int]
 
 
@@ -155,11 +155,11 @@ _MOST_POINTERS = 64  # bytes of a parameter that is an array of addresses
 
 
 class KernelFunction:
-    """A function that kernel nodes launch: its name, and where parameters and words are in what it is passed.
+    """A function that kernel nodes launch: its name, and the layout of its parameters.
 
     Args:
-        name: as the driver has it.
-        layout: offset and size of each parameter; None where the driver does not say.
+        name: its name in the driver.
+        layout: offset and size of each parameter; None if the driver does not tell.
     """
 
     def __init__(self, name: str, layout: list[Piece] | None) -> None:
@@ -171,18 +171,18 @@ class KernelFunction:
         for parameter, (offset, (_, size)) in enumerate(zip(self.offsets, self.layout, strict=True)):
             self._owners += [parameter] * (size // 8)
             picked += f"{offset - struct.calcsize(picked)}x" + "Q" * (size // 8)
-        self.unpack = struct.Struct(picked).unpack_from  # the words in what it is passed
-        # By parameter, how many words it has if it can be an array of addresses.
+        self.unpack = struct.Struct(picked).unpack_from  # reads the words of all parameters
+        # By parameter, its number of words if it may be an array of addresses.
         self._counts = [size // 8 if not size % 8 and size <= _MOST_POINTERS else -1 for _, size in self.layout]
 
     def name_words(self, node: int, words: Sequence[int], low: int, high: int) -> list[Word]:
-        """Name the words of a launch that lie between two addresses; certain if all words of a parameter do.
+        """List the words of a launch between two addresses; they are certain if all words of a parameter are.
 
         Args:
-            node: the launch.
-            words: as `unpack` returns them.
-            low: the lowest address that counts.
-            high: the first above all of them.
+            node: the index of the launch.
+            words: the words that `unpack` returned.
+            low: the lowest address.
+            high: the end of the addresses.
         """
         owned_words = [(owner, word) for owner, word in zip(self._owners, words, strict=True) if low <= word < high]
         counts: dict[int, int] = {}
@@ -198,13 +198,13 @@ class NodeReader:
 
     Args:
         driver: the CUDA driver.
-        memory: reads where it says that parameters lie; see `ProcessMemory`.
-        plain: tells the name of a kernel that is of no interest, whose parameters are not read; None if all are.
-        most: how many nodes are read.
+        memory: reads the parameters; see `ProcessMemory`.
+        plain: returns True for the name of a kernel whose parameters are not read; None to read all.
+        most: the most nodes to read.
 
     Attributes:
-        nodes: how many nodes were met.
-        notes: what could not be read.
+        nodes: the number of nodes.
+        notes: descriptions of unreadable parts, with their counts.
     """
 
     driver: Any
@@ -223,18 +223,18 @@ class NodeReader:
         self._kernel_at = ctypes.byref(self._kernel)
 
     def walk(self, graphs: Sequence[int]) -> bool:
-        """Visit the nodes of graphs, and of graphs inside them; True if one of them is of interest."""
+        """Visit the nodes of graphs, and of graphs inside them; True if one of them is to be read."""
         for graph in graphs:
             self._walk(graph)
         return bool(self._launches or self._transfers)
 
     def words(self, low: int, high: int, wanted: Callable[[Iterable[int]], Collection[int]]) -> list[list[Word]]:
-        """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too.
+        """Return the words that may be addresses, for each node in order, including nodes of inner graphs.
 
         Args:
-            low: the lowest address that counts.
-            high: the first above all of them.
-            wanted: picks the words whose nodes are of interest.
+            low: the lowest address.
+            high: the end of the addresses.
+            wanted: picks the words whose nodes count.
         """
         read = self._read_launches()
         transfers = [[word for word in words if low <= word[2] < high] for words in self._transfers]
@@ -249,7 +249,7 @@ class NodeReader:
         return sorted(nodes)
 
     def _walk(self, graph: int) -> None:
-        """Ask for each node of a graph; launches are noted, and their parameters read all at once."""
+        """Ask the driver for each node of a graph. Launches are noted; all their parameters are read together later."""
         ask, handle, kind = self.driver.cuGraphNodeGetType, ctypes.c_void_p(), ctypes.c_int()
         kind_at, readers = ctypes.byref(kind), self._readers
         for node in self._nodes(graph):
@@ -314,8 +314,8 @@ class NodeReader:
             self._launches.append((index, function, kernel.params))
 
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
-        """Read what kernels are passed, by an address for each parameter; return the words."""
-        # In steps, each of which reads for all launches: first where parameters lie, then what is there.
+        """Read the parameters of all launches; return their words."""
+        # Two steps, each for all launches together: read the addresses of parameters, then the parameters.
         lists = self.memory.read([(params or 0, 8 * len(function.layout)) for _, function, params in self._launches])
         by_launch = [
             [] if told is None else places_of(function, struct.unpack(f"<{len(function.layout)}Q", told))
@@ -342,7 +342,7 @@ class NodeReader:
         return name.value.decode(errors="replace")
 
     def _layout(self, handle: int | None, kind: str) -> list[Piece] | None:
-        """Return offset and size of each parameter; None where the driver does not say."""
+        """Return offset and size of each parameter; None if the driver does not tell."""
         read = getattr(self.driver, f"cu{kind}GetParamInfo", None)
         if read is None or not handle:
             return None
@@ -357,7 +357,7 @@ class NodeReader:
 
 
 def places_of(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
-    """Return where parameters lie: in one piece if that is how the function gets them."""
+    """Return the pieces of memory that hold the parameters: one piece if they are contiguous for the function."""
     start = pointers[0]
     if [pointer - start for pointer in pointers] == function.offsets:
         return [(start, function.size)]
@@ -365,7 +365,7 @@ def places_of(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
 
 
 def joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
-    """Lay parameters out as the function gets them; a single part holds all of them."""
+    """Join parameters in the layout of the function; a single part is the whole layout."""
     if len(parts) == 1:
         return parts[0] or b""
     whole = bytearray(function.size)

@@ -1,6 +1,6 @@
-"""Take the inventory of captured graphs, and tell whose memory each address is in.
+"""Take the inventory of captured graphs, and find the owner of the memory at each address.
 
-That follows from what torch's allocator has, what is kept alive, and what was there before.
+The owner follows from the allocator's present segments, the memory that is kept alive, and earlier segments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
 _UNACCOUNTED = {MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED}
-_LARGEST_NUMBER = 1 << 20  # in a struct: half of an older address may be left behind it
+_LARGEST_NUMBER = 1 << 20  # the largest number in a struct that may be followed by half of an older address
 
 
 class Block(NamedTuple):
-    """A range of addresses; a tensor that ends where it ends begins at `last` or after."""
+    """A range of addresses. A tensor that ends at its end begins at `last` or later."""
 
     start: int
     end: int
@@ -36,15 +36,16 @@ class Places:
     """The memory of a device, range by range.
 
     Args:
-        segments: as torch's allocator describes them.
-        own: ids of the graph's pools; workspaces: ids of pools that hold libraries' workspaces.
-        named: memory that something keeps alive, with its name.
+        segments: the descriptions of the allocator's segments.
+        own_pools: ids of the graph's pools.
+        workspaces: ids of pools that contain libraries' workspaces.
+        named: memory that is kept alive, with names.
         former: ranges that the allocator had before.
-        is_device_memory: True for an address of the device that the driver knows.
+        is_device_memory: returns True for an address of device memory.
 
     Attributes:
-        present: the allocator's segments.
-        is_host_memory: True for an address of the host, which may be where the allocator had memory before.
+        present: the ranges of the allocator's segments.
+        is_host_memory: returns True for an address of host memory, which may be in a range of `former`.
     """
 
     is_host_memory: Callable[[int], bool] = staticmethod(lambda _: False)
@@ -70,12 +71,12 @@ class Places:
         every = [*self._blocks, *self._named, *self._former]
         kinds = (self._named, self._blocks, self._former)
         self._ordered = [([block.start for block in blocks], blocks) for blocks in kinds]
-        self._by_address: dict[int, Block | None] = {}  # kernels share addresses
+        self._by_address: dict[int, Block | None] = {}  # many kernels have the same addresses
         self.low = min((block.start for block in every), default=0)
         self.high = max((block.end for block in every), default=0)
 
     def find(self, address: int) -> Block | None:
-        """Find the range that an address is in; None if it is no address of the device."""
+        """Find the range of an address; None if it is no address of the device."""
         try:
             return self._by_address[address]
         except KeyError:
@@ -90,19 +91,19 @@ class Places:
         return Block(address, address, MemoryKind.OUTSIDE) if self._is_device_memory(address) else None
 
     def ends_before(self, address: int) -> Block | None:
-        """Find the range that ends where an address begins, as the end of a tensor does."""
+        """Find the range that ends at an address: kernels may be passed the end of a tensor."""
         return next((b for blocks in (self._named, self._blocks) for b in blocks if b.end == address), None)
 
     def unaccounted(self, addresses: Iterable[int]) -> list[int]:
-        """Return the addresses in memory that nothing accounts for."""
+        """Return the addresses in memory without a known owner."""
         blocks = ((address, self.find(address)) for address in addresses)
         return [address for address, block in blocks if block is not None and block.place in _UNACCOUNTED]
 
     def touches(self, words: Iterable[Word]) -> list[Touch]:
-        """Say what a node touches by its words, each address once, without the ends of ranges.
+        """List the touches of a node, given its words; each address once, without the ends of ranges.
 
-        A small number in a struct may be followed by half of an older address: such a word is not taken for an address
-        of freed memory.
+        A word of a struct does not count as an address of freed memory if it may be a small number followed by half of
+        an older address.
         """
         once: dict[int, Word] = {}
         for word in words:
@@ -118,7 +119,7 @@ class Places:
         return touches
 
     def _is_freed(self, address: int, certain: bool, beside: Iterable[int]) -> bool:
-        """True unless it is a number, or the end of a range that another of the node's addresses is in."""
+        """False for a possible number, and for the end of a range that contains another address of the node."""
         if not certain and address & 0xFFFFFFFF < _LARGEST_NUMBER:
             return False
         end = self.ends_before(address)
@@ -131,9 +132,9 @@ def _ordered(blocks: Iterable[Block]) -> list[Block]:
 
 def _blocks(segment: dict[str, Any], own_pools: Collection[PoolId], workspaces: Collection[PoolId]) -> list[Block]:
     pool, start = tuple(segment["segment_pool_id"]), segment["address"]
-    if pool in own_pools or pool in workspaces:  # what is free in there is the graph's, too, or the library's
+    if pool in own_pools or pool in workspaces:  # free blocks belong to the graph or the library, too
         kind, end = MemoryKind.POOL if pool in own_pools else MemoryKind.WORKSPACE, start + segment["total_size"]
-        last = segment["blocks"][-1]  # what was given back is joined, so nobody can tell what ended there
+        last = segment["blocks"][-1]  # freed blocks are joined, so the start of the last tensor is not known
         return [Block(start, end, kind, last=end - (0 if last["state"] == "inactive" else last["size"]))]
     blocks = []
     for block in segment["blocks"]:
@@ -158,15 +159,15 @@ def read_inventory(
     every: bool = True,
     plain: Callable[[str], bool] | None = None,
 ) -> Inventory:
-    """Read what graphs touch; what cannot be read is in its notes.
+    """Read the memory that graphs touch; unreadable parts are in the notes of the inventory.
 
     Args:
-        driver: the CUDA driver; None where there is none.
-        graphs: raw handles.
-        places: returns what tells whose memory an address is in; asked only if need be, since that takes milliseconds.
+        driver: the CUDA driver; None if there is none.
+        graphs: raw handles of the graphs.
+        places: makes the `Places`; called only if needed, since it takes milliseconds.
         memory: opens this process's memory.
-        every: False leaves out nodes that touch only memory that is accounted for.
-        plain: tells the name of a kernel that is not read then.
+        every: False leaves out nodes that touch only memory with a known owner.
+        plain: with `every=False`, returns True for the name of a kernel that is not read.
     """
     started, inventory = time.perf_counter(), Inventory()
     missing = [name for name in _FUNCTIONS if not hasattr(driver, name)]
@@ -182,14 +183,14 @@ def read_inventory(
                 words = reader.words(where.low, where.high, list if every else where.unaccounted)
                 inventory.touches = [touch for node_words in words for touch in where.touches(node_words)]
             inventory.nodes, inventory.notes = reader.nodes, reader.notes
-    except Exception as error:  # whatever it is, a report is not worth a capture
+    except Exception as error:  # an inventory must not stop a capture
         inventory.notes[f"{type(error).__name__}: {error}"] += 1
     inventory.seconds = time.perf_counter() - started
     return inventory
 
 
 def device_memory(driver: Any) -> Callable[[int], bool]:
-    """Return a function that asks the driver if an address is one of a device's."""
+    """Return a function that asks the driver if an address is in device memory."""
     ask = getattr(driver, "cuPointerGetAttribute", None)
 
     @functools.cache
