@@ -14,11 +14,12 @@ _pauses: dict[object, bool] = {}  # running pauses, with the state before the fi
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause garbage collection in the block, in all threads: for code that makes many objects, but little garbage.
+    """Pause garbage collection in the block, in all threads, for code that makes many objects but little garbage.
 
-    With torch loaded a full collection takes 70 to 250 ms, and making many objects triggers one every so often. Imports
-    and Triton's compiler take a tenth less time without, and objects that a capture needs are released after it. If the
-    collector destroyed a graph during another's capture, that capture would break (pytorch #161037).
+    With torch loaded, a full collection takes 70 to 250 ms, and new objects trigger one from time to time. Without
+    collections, imports and Triton's compiler take a tenth less time, and objects that a capture needs live until its
+    end. If the collector destroyed a graph during the capture of another one, that capture would break (pytorch
+    #161037).
     """
     pause = object()
     try:

@@ -17,13 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from simplegraph.base.operators import without_modes
 from simplegraph.base.tensors import storage_key
 
-# A CPU tensor that the forward did not make is compared by its bytes at every call, up to this size; a larger one by
-# its version, and by the same number of bytes spread over it.
+# CPU tensors that the forward did not make are compared at every call: up to this size by all their bytes, larger ones
+# by their version and by this number of bytes, spread over the tensor.
 WATCHED_BYTES = 64
-# A larger CPU tensor is assumed to be a weight that the forward moves each time, which no graph should hold.
+# Larger CPU tensors are assumed to be weights that the forward moves each time, which no graph should contain.
 LARGEST_BYTES = 16 << 20
 LARGEST_TOTAL_BYTES = 64 << 20
-# Warmups in a row that find new values; then a capture is tried, which refuses them by name.
+# Warmups in a row that find new values; after them a capture is tried, which refuses the values by name.
 _MOST_CHANGES = 8
 
 
@@ -35,14 +35,14 @@ SERVING = _ServingThread()  # active while a capture of this thread gets its con
 
 
 class FrozenConstants:
-    """The device copies of a model's constants, by the graph whose last warmup moved them to the device.
+    """The device copies of a model's constants, for each graph from its last warmup.
 
-    A copy is found by the exact bits that it is a copy of. So a graph without its own warmup may use another's copies:
-    those that it finds are right, and if one is missing, it needs a warmup.
+    A copy is found by the exact bits of the value, so a graph without a warmup may use copies of other graphs. If a
+    copy is missing, the graph needs a warmup.
 
     Attributes:
-        met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        probe_counts: counts of probes of extras, from eager runs; see `simplegraph.base.extras`.
+        met_host: True once a warmup used a CPU tensor; None before the first warmup.
+        probe_counts: counts that probes of extras made in eager runs; see `simplegraph.base.extras`.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class FrozenConstants:
         met_host: bool,
         answers: Mapping[bytes, Answer],
     ) -> None:
-        """Keep the constants of a graph's warmup, instead of those of an earlier one.
+        """Keep the constants of a graph's warmup, and drop those of an earlier warmup.
 
         Args:
-            key: the graph.
-            copies: the tensors that were moved to the device, by content.
-            sources: CPU tensors from before the warmup that were moved; the next warmup may find other values in them.
-            met_host: True if the warmup met a CPU tensor.
-            answers: values that it read back from memory that nothing writes, by computation.
+            key: the key of the graph.
+            copies: device copies of moved tensors, by content.
+            sources: moved CPU tensors from before the warmup, whose values may change until the next warmup.
+            met_host: True if the warmup used a CPU tensor.
+            answers: values that it read back from memory that no run writes, by computation.
         """
         self.met_host = bool(self.met_host) or met_host
         self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
@@ -85,7 +85,7 @@ class FrozenConstants:
         return next((copies[content] for copies in self._copies.values() if content in copies), otherwise)
 
     def copies(self, key: Hashable) -> Mapping[Hashable, Tensor]:
-        """Return the copies that a capture of this graph may use: its own, or all if it had no warmup."""
+        """Return the copies for a capture of this graph: its own, or all copies if it had no warmup."""
         own_copies = self._copies.get(key)
         return (
             own_copies
@@ -94,7 +94,7 @@ class FrozenConstants:
         )
 
     def answers(self, key: Hashable) -> Mapping[bytes, Answer]:
-        """Return the values that a capture of this graph may take: its own, or all if it had no warmup."""
+        """Return the answers for a capture of this graph: its own, or all answers if it had no warmup."""
         own_answers = self._answers.get(key)
         return (
             own_answers
@@ -103,7 +103,7 @@ class FrozenConstants:
         )
 
     def needs_warmup(self, key: Hashable) -> bool:
-        """True if there are or were constants, and this graph had no warmup, or their values changed since.
+        """True if there are or were constants, and this graph had no warmup since they last changed.
 
         Values that change from call to call need no more warmups: they are not constants.
         """
@@ -115,7 +115,7 @@ class FrozenConstants:
         return not all(source.is_same() for source in self._sources.get(key, ()))
 
     def clear(self) -> None:
-        """Drop the copies and values, but remember if there were any."""
+        """Drop the copies and answers, but remember if there were any."""
         self._copies.clear()
         self._answers.clear()
         self._sources.clear()
@@ -146,7 +146,7 @@ def span(tensor: Tensor) -> int:
 
 
 def is_watchable(tensor: Tensor) -> bool:
-    """True if writes to a CPU tensor can be noticed: it is small, or its version shows them.
+    """True if writes to a CPU tensor can be noticed: it is small, or has a version that shows them.
 
     Inference tensors have no version. Memory shared with NumPy is recognised because it cannot be resized.
     """
@@ -197,10 +197,10 @@ def _version_and_samples(tensor: Tensor, nbytes: int) -> Hashable:
 
 
 class WatchedVersion:
-    """Detects if an operator wrote to a tensor, or if it is gone, without keeping it alive.
+    """Detects if an operator wrote to a tensor, or if the tensor is gone, without keeping it alive.
 
     Args:
-        tensor: the tensor; another view of its memory may have a different version.
+        tensor: the tensor itself: other views of its memory may have different versions.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -221,7 +221,7 @@ class WatchedVersion:
         return tensor is not None and (tensor.data_ptr(), tensor._version) == self._before
 
     def end_if_in(self, storages: Collection[int]) -> None:
-        """Count it as changed from now on if it lies in memory that graphs write, since replays raise no version."""
+        """Count the tensor as changed if graphs write to its memory: replays raise no version."""
         if self._storage in storages:
             self._before = None
 
@@ -232,7 +232,7 @@ _WRITTEN_BY_GRAPHS: dict[int, StorageWeakRef] = {}
 
 
 def note_graph_writes(tensors: Iterable[Tensor]) -> None:
-    """Note memory that a graph was recorded to write: its values are data from now on."""
+    """Note the memory that a recorded graph writes: its values are data from now on."""
     storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     with _LOCK:
         for key in [key for key, storage in _WRITTEN_BY_GRAPHS.items() if storage.expired()]:  # type: ignore[no-untyped-call]
@@ -245,13 +245,13 @@ def note_graph_writes(tensors: Iterable[Tensor]) -> None:
 
 
 def is_written_by_graphs(tensor: Tensor) -> bool:
-    """True if a graph was recorded to write to a tensor's memory."""
+    """True if a recorded graph writes to a tensor's memory."""
     storage = _WRITTEN_BY_GRAPHS.get(storage_key(tensor))
     return storage is not None and not storage.expired()  # type: ignore[no-untyped-call]
 
 
 class Answer(NamedTuple):
-    """A value that was read back, and the tensors that it was computed from."""
+    """A value that a warmup read back, and the tensors that it was computed from."""
 
     value: Any
     roots: tuple[WatchedVersion, ...]

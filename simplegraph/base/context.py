@@ -1,4 +1,4 @@
-"""The context of a thread's calls: whether they run eagerly, and the description of their batches."""
+"""The context of a thread's calls: why they run eagerly, and the description of their batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CallContext(NamedTuple):
     """The context of calls in this thread.
 
     Attributes:
-        bypass: why they run eagerly; None if they may use graphs.
-        batch: the number of requests, tokens of each request, and active LoRAs, if they are known.
+        bypass: why the calls run eagerly; None if they may use graphs.
+        batch: (number of requests, tokens of each request, active LoRAs); None for unknown numbers.
     """
 
     bypass: Reason | None
@@ -55,12 +55,12 @@ def bypassed(reason: Reason) -> Iterator[None]:
 
 
 def outside_calls() -> contextlib.AbstractContextManager[None]:
-    """Forget the context in the block: wrapped modules run as outside of all calls."""
+    """Remove the context in the block, so that calls of wrapped modules count as outermost calls."""
     return _calling(None)
 
 
 def described_batch() -> tuple[int | None, int | None, int]:
-    """Return the description of this thread's batches, as `describe` set it."""
+    """Return the description of this thread's batches that `describe` set."""
     return CALLS.context.batch if CALLS.context is not None else _UNDESCRIBED
 
 
@@ -68,10 +68,10 @@ def described_batch() -> tuple[int | None, int | None, int]:
 def describe(
     *, num_reqs: int | None = None, uniform_query_len: int | None = None, num_active_loras: int = 0
 ) -> Iterator[None]:
-    """Describe the batches of the calls in the block, if a module's arguments do not show it.
+    """Describe the batches of the calls in the block, for modes that depend on it.
 
-    FULL_DECODE_ONLY and FULL_AND_PIECEWISE give a batch its full graph only if it is known to be uniform
-    decode; without a description every call counts as mixed.
+    With FULL_DECODE_ONLY and FULL_AND_PIECEWISE a batch has a full graph only if it is known to be uniform decode.
+    Without a description every call counts as mixed.
 
     Args:
         num_reqs: requests in the batch.
@@ -96,7 +96,7 @@ def eager() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _warn_of_eager(line: tuple[str, int] | None) -> None:
-    """Warn once for each line, since every size captures it."""
+    """Warn once for each line, although every size captures the line."""
     logger.warning(
         "simplegraph: eager()%s has no effect inside a forward that is captured; the part is captured, too.\n"
         "  To run it eagerly between two graphs mark it as a break (eager_break, break_at) under mode='PIECEWISE'; "

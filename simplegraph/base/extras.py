@@ -1,4 +1,4 @@
-"""The interface through which the core calls extras, without importing them: one object that the package installs.
+"""The interface through which the core calls extras without importing them: one object, which the package installs.
 
 An extra works without being imported: the installed object loads it at its first use.
 """
@@ -29,7 +29,7 @@ class Extras(abc.ABC):
 
     @abc.abstractmethod
     def runner_kind(self, config: Any, module: Any) -> Any:
-        """Return the class that serves the calls of a module wrapped with these settings; None for the core's own."""
+        """Return the runner class for a module wrapped with these settings; None for the core's own class."""
 
     @abc.abstractmethod
     def register_libraries(self) -> None:
@@ -37,7 +37,7 @@ class Extras(abc.ABC):
 
     @abc.abstractmethod
     def lengths(self, config: Any) -> Any:
-        """Return the object that pads the lengths of calls before a runner serves them; None if none is padded."""
+        """Return the object that pads the lengths of calls before a runner serves them; None if no length is padded."""
 
     @abc.abstractmethod
     def touched_lines(self, module: Any, manager: Any) -> tuple[str, ...]:
@@ -53,20 +53,19 @@ class Extras(abc.ABC):
 
 
 installed: Extras = None  # type: ignore[assignment]  # until the package sets it
-# Called before captures, outside of locks: they wait for threads that load libraries, during which nothing may be
-# captured.
+# Called before captures, outside of locks: they wait for threads that load libraries, which must not run in a capture.
 before_captures: set[Callable[[], object]] = set()
-# Allocators of memory that can sleep, once the process uses one: `graph_pool_id` and `static_memory` below call them.
+# Allocators of memory that can sleep, once the process uses such memory; called by the two functions below.
 memory_sources: list[Any] = []
-# Hooks on the steps of all optimizers that do not change steps: graphs of steps need not contain them.
+# Hooks on the steps of all optimizers that have no effect on steps: graphs of steps need not contain them.
 harmless_step_hooks: set[Callable[..., object]] = set()
 
 
 class Sleeps:
-    """Mixin of holders of graphs that can give the memory of their graphs and weights back to the driver."""
+    """Mixin of holders of graphs that can release the memory of their graphs and weights to the driver."""
 
     def sleep(self, **options: Any) -> Any:
-        """Give the memory of graphs, static inputs, caches and weights back until `wake`; see `simplegraph.sleep`."""
+        """Release the memory of graphs, static inputs, caches and weights until `wake`; see `simplegraph.sleep`."""
         return installed.sleeper().sleep(self, **options)
 
     def wake(self, parts: Collection[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Explain to a user why a capture failed: the line, the cause, and what to do."""
+"""Explain a failed capture to the user: the line, the cause, and the remedy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, Hos
 
 # Operations whose results' shapes depend on values.
 _DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
-# Functions of torch.linalg that check on the host if they succeeded, and have a variant, named with _ex, that does not.
+# Functions of torch.linalg that check their success on the host; a variant with the suffix _ex does not.
 _CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
-# Functions that wait for the device in a batch, where solving two triangular systems does not.
+# Functions that wait for the device if they are passed a batch. Solving two triangular systems does not wait.
 _TRIANGULAR = {"cholesky_solve", "cholesky_inverse"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
 _OF_MASKS = (ast.Compare, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
@@ -36,19 +36,19 @@ _TEXT = {"__repr__", "__str__", "__format__"}  # a tensor's methods that print, 
 
 
 class CalledLine(NamedTuple):
-    """One line of a traceback, and the frame that was running it."""
+    """One line of a traceback, and its frame."""
 
     frame: FrameType
     summary: traceback.FrameSummary
 
     @property
     def is_users(self) -> bool:
-        """True if the line is neither torch's nor this library's."""
+        """True if the line is neither in torch nor in this library."""
         return _is_users(self.summary.filename)
 
     @property
     def is_own(self) -> bool:
-        """True if the line is the user's and in no installed package, so that its functions can be decorated."""
+        """True if the line is the user's own, and in no installed package, so that its function can be decorated."""
         return is_own(self.summary.filename)
 
     @property
@@ -62,7 +62,7 @@ class CalledLine(NamedTuple):
 
 
 def called_lines(*errors: BaseException) -> list[CalledLine]:
-    """Return the lines of errors' tracebacks, each error raised while handling the next: outermost first."""
+    """Return the lines of the tracebacks of errors, outermost first; each error was raised while handling the next."""
     lines: list[CalledLine] = []
     for error in errors:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -71,7 +71,7 @@ def called_lines(*errors: BaseException) -> list[CalledLine]:
 
 
 def users_line(lines: Sequence[CalledLine]) -> str | None:
-    """Describe the innermost line of the user's; if it is in a package, also the user's own line that led there."""
+    """Describe the innermost user's line; if it is in an installed package, also the user's own line that called it."""
     users = [line for line in lines if line.is_users]
     own_line = next((line for line in reversed(users) if line.is_own), None)
     if not users or own_line in (None, users[-1]):
@@ -80,13 +80,13 @@ def users_line(lines: Sequence[CalledLine]) -> str | None:
 
 
 def running_lines() -> list[CalledLine]:
-    """Return the lines that are running, outermost first."""
+    """Return the lines of the current stack, outermost first."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     return [CalledLine(*pair) for pair in zip(reversed(frames), traceback.extract_stack(frames[0]), strict=True)]
 
 
 def running_line() -> tuple[str, int] | None:
-    """Return file and number of the innermost running line of the user's; None if there is none."""
+    """Return file and number of the innermost user's line on the stack; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -116,7 +116,7 @@ def is_inside(lines: Sequence[CalledLine], path: str, name: str) -> bool:
 
 
 def checked_solver(lines: Sequence[CalledLine]) -> str | None:
-    """Name the function of torch.linalg that the failing line calls if it reads back from the device."""
+    """Name the function of torch.linalg in the failing line that reads back from the device; None if there is none."""
     index = _innermost_users(lines)
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _CHECKED and "linalg" in ast.unparse(node.func):
@@ -127,14 +127,14 @@ def checked_solver(lines: Sequence[CalledLine]) -> str | None:
 
 
 def triangular_solver(lines: Sequence[CalledLine]) -> str | None:
-    """Name the function in the failing line that waits for the device, and that two triangular systems replace."""
+    """Name the function in the failing line that two triangular solves can replace; None if there is none."""
     index = _innermost_users(lines)
     calls = (node for node in _expressions(lines[index].summary) if isinstance(node, ast.Call)) if index >= 0 else ()
     return next((f"torch.{_name(call.func)}" for call in calls if _name(call.func) in _TRIANGULAR), None)
 
 
 def dynamic_shape(lines: Sequence[CalledLine]) -> str | None:
-    """Name the operation in the failing line whose result's shape depends on values; None if there is none."""
+    """Name the operation in the failing line whose result has a shape that depends on values; None if there is none."""
     index = _innermost_users(lines)
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _DYNAMIC:
@@ -151,10 +151,10 @@ class FailingPart(NamedTuple):
 
     Attributes:
         root: the outermost module that was called; for a function, the module that it reaches.
-        name: the submodule's dotted name in it; empty for the root itself.
-        decorable: True if code of the user's own ran inside it.
-        holder: the root's name as a child of a wrapped function; empty if a module was wrapped.
-        method: the method of an inner submodule that failed without a call of that submodule; empty if there is none.
+        name: the dotted name of the submodule in the root; empty for the root itself.
+        decorable: True if the user's own code ran inside the submodule.
+        holder: the name of the root as a child of a wrapped function; empty if a module was wrapped.
+        method: the failing method of an inner submodule that was not called itself; else empty.
     """
 
     root: nn.Module
@@ -175,14 +175,14 @@ class FailingPart(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """The part's pattern for `break_at`: a layer of a list stands for all layers."""
+        """The part's pattern for `break_at`, in which a layer of a list stands for all its layers."""
         steps, named = self.name.split("."), dict(self.root.named_modules(remove_duplicate=False))
         holders = [named.get(".".join(steps[:index])) for index in range(len(steps))]
         return ".".join("*" if isinstance(it, nn.ModuleList) else step for it, step in zip(holders, steps, strict=True))
 
 
 def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
-    """Return the innermost submodule that was called and failed, where `break_at` can break; None if there is none."""
+    """Return the innermost submodule whose call failed, at which `break_at` can break; None if there is none."""
     modules = [(index, line.module) for index, line in enumerate(lines) if line.module is not None]
     if not modules:
         return None
@@ -204,7 +204,7 @@ def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
 
 
 def _before_backward(lines: Sequence[CalledLine]) -> Sequence[CalledLine]:
-    """Return the lines that led to the outermost backward or torch.func transform; all lines if there is none."""
+    """Return the lines up to the outermost backward or torch.func transform; all lines if there is none."""
     for index, line in enumerate(lines):
         path = line.summary.filename.replace(os.sep, "/")
         if "torch/_functorch/" in path or ("torch/autograd/" in path and line.summary.name in _BACKWARDS):
@@ -217,7 +217,7 @@ def _innermost_users(lines: Sequence[CalledLine]) -> int:
 
 
 def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
-    """Yield the expression that failed, or, before Python 3.11, all expressions of its line."""
+    """Yield the expression that failed; before Python 3.11, all expressions of its line."""
     source = linecache.getline(line.filename, line.lineno or 0)
     start, end = getattr(line, "colno", None), getattr(line, "end_colno", None)
     whole = start is None or getattr(line, "end_lineno", None) != line.lineno
@@ -230,7 +230,7 @@ def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
 
 
 def _is_mask(index: ast.expr, frame: FrameType) -> bool:
-    """True if an index consists of boolean masks, by its text or present values."""
+    """True if an index consists of boolean masks, by its text or by the present values."""
     for node in ast.walk(index):
         value = _value(node, frame)
         compares = isinstance(node, ast.Call) and _name(node.func) in _COMPARISONS
@@ -267,7 +267,7 @@ def _described(line: traceback.FrameSummary) -> str:
 
 
 def is_own(filename: str) -> bool:
-    """True for a file that is the user's, and in no installed package."""
+    """True for a file of the user's own, in no installed package."""
     return _is_users(filename) and _package_path(filename) is None
 
 
@@ -291,12 +291,12 @@ def _package_path(filename: str) -> str | None:
 
 
 class Remedy(NamedTuple):
-    """Says what a user can do.
+    """The remedy of a failure.
 
     Attributes:
-        text: what to change in the code; empty if only a break helps.
-        breaks: True if an eager break around it helps as well.
-        break_scope: what the break must contain, as the end of the sentence.
+        text: the change of the code, as a sentence; empty if only a break helps.
+        breaks: True if an eager break around the line helps as well.
+        break_scope: the code that the break must contain, as the end of the sentence.
     """
 
     text: str
@@ -305,7 +305,7 @@ class Remedy(NamedTuple):
 
 
 _CAUSES: tuple[tuple[tuple[str, ...], str, Remedy], ...] = (
-    # (words, any of which torch's or the emulator's message contains; cause; remedy): the first that fits is used
+    # (words, cause, remedy): the first entry is used of which torch's or the emulator's message contains a word
     (
         ("out of memory",),
         "the device ran out of memory.",
@@ -410,11 +410,11 @@ OPTIMIZER_OUTSIDE = "simplegraph.wrap(model, training=True) leaves the optimizer
 
 
 def capture_error(error: Exception, label: str, *, trains: bool = False) -> CaptureError:
-    """Make the error that a user sees: what failed, at which of their lines, why, and what to do.
+    """Make the error that the user sees: the failed capture, the user's line, the cause, and the remedy.
 
     Args:
         error: the exception that a run raised.
-        label: what was captured, for messages.
+        label: the name of the capture in messages.
         trains: True for a training step, or a forward or backward for training, whose graph can contain no break.
     """
     chain = list(_chain(error))
@@ -444,16 +444,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def release_locals(error: BaseException) -> None:
-    """Clear the finished frames that an error's tracebacks hold: their tensors are memory of a capture that failed."""
+    """Clear the finished frames of an error's tracebacks, whose tensors hold memory of the failed capture."""
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
         for frame, _ in traceback.walk_tb(link.__traceback__):
-            # Before Python 3.13 the dict that `f_locals` made outlives the clearing; reading it again empties it.
+            # Before Python 3.13 the dict of `f_locals` is not cleared with the frame, but by reading it again.
             _ = frame.f_locals
 
 
 def release_frames(error: BaseException) -> None:
-    """Remove the tracebacks of an error that is kept and not raised again: callers' frames hold their arguments."""
+    """Remove the tracebacks of a kept error that is not raised again: its frames hold the callers' arguments."""
     release_locals(error)
     for link in _chain(error):
         link.__traceback__ = None
@@ -484,7 +484,7 @@ _SWALLOWED = "something before it was refused, and the error swallowed: a tensor
 
 
 def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, Remedy]:
-    """Return the cause and remedy of a value that was read back."""
+    """Return the cause and the remedy of a failure by a value that was read back."""
     emulated = isinstance(error, EmulatorError)
     said = "" if emulated else f" ({_said(error)})"
     if is_printing(lines):
@@ -515,7 +515,7 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
 
 
 def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains: bool = False) -> str:
-    """Return a remedy that needs no edit of other people's code, with an eager break if one helps."""
+    """Return a remedy without edits of other people's code, including an eager break if it helps."""
     if not remedy.breaks:
         return remedy.text
     outside = _before_backward(lines)
@@ -541,7 +541,7 @@ def remedy_in_reach(remedy: Remedy, lines: Sequence[CalledLine] = (), *, trains:
 
 
 def _in_plain_break(lines: Sequence[CalledLine]) -> bool:
-    """True if a function with the mark of an eager break was called as a plain function, as in mode FULL."""
+    """True if a function that is marked as an eager break was called as a plain function, as in mode FULL."""
     return any(
         line.summary.name == "breaking" and line.summary.filename.startswith(_OWN) and inner.is_users
         for line, inner in itertools.pairwise(lines)
@@ -549,7 +549,7 @@ def _in_plain_break(lines: Sequence[CalledLine]) -> bool:
 
 
 def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> str:
-    """Say what to do about a place that a library's module sets; empty if the module is torch's or the user's.
+    """Return the remedy for a place that a library's module sets; empty if the module is torch's or the user's own.
 
     Args:
         root: the module that was wrapped.
@@ -567,7 +567,7 @@ def remedy_for_library(root: nn.Module, place: str, *, trains: bool = False) -> 
 
 
 def _for_libraries(part: FailingPart, *, trains: bool) -> str:
-    """Say what to do about a failure inside a library's module; empty if nothing can be done around it."""
+    """Return the remedy for a failure inside a library's module; empty if there is none."""
     ways, model = [], part.model
     has_parts = any(True for _ in part.root.children())
     if trains and has_parts:

@@ -1,4 +1,4 @@
-"""The modes of torch that a forward may set around an operation, and that a replay must set again."""
+"""Torch's modes that a forward may set around an operation, and that a replay must set again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-# Cheaper than reading the state of one device. Private to torch; where it is absent, the state is read each time.
+# Faster than reading the state of one device. Private to torch; without it, the state is read each time.
 ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the autocast dtype in force, or None."""
+    """Return the present autocast dtype; None without autocast."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
@@ -21,8 +21,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def autocast_cache(*, enabled: bool) -> Iterator[None]:
     """Enable or disable autocast's cache of cast weights in the block, which starts and ends with an empty cache.
 
-    Casts made in a capture would be pool memory, and casts from before are freed. A warmup runs without the cache, too,
-    since Dynamo compiles for each state, and must not compile in the capture.
+    In a capture the cache is disabled: casts made there would be pool memory, and casts from before are freed. A warmup
+    runs without the cache, too, since Dynamo compiles for each state of the cache, and must not compile in a capture.
     """
     was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -58,7 +58,7 @@ class Modes(NamedTuple):
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device_type))
 
     def changed_from(self, ambient: Modes) -> frozenset[str]:
-        """Name the modes that the forward itself changed; others follow the modes around a replay."""
+        """Return the names of the modes that the forward itself changed; other modes follow those around a replay."""
         changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
         return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
 

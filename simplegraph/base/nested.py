@@ -1,4 +1,4 @@
-"""Nested values: containers taken apart into leaves and rebuilt, and the plain values among the leaves."""
+"""Flatten nested values into leaves and rebuild them; keys of constant leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simplegraph.base.objects import attribute_of, class_member, own_dict
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """The structure of a nested value; equal specs are equal structures. A spec without a type is one leaf.
+    """The structure of a nested value. Equal structures have equal specs. A spec without a type is a leaf.
 
     Containers are lists, tuples, named tuples, mappings, dataclasses that hold only their fields, and registered pytree
     nodes such as transformers' ModelOutput. Everything else is a leaf.
@@ -69,7 +69,7 @@ class TreeSpec:
         ]
 
     def leads_with_batch(self, *, leads: bool = False) -> list[bool]:
-        """Return for every leaf if a mapping that holds it says that the first dimension is the batch's."""
+        """Return for every leaf True if a mapping around it declares the first dimension as the batch's."""
         if self.type is None:
             return [leads]
         library = library_mapping(self.type)
@@ -98,7 +98,7 @@ def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
 
 
 def map_leaves(value: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    """Change the wanted leaves of a nested value; if there are none, the value itself is returned."""
+    """Change the wanted leaves of a nested value; without such leaves, return the value itself."""
     leaves, spec = flatten(value)
     if not any(map(wanted, leaves)):
         return value
@@ -106,7 +106,7 @@ def map_leaves(value: Any, wanted: Callable[[Any], bool], change: Callable[[Any]
 
 
 def containers(value: Any) -> list[Any]:
-    """List the containers of a nested value that can be changed, itself included."""
+    """List the mutable containers of a nested value, including the value itself."""
     opened = None if type(value) in _PLAIN_LEAVES else opened_once(value)
     if opened is None:
         return []
@@ -119,14 +119,14 @@ Opened = tuple[Iterable[Any], Iterable[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LibraryMapping:
-    """Reads, rebuilds and writes mappings of one class of a library, by functions that import nothing of it.
+    """Functions that read, rebuild and write the mappings of a library's class, without importing the library.
 
     Attributes:
         library: the library's name.
-        open: opens one level, as `opened_once` does; returns None for a mapping that is a leaf.
-        items: returns the items, whose keys are strings; none for a leaf.
-        leads_with_batch: True if all tensors inside have the batch first, given the context that `open` returns.
-        state: returns everything else that a call may change, such as the batch size.
+        open: opens one level, like `opened_once`; returns None for a mapping that is a leaf.
+        items: returns the items, whose keys are strings; no items for a leaf.
+        leads_with_batch: returns True if all tensors inside have the batch first, given the context from `open`.
+        state: returns the other state that a call may change, such as the batch size.
         put: sets an item.
         remove: deletes an item.
     """
@@ -140,15 +140,15 @@ class LibraryMapping:
     remove: Callable[[Any, str], object]
 
 
-# By the name of the class, or by an attribute that a library sets on users' classes that it makes mappings.
+# By the name of the class, or by an attribute that a library sets on users' classes that it turns into mappings.
 LIBRARY_MAPPINGS: dict[str, LibraryMapping] = {}
 MARKED_MAPPINGS: dict[str, LibraryMapping] = {}
-# By the library's name, what to pass in place of its other mappings. Extras fill all three.
+# By the library's name, the advice for its other mappings. Extras fill all three tables.
 LIBRARY_REMEDIES: dict[str, str] = {}
 
 
 def library_mapping(kind: type) -> LibraryMapping | None:
-    """Return how mappings of a class are read and written; None if it is no library's."""
+    """Return the functions for mappings of a class; None if it is not a registered class."""
     named = LIBRARY_MAPPINGS.get(kind.__name__)
     if named is not None and named.library == _library_of(kind):
         return named
@@ -157,7 +157,7 @@ def library_mapping(kind: type) -> LibraryMapping | None:
 
 
 def library_remedy(kind: type) -> str:
-    """Say what to pass in place of a library's mapping that is read and not written; empty for other classes."""
+    """Return the advice for a library's mapping that can be read but not written; empty for other classes."""
     return "" if library_mapping(kind) is not None else LIBRARY_REMEDIES.get(_library_of(kind), "")
 
 
@@ -166,7 +166,7 @@ def _library_of(kind: type) -> str:
 
 
 def opened_once(value: Any) -> Opened | None:
-    """Return a container's keys, its values, and the context to rebuild one that is not builtin; None for a leaf."""
+    """Return a container's keys, its values, and the context for rebuilding it; None for a leaf."""
     opened = _opened_plain(value)
     return _opened_mapping(value) if opened is None and issubclass(type(value), Mapping) else opened
 
@@ -202,7 +202,7 @@ _SLOT = types.MemberDescriptorType
 
 @functools.lru_cache(maxsize=1024)
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """Name the fields of a named tuple or a dataclass; None if an instance may hold more, as a list's subclass does."""
+    """Return the fields of a named tuple or a dataclass; None if an instance may hold more than its fields."""
     in_c = [base for base in kind.__mro__ if type(vars(base).get("__new__")) is types.BuiltinFunctionType]
     if in_c == [tuple, object]:
         return class_member(kind, "_fields")  # type: ignore[no-any-return]
@@ -215,21 +215,21 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 
 # Mappings of other classes: UserDict, subclasses of UserDict and dict, read-only views, classes of users.
 
-_ITEMS = ""  # the key of the attribute that holds a mapping's items, which is left out of the names of leaves
+_ITEMS = ""  # stands for the attribute that holds a mapping's items, which has no part in the names of leaves
 
 
 class WithheldError(RuntimeError):
-    """A forward that is being captured read a `Withheld` object; eager calls may read the original."""
+    """A captured forward read a `Withheld` object. Eager calls may read the original."""
 
 
 class Withheld:
-    """Replaces an object in a capture that may differ from call to call, such as a tokenizer's encodings.
+    """Replaces, in a capture, an object that may differ from call to call, such as a tokenizer's encodings.
 
-    A forward that reads it while it is captured is refused.
+    A captured forward that reads it is refused.
 
     Args:
         kind: the type of the object.
-        where: its place, for messages.
+        where: the place of the object, for messages.
     """
 
     def __init__(self, kind: type, where: str = "beside the items of a mapping") -> None:
@@ -256,7 +256,7 @@ _withheld: Callable[[Any], Withheld] = functools.lru_cache(maxsize=256)(
 
 
 def _opened_mapping(value: Any) -> Opened | None:
-    """Open a mapping that can be rebuilt from its items, its attributes, or both, without running its own code."""
+    """Open a mapping that can be rebuilt from its items and attributes without running its code; None for others."""
     kind: Any = type(value)
     base = _base_of_mapping(kind)
     if base is None:
@@ -285,7 +285,7 @@ def _keys_of(value: Mapping[Any, Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _base_of_mapping(kind: Any) -> Any:
-    """Return the builtin class that holds a mapping's items, object if attributes do, None if its state is hidden."""
+    """Return the builtin class that stores a mapping's items; object if attributes do; None if the state is hidden."""
     base = next(base for base in (OrderedDict, dict, object) if issubclass(kind, base))
     slots = [vars(parent).get("__slots__", ()) for parent in kind.__mro__]
     hidden = any(set([names] if isinstance(names, str) else names) - {"__dict__", "__weakref__"} for names in slots)
@@ -295,7 +295,7 @@ def _base_of_mapping(kind: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for tensors, numbers, functions and the like, and for containers of nothing else."""
+    """True for tensors, numbers, functions and the like, and for containers of such values only."""
     opened = None if type(value) in _PLAIN_LEAVES else _opened_plain(value)
     if opened is not None:
         return all(map(_is_plain, opened[1]))
@@ -322,7 +322,7 @@ RETURNABLE: tuple[type, ...] = (torch.Tensor, type(None), bool, int, float, comp
 RETURNABLE += (torch.dtype, torch.device, torch.Size)
 
 
-# Functions that read the value of a subclass of these types, past its own methods.
+# Functions that read the value of a subclass of these types without running its methods.
 _VALUE_OF: dict[type, Callable[[Any], Any]] = {
     bool: bool,
     int: int.__int__,
@@ -334,7 +334,7 @@ _VALUE_OF: dict[type, Callable[[Any], Any]] = {
 
 
 def constant_key(value: Any) -> Hashable:
-    """Return a key that is equal for equal values of one type; it distinguishes 0.0 and -0.0, but not NaNs."""
+    """Return a key that is equal for equal values of one type; 0.0 and -0.0 differ, all NaNs are equal."""
     kind = type(value)
     if issubclass(kind, frozenset):
         return frozenset((type(item), constant_key(item)) for item in frozenset.__iter__(value))

@@ -1,6 +1,6 @@
-"""Read users' objects without running their code: no property, no `__getattr__`, no faked `__class__`.
+"""Read users' objects without running their code, such as properties and `__getattr__`.
 
-Classes are read by `type`, since `isinstance` reads `__class__`, which a mock fakes and a dead weak proxy lacks.
+Classes are read by `type`, since `isinstance` reads `__class__`, which a mock fakes and an ended weak proxy lacks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 _Answer = TypeVar("_Answer")
 PROXIES = frozenset(weakref.ProxyTypes)
-# Equal for the same object only, as `id` is; from Python 3.12 on, each `id` is told to audit hooks, which takes longer.
+# Equal for the same object only, like `id`, but faster: from Python 3.12 on, `id` raises an audit event.
 identity_hash = object.__hash__
 _DESCRIPTORS = frozenset({types.GetSetDescriptorType, types.MemberDescriptorType})
 
 
 def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
-    """Cache a function's result for each class as long as the class lives.
+    """Cache a function's results by class, for as long as each class lives.
 
-    A cache that kept classes alive would keep objects alive, since a class made for one object may hold it.
+    A cache that keeps classes alive could keep objects alive, since a class that was made for an object may hold it.
     """
     answers: dict[int, tuple[_Answer, weakref.ref[type]]] = {}
 
@@ -36,7 +36,7 @@ def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
 
 
 def own_dict(thing: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes, past its class's own ``__dict__``; None if it has none."""
+    """Return the dict of an object's attributes, whatever ``__dict__`` its class defines; None if it has none."""
     read = _dict_reader(type(thing))
     return None if read is None else read(thing)
 
@@ -53,7 +53,7 @@ def class_member(kind: type, name: str) -> Any:
 
 
 def attribute_of(thing: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute from the object's dict, or else from its class: a property itself, but a slot's value."""
+    """Return an attribute from the object's dict or a slot, or else from its class (a property object itself)."""
     attributes = own_dict(thing) or {}
     if name in attributes:
         return attributes[name]
@@ -69,7 +69,7 @@ def attribute_of(thing: Any, name: str, default: Any = None) -> Any:
 
 
 def behind(thing: Any) -> Any:
-    """Return the target of a weak proxy, None if it is gone; any other object itself."""
+    """Return the target of a weak proxy, or None if it is gone; return any other object itself."""
     if type(thing) not in PROXIES:
         return thing
     try:
@@ -82,6 +82,6 @@ _NORMS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 
 def is_set_by_hook(module: Any, attribute: str) -> bool:
-    """True if a hook of torch's old `weight_norm` or `spectral_norm` sets an attribute of a module at each call."""
+    """True if a hook of torch's old `weight_norm` or `spectral_norm` sets this attribute of a module at each call."""
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
     return any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks)

@@ -1,4 +1,4 @@
-"""Operators as torch dispatches them: a mode that sees each one, and facts about it."""
+"""A dispatch mode that sees every operator, and facts about operators."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _keys_at_entry: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B0
 _AUTOCAST = {name: _KeySet(key) for name, key in vars(_Key).items() if name.startswith("Autocast")}
 _ALL_AUTOCAST = functools.reduce(operator.or_, _AUTOCAST.values())
 _LAZY = _KeySet(_Key.Conjugate) | _KeySet(_Key.Negative) | _KeySet(_Key.ZeroTensor)
-# Only torch.cdist calls these, after its own autocast kernel; a mode sees torch.cdist itself only in inference mode.
+# Only torch.cdist calls these, after its own autocast kernel. A mode sees torch.cdist itself in inference mode only.
 _CAST_ALREADY = frozenset({"aten::_cdist_forward", "aten::_euclidean_dist"})
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that sees every operator and changes none: results are bit for bit the same as without it.
 
-    Inside a mode, torch runs an operator without autocast and lazy conjugation, on which operators made of others rely;
-    it refuses higher-order operators, and runs compiled functions uncompiled. In this mode all of them run as usual,
-    with two exceptions: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under
-    no_grad; and torch.pinverse under a CPU's autocast, which a mode sees as torch.linalg.pinv, without autocast.
-    Dynamo ignores this mode if it is loaded. If it is not, it stays so: torch would load it at every mode's first
-    operator, which takes seconds.
+    Inside an ordinary mode, torch runs an operator without autocast and lazy conjugation, which composite operators
+    need; it refuses higher-order operators; and it runs compiled functions uncompiled. In this mode all of them run as
+    usual, with two exceptions: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do
+    under no_grad; and torch.pinverse under a CPU's autocast, which a mode sees as torch.linalg.pinv, without autocast.
+    Dynamo ignores this mode. It is not loaded for this: torch would load it at the first operator of every mode, which
+    takes seconds.
     """
 
     supports_higher_order_operators = True
     _next: OperatorMode | None = None  # the mode that gets operators next, without another dispatch
-    _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for an operator that is being decomposed
+    _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for the composite operator being decomposed
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
         """Make an instance of the class, which Dynamo ignores from now on if it is loaded."""
@@ -91,7 +91,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def before(self, mode: OperatorMode) -> Iterator[None]:
-        """Pass every operator that this mode leaves to another one: as if that was entered first, in half the time."""
+        """Pass every operator from this mode to another: as if that was entered first, but in half the time."""
         self._next = mode
         try:
             yield
@@ -99,7 +99,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._next = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operators that an operator is made of, and see each of them; call it from `run`."""
+        """Run the operators that a composite operator consists of, and see each of them; call it from `run`."""
         before, self._cast = self._cast, self._cast | (_ALL_AUTOCAST - _not_run_before(func, False))
         try:
             with self:
@@ -129,27 +129,27 @@ def wrapper_class(kind: type) -> bool:
 
 
 def is_higher_order(func: Any) -> bool:
-    """True if the operator runs functions that it is passed, such as torch.cond; it has no schema."""
+    """True for an operator that runs functions that it is passed, such as torch.cond; it has no schema."""
     return isinstance(func, HigherOrderOperator)
 
 
 class OperatorFacts(NamedTuple):
-    """Facts that an operator's name, schema and kernels show; the defaults are for an operator without a schema.
+    """Facts from an operator's name, schema and kernels; the defaults are for an operator without a schema.
 
     Attributes:
         name: its name without ``aten::``; empty for a higher-order operator.
-        is_composite: True if it is only made of other operators. Under inference_mode it is dispatched whole.
+        is_composite: True if it consists of other operators. Under inference_mode it is dispatched as a whole.
         is_collective: True if it communicates with other ranks.
-        may_draw: True if it draws random numbers, or if it is not torch's own and may draw without declaring it.
-        may_solve: True if it computes eigenvalues, or is made of others that may.
-        multiplies_groups: True if it multiplies rows by one matrix per group, such as experts; the rounding then
-            depends on a group's size.
+        may_draw: True if it draws random numbers, or is not torch's own and may draw some without declaring it.
+        may_solve: True if it computes eigenvalues, or consists of operators that may.
+        multiplies_groups: True if it multiplies rows by one matrix for each group, such as experts: the rounding then
+            depends on the size of a group.
         adds_in_any_order: True if a GPU adds by atomics, so that equal runs may round differently.
         is_uninitialised: True if its results are uninitialised memory.
         reads_no_value: True if it returns a view of its argument, or reads only its shape, dtype and device.
         writes_all: True if it writes every element of the tensors that it writes to, whatever their values are.
         numeric: (position, name) of each argument that may be a number of its arithmetic, and the default.
-        written: (position, name, flag) of each argument that it writes to; with a flag, only if that argument is true.
+        written: (position, name, flag) of each argument that it writes; with a flag, only if that argument is true.
     """
 
     name: str = ""
@@ -247,5 +247,5 @@ def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def defined(result: Any) -> Any:
-    """Return an operator's result; in a list, None stands for an undefined tensor, and is replaced by an empty one."""
+    """Return an operator's result; in a list, replace None, an undefined tensor, by an empty tensor."""
     return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result

@@ -1,21 +1,21 @@
-"""Every change that this library makes to other people's classes and registries, and how it is undone; and subclasses.
+"""All changes that this library makes to other libraries' classes and registries, made and undone here; subclasses.
 
-While a capture or an observer of one runs, and undone at its end:
+During a capture or an observed run:
 
     torch.cuda.Event.record, wait      names the line that forked to a side stream (device.cuda.forks)
-    JITFunction.run of Triton          shows its launches to a capture's observer (program.observe)
-    torch.cuda.is_current_stream_capturing  true in the emulator's captures, too (device.emulator)
+    JITFunction.run of Triton          shows launches to the observer of a run (program.observe)
+    torch.cuda.is_current_stream_capturing  also True in the emulator's captures (device.emulator)
     torch.get_rng_state                refused in the emulator's captures (device.emulator)
-    torch.overrides.has_torch_function  blind to an emulated capture (device.emulator)
-    Optimizer._..._graph_capture_health_check  asks nothing in the emulator's captures (device.emulator)
+    torch.overrides.has_torch_function  ignores the mode of an emulated capture (device.emulator)
+    Optimizer._..._graph_capture_health_check  does nothing in the emulator's captures (device.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures (device.emulator)
 
 While an audit is attached (doctor.attach):
 
-    torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  told to the audit, where torch has no hooks for it
-    EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator, which is ours
+    torch.cuda.CUDAGraph.capture_begin, capture_end, reset, replay  notify the audit, if torch has no hooks for it
+    EmulatorDevice.begin, end; EmulatorSegment.reset, replay        the same on the emulator
 
-While something sleeps, on objects that graphs were given to, and undone when they wake:
+While graphs sleep, on their objects:
 
     _apply, load_state_dict, forward, ...  of modules, optimizers, managers: wake first, or refuse (sleeping.sleeper)
 
@@ -24,9 +24,9 @@ While a program is advised (doctor.advise):
     torch.nn.Module.__call__           counts outermost calls; a compiler sees torch's own
     methods of modules that make them  the same
 
-From the first use that needs them, for the rest of the process:
+From their first use until the end of the process:
 
-    bases of a class under @cuda_graph  `CudaGraphWrapper` comes first, and leaves those of its subclasses (serve.wrap)
+    bases of a class under @cuda_graph  `CudaGraphWrapper` becomes the first base (serve.wrap)
     break operators                    kernels on a spare dispatch key, so that they can break (program.breaks.marks)
     is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
@@ -40,14 +40,14 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-_changes: dict[str, tuple[int, Callable[[], object]]] = {}  # how many callers made each, and a function that undoes it
+_changes: dict[str, tuple[int, Callable[[], object]]] = {}  # the number of callers of each change, and its undo
 _lock = threading.Lock()
 _ABSENT = object()
 _PACKAGE = f"{__package__.partition('.')[0]}."
 
 
 def replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
-    """Replace an attribute of other people's class or module by `replacing` of it, if it is not replaced yet."""
+    """Replace an attribute of a class or module by `replacing(original)`, unless it is replaced already."""
     with _lock:
         label = _label(owner, name)
         holders, take_back = _changes.get(label, (0, bool))
@@ -86,17 +86,17 @@ def installed() -> list[str]:
 
 
 class Door(functools.partial[Any]):
-    """A call that stands in front of a method of somebody's object for a while. It is no value of that object."""
+    """Temporarily replaces a method of an object; guards do not count it as a value of the object."""
 
 
 def replaced(value: Any) -> Any:
-    """Return the original of a function that this library replaced; any other value itself."""
+    """Return the original of a function that this library replaced; return any other value itself."""
     while type(value) is FunctionType and str(value.__module__).startswith(_PACKAGE) and "__wrapped__" in vars(value):
         value = value.__wrapped__  # type: ignore[attr-defined]
     return value
 
 
-# Subclasses made at run time, which have the original's name in messages, pickles and reprs.
+# Subclasses that are made at run time, and have the original's name in messages, pickles and reprs.
 
 
 def subclass(
@@ -108,9 +108,9 @@ def subclass(
         original: any class.
         members: its own methods and attributes.
         *mixins: classes that come before the original in its method resolution order.
-        name: another name for it.
-        mark: the name of a member. If a subclass with the same value of this member exists, it is returned. A class
-            refers to its subclasses weakly, so no subclass is kept for the life of the process.
+        name: the name of the subclass, if it differs from the original's.
+        mark: the name of a member. An existing subclass with the same value of this member is returned. A class refers
+            to its subclasses weakly, so subclasses are not kept alive.
     """
     if mark is not None:
         for kind in type.__subclasses__(original):
@@ -121,8 +121,8 @@ def subclass(
 
 
 def plain(module: Any) -> Any:
-    """Return the object that a wrapper was made around, which is its forward's `self`; other objects themselves.
+    """Return the original of a wrapper, which is the `self` of its forward; return other objects themselves.
 
-    A wrapper whose class was changed since, such as by a parametrization, keeps that class for itself.
+    If the class of the wrapper was changed since, as by a parametrization, the wrapper itself is returned.
     """
     return module._graph_original if "_graph_original" in vars(type(module)) else module

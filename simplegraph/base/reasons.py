@@ -1,4 +1,4 @@
-"""Reasons why a batch ran the way it did, which counters count and the report explains."""
+"""`Reason`, which explains how a batch ran: counters count reasons, and the report explains them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def explain_command(section: str) -> str:
 
 
 class Reason(str, enum.Enum):
-    """Explains how a batch ran. The value is for counters and JSON, `text` for people.
+    """Explains how a batch ran. The value is for counters and JSON, `text` for users.
 
     Attributes:
         text: one line with the cause and, if there is a remedy, what to do.
@@ -132,7 +132,7 @@ class Reason(str, enum.Enum):
         return str(self.value)
 
 
-# Reasons of the first calls, which end by themselves.
+# Reasons of first calls: later calls of the same kind replay.
 SOON = frozenset(
     {
         *(Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF),
@@ -142,7 +142,7 @@ SOON = frozenset(
 
 
 class CannotBind(Exception):
-    """A call cannot be served by a graph; internal, the call runs eagerly and is counted.
+    """No graph can serve a call. Internal: the call runs eagerly, and is counted.
 
     Attributes:
         reason, detail: why.
@@ -156,11 +156,11 @@ class CannotBind(Exception):
         self.size = size
 
     def again(self) -> CannotBind:
-        """Return an equal error to raise, since a raised error keeps the frames that it passed, and their tensors."""
+        """Return an equal error to raise: an error that was raised keeps frames alive, and their tensors."""
         return CannotBind(self.reason, self.detail, self.size)
 
     @property
     def explained(self) -> str:
-        """Return the reason, its detail, and the command that says more, as the end of a message."""
+        """Return the reason, its detail, and the command for more information, as the end of a message."""
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.reason.text}{detail}.\n  See: {self.reason.command}"

@@ -1,4 +1,4 @@
-"""Identify a tensor's memory, also behind wrappers (DTensor, AsyncCollectiveTensor), whose own address says nothing."""
+"""Facts about a tensor's memory and layout, also for wrappers (DTensor, AsyncCollectiveTensor) without own memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from simplegraph.base.operators import wrapper_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _tensor_of = operator.attrgetter("tensor")
-# Private to torch; where they are absent, no memory looks as if others let go of it.
+# Private to torch. Without them, memory never counts as released by others.
 _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 _tensor_uses: Any = getattr(Tensor, "_use_count", lambda _: 0)
 _TELLS = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identify a tensor's memory while the tensor lives."""
+    """Return a key that identifies a tensor's memory while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -34,12 +34,12 @@ def wants_grad(leaf: Any) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """True if the tensor has no memory of its own, and wraps tensors that have."""
+    """True if the tensor has no memory of its own, and wraps tensors with memory."""
     return type(tensor) not in _PLAIN and wrapper_class(type(tensor))
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the memory: those that the tensor wraps, or itself."""
+    """Yield the tensors that have the memory: those that the tensor wraps, or the tensor itself."""
     if not is_wrapper(tensor):
         yield tensor
         return
@@ -51,11 +51,11 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class OwnedTensor:
-    """Owns a tensor by one reference, and tells if everything else let go of it and of its memory.
+    """Owns a tensor, and shows if everything else has released it and its memory.
 
     Args:
-        tensor: it.
-        counts: False if others in the library may hold the tensor as well, so that reference counts mean nothing.
+        tensor: the tensor.
+        counts: False if other objects of this library may hold the tensor, so that reference counts are of no use.
     """
 
     __slots__ = ("_storage", "_tells", "_was_shared", "tensor")
@@ -67,11 +67,11 @@ class OwnedTensor:
         self._was_shared = False
 
     def note_holders(self) -> None:
-        """Note if something else holds the memory now: what the forward itself makes at each run, nothing does."""
+        """Note if something else holds the memory now. Nothing holds memory that the forward makes at each run."""
         self._was_shared = self._was_shared or (self._tells and self.uses() != _uses_alone())
 
     def is_released(self) -> bool:
-        """True if something else was noted to hold the memory, and nothing does any more."""
+        """True if something else held the memory when holders were noted, and nothing does now."""
         return self._was_shared and self.uses() == _uses_alone()
 
     def was_never_held(self) -> bool:
@@ -86,21 +86,21 @@ class OwnedTensor:
 
 @functools.cache
 def _uses_alone() -> tuple[int, int, int]:
-    """Count the references to a tensor that nothing else holds, which depends on torch and Python."""
+    """Count the references to a tensor that nothing else holds; the counts depend on torch and Python."""
     return OwnedTensor(torch.zeros(1, device="cpu")).uses()
 
 
 def held_by_nobody(owned: Sequence[OwnedTensor]) -> list[OwnedTensor]:
-    """List those that no other Python reference holds, a quick look before each is asked if it `is_released`."""
+    """List the tensors without another Python reference: a fast check before `is_released`."""
     alone, counts = _uses_alone()[0], list(map(sys.getrefcount, map(_tensor_of, owned)))
     return [] if min(counts) > alone else [each for each, count in zip(owned, counts, strict=True) if count <= alone]
 
 
 def wait_collectives(value: Any) -> Any:
-    """Wait for every AsyncCollectiveTensor in a value, and replace it by the tensor that it wraps.
+    """Wait for every AsyncCollectiveTensor in a value, and replace it by the wrapped tensor.
 
-    One that leaves a capture unwaited waits at its first use, outside the graph: "CUDA error: invalid argument", which
-    engines report as DTensor models that cannot be captured.
+    If such a tensor leaves a capture without a wait, it waits at its first use outside the graph, which fails with
+    "CUDA error: invalid argument". Engines report this as DTensor models that cannot be captured.
     """
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     kind: Any = getattr(collectives, "AsyncCollectiveTensor", None)
@@ -110,12 +110,12 @@ def wait_collectives(value: Any) -> Any:
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor's elements, as far as views and results depend on it; the size of gaps is not part of it.
+    """The layout of a tensor's elements, as far as views and results depend on it, without the size of gaps.
 
     Attributes:
-        order: its dimensions from largest to smallest stride, for memory formats.
+        order: the dimensions from the largest to the smallest stride, for memory formats.
         gaps: the dimensions whose rows are not adjacent in memory.
-        repeated: those of them whose rows are all the same memory, such as after `expand`.
+        repeated: the dimensions whose rows are all the same memory, as after `expand`.
     """
 
     order: tuple[int, ...]
@@ -133,7 +133,7 @@ class Layout(NamedTuple):
         return tuple(strides)
 
     def __str__(self) -> str:
-        """Show how it differs from a contiguous layout."""
+        """Describe how the layout differs from a contiguous one."""
         order = "" if self.order == tuple(range(len(self.order))) else f" by strides {self.order}"
         gaps = [dim for dim in self.gaps if dim not in self.repeated]
         parts = f" with gaps in {tuple(gaps)}" if gaps else ""
@@ -143,8 +143,8 @@ class Layout(NamedTuple):
 def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
     """Return the layout of a tensor.
 
-    The stride of a dimension of size 1 has no meaning to torch, but in the batch dimension it shows the layout of more
-    rows, so that one row has the same layout as several.
+    The stride of a dimension of size 1 has no meaning for torch. In the batch dimension it counts nevertheless, so that
+    one row has the same layout as several rows.
     """
     shape, strides = tensor.shape, tensor.stride()
     natural = tuple(range(len(shape)))
@@ -176,10 +176,10 @@ def has_address(tensor: Tensor) -> bool:
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's gradient; torch warns about asking others than leaves."""
+    """Return a tensor's gradient without torch's warning for tensors that are no leaves."""
     return tensor.grad if tensor.is_leaf else None
 
 
 def lies_at(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's address and layout: the same memory transposed or negated gives a graph other numbers."""
+    """Return a tensor's address and geometry; transposed or negated views of the same memory differ."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()

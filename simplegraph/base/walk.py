@@ -1,7 +1,7 @@
-"""Walk the objects that objects lead to, as far as a policy says, without running their code.
+"""Find the objects that objects lead to, within the limits of a policy, without running their code.
 
-One walk serves every search through Python's objects: for state that captures save and restore, for state that graphs
-guard, and for holders of their memory.
+`Walk` serves every search through Python objects: for state that captures save and restore, for state that guards
+compare, and for objects that hold graph memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from simplegraph.base.objects import attribute_of, by_class, own_dict
 from simplegraph.base.patches import plain
 from simplegraph.base.tensors import parts
 
-# The caps of all walks, which docs/limits.md names.
+# The limits of all walks, which docs/limits.md lists.
 MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for objects held by accident
 MAX_BEYOND_CODE = 20_000  # objects that only code leads to
 DEPTH = 4  # a class, its method, a function that it names, and objects that this names: beyond lie whole libraries
-OPAQUE = object()  # the kind of objects without contents of their own: code, and objects of libraries
+OPAQUE = object()  # the kind of objects whose contents are not read: code, and objects of libraries
 _FILES_AND_NETWORKS = {"huggingface_hub", "httpx", "httpx2", "requests", "tqdm", "yaml", "packaging"}
 _LIBRARIES = {
     *sys.stdlib_module_names,
@@ -46,7 +46,7 @@ _SEQUENCES = (list, collections.deque, set, tuple)
 _CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)  # nothing of these can change
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
-_CODE = (type, types.ModuleType, types.FunctionType)  # the first two lead to all objects of the process
+_CODE = (type, types.ModuleType, types.FunctionType)  # all objects of the process are below the first two
 _OF_C = frozenset(
     {"__dict__", "__dictoffset__", "__vectorcalloffset__", "__weaklistoffset__"}
 )  # members of classes written in C
@@ -65,12 +65,12 @@ def is_library(name: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
-# Readers of the settings by which other libraries choose what their modules do, by the library's name. As of torch, the
-# code of these is not followed, and what their objects hold counts. Extras fill it.
+# Library's name -> reader of the settings on which its modules depend. The code of these libraries is not followed,
+# like torch's, and the contents of their objects count. Extras fill the table.
 LIBRARY_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {}
 
-# Library globals, as (library, name), with one entry for each class used so far. A class reads only its own, so changes
-# do not count. Extras fill it.
+# Globals of libraries, as (library, name), with an entry for each class used so far. A class reads only its own entry,
+# so changes do not count. Extras fill the table.
 CLASS_REGISTRIES: set[tuple[str, str]] = set()
 
 
@@ -81,7 +81,7 @@ def is_closed(name: Any) -> bool:
 
 @by_class
 def is_users(kind: type) -> bool:
-    """True for classes whose objects hold users' objects."""
+    """True for classes whose objects may hold users' objects."""
     return (
         issubclass(kind, nn.Module)
         or not is_library(kind.__module__)
@@ -91,10 +91,10 @@ def is_users(kind: type) -> bool:
 
 @by_class
 def kind_of(kind: type) -> Any:
-    """Return `Tensor`, a builtin container class, `object` if attributes count, `OPAQUE`, or None.
+    """Return the kind of a class: `Tensor`, a builtin container class, `object` if attributes count, `OPAQUE`, or None.
 
-    A container's contents are read and written by the methods of its builtin class: those of subclasses may refuse,
-    decode or do more. None is for values that lead to nothing.
+    Containers are read and written by the methods of their builtin class, since methods of a subclass may refuse,
+    decode or have effects. None is for values that lead to no objects.
     """
     for base in (Tensor, *DICTS, *_SEQUENCES):
         if issubclass(kind, base):
@@ -110,7 +110,7 @@ def kind_of(kind: type) -> Any:
 
 @by_class
 def referring_kind(kind: type) -> Any:
-    """Return the kind for walks that open everything except classes and files, as the garbage collector sees it."""
+    """Return the kind for walks that open everything the garbage collector sees, except classes and files."""
     if issubclass(kind, Tensor):
         return Tensor
     return None if issubclass(kind, (type, types.ModuleType, types.CodeType, *ATOMS)) else _referents
@@ -133,7 +133,7 @@ def held_by(place: Any, base: Any = None) -> Any:
 
     Args:
         place: any object.
-        base: its kind by the walk's policy.
+        base: the kind of its class by the walk's policy.
     """
     kind = type(place)
     if base is None:
@@ -160,14 +160,14 @@ def held_by(place: Any, base: Any = None) -> Any:
 
 
 def _referents(thing: Any) -> tuple[Any, ...]:
-    """List the objects that an object refers to, as the garbage collector sees it; for a function without its code."""
+    """List the objects that an object refers to for the garbage collector; of a function, without its code."""
     if issubclass(type(thing), types.FunctionType):
         return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)
     return tuple(gc.get_referents(thing))
 
 
 def keys_in_order(mapping: Any) -> list[Any]:
-    """List the keys of a dict in its order of iteration, past its class's own methods."""
+    """List the keys of a dict in its order of iteration, without running methods of its class."""
     keys = list(dict.keys(mapping))
     # An OrderedDict has its own order, and reading it calls keys' ``__hash__``.
     is_told = issubclass(type(mapping), collections.OrderedDict) and _SHOWN.issuperset(map(type, keys))
@@ -194,7 +194,7 @@ def items_of(contents: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def shown(key: Any) -> str:
-    """Return a key as it stands in names; for objects, whose text would run code, their class."""
+    """Format a key for names; of an object the class, since the object's text would run code."""
     if type(key) is tuple:
         return f"({', '.join(map(shown, key))})"
     return str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"
@@ -211,11 +211,11 @@ class Policy:
     """Limits a walk.
 
     Attributes:
-        opens: returns the kind of a class as `kind_of` does, or a function that reads its objects.
-        depth: nested containers and objects that are opened, counted from an attribute of a module or a root.
-        width: containers with more entries are not searched.
-        objects: the most objects that are opened without code on the way; beyond_code: the most that code leads to.
-        code: the most classes, functions and files on the way to an object; 0 reads no code.
+        opens: returns the kind of a class, like `kind_of`, or a function that reads its objects.
+        depth: the deepest nesting of opened containers and objects below an attribute of a module or a root.
+        width: the most entries of a container that is searched.
+        objects: the most objects that are opened without code on the way; beyond_code: the most below code.
+        code: the most classes, functions and files on the way to an object; 0 follows no code.
         breaks: True to read the code of eager breaks as well.
     """
 
@@ -228,7 +228,7 @@ class Policy:
     breaks: bool = True
 
 
-# An object that a walk opened, its contents as `held_by` returns them, and True if no code is on the way to it.
+# An opened object, its contents from `held_by`, and True if no code is on the way to it.
 Opened = tuple[Any, Any, bool]
 
 
@@ -243,11 +243,11 @@ class _Kinds(dict[type, Any]):
 
 
 class Walk:
-    """Opens the objects that roots lead to, each once: registered parts of modules first, then near objects, then code.
+    """Opens the objects that roots lead to, each once: registered parts of modules, then near objects, then code.
 
     Functions, classes, files, optimizers and objects of libraries (except `nn.Module`) are not opened, unless the
-    policy says so. A file leads only to the objects that opened functions name there, since a notebook's file holds its
-    whole state.
+    policy says so. A file leads only to objects that opened functions name, since a notebook's file holds the whole
+    state of the notebook.
 
     Args:
         roots: modules, functions and other objects.
@@ -255,12 +255,12 @@ class Walk:
         closed: ids of objects that are not opened.
 
     Attributes:
-        ways: by id: an object, the id of the object that led to it first (0 for a root), its key there, and True if no
-            code is on the way.
-        tensors: tensors found without code on the way, each once.
-        empty: empty dicts, by id, which are not opened; kept in one dict, since an object for each would trigger
-            garbage collections. led: by their ids, the ids of objects that led to them. empty_near: how many of them,
-            the first ones, have no code on the way.
+        ways: id -> (the object, the id of the object that led to it first or 0 for a root, its key there, True if no
+            code is on the way).
+        tensors: tensors that were found without code on the way, each once.
+        empty: id -> empty dict. Empty dicts are not opened; they have no tuple in `ways`, since so many objects would
+            trigger garbage collections. led: id of an empty dict -> id of the object that led to it. empty_near: the
+            number of empty dicts without code on the way, which come first.
     """
 
     def __init__(self, roots: Iterable[Any], policy: Policy = Policy(), closed: Collection[int] = ()) -> None:
@@ -339,7 +339,7 @@ class Walk:
         return self.tensors
 
     def filled(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the dicts that were empty and are no longer, with True if no code is on the way."""
+        """Yield the dicts that were empty and are not any more, with True if no code is on the way."""
         for number, (at, place) in enumerate(self.empty.items()):
             if place and at not in self.ways:
                 above = self.led[at]
@@ -348,19 +348,19 @@ class Walk:
                 yield place, number < self.empty_near
 
     def way_to(self, thing: Any) -> tuple[Any, Any]:
-        """Return the object that led to a thing, and the key there; None for a root."""
+        """Return the object that led to a thing, and the key in it; None for a root."""
         _, above, key, _ = self.ways[id(thing)]
         return (self.ways[above][0], key) if above else (None, "")
 
     def path(self, thing: Any) -> str:
-        """Return the name of the place that a thing is in."""
+        """Return the name of the place of a thing."""
         holder, key = self.way_to(thing)
         return "" if holder is None else self.path_of(key, holder)
 
     def path_of(self, key: Any, holder: Any) -> str:
-        """Return the name of a holder's key.
+        """Return the name of a key of a holder.
 
-        It is dotted from the root, or, if code leads to it, starts at the first named object on the way.
+        It is the dotted path from the root. If code is on the way, it starts at the first object with a name.
         """
         way = [(holder, key)]
         while (above := self.way_to(way[-1][0]))[0] is not None:
@@ -394,17 +394,17 @@ def _is_closed(value: Any, breaks: bool) -> bool:
 
 
 def is_break(value: Any) -> bool:
-    """True for functions that run eagerly between the segments of a graph."""
+    """True for functions that are eager breaks."""
     return not {"_simplegraph_break", "_simplegraph_unbroken"}.isdisjoint(own_dict(value) or ())
 
 
 def is_globals(value: Any) -> bool:
-    """True for the dict of a file."""
+    """True for the dict of a file's globals."""
     return type(value) is dict and "__builtins__" in value
 
 
 def _beyond(value: Any, contents: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the objects that code, and objects without readable contents, lead to beside their contents, with keys."""
+    """Return (key, object) of the objects that a value leads to beside its contents, such as those of code."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         return (("__dict__", own_dict(value)),)
@@ -433,7 +433,7 @@ def _beyond(value: Any, contents: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _beyond_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield a function's file, the globals that it names there and in files it names, its closure and its defaults."""
+    """Yield a function's file, the globals that it names in this and other files, its closure and its defaults."""
     names, code = sorted(names_in(function.__code__)), function.__code__
     cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
     files = [function.__globals__, *_files_in(held_by(cell).get("cell_contents") for _, cell in cells)]
@@ -459,13 +459,13 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor that a value is or holds, in containers and users' objects."""
+    """Yield every tensor in a value, also inside containers and users' objects."""
     for tensor in Walk([value]).collect_tensors():
         yield from parts(tensor)
 
 
 def all_tensors(*kinds: type) -> list[Any]:
-    """List all tensors of the process, and objects of other kinds, among all objects of the garbage collector."""
+    """List all tensors of the process, and objects of other `kinds`, among the objects of the garbage collector."""
     things = gc.get_objects()
     types_of = list(map(type, things))  # an engine has a million
     wanted = {kind for kind in set(types_of) if issubclass(kind, (Tensor, *kinds))}
