@@ -155,7 +155,7 @@ class CudaDevice:
         current.wait_stream(other)
 
     def _note_lasting(self, stream: torch.cuda.Stream) -> None:
-        """Note a stream of torch, which lasts as long as the process. Other libraries' streams have their handle as id."""
+        """Note a stream of torch, which is never destroyed; streams of other libraries have their handle as id."""
         if stream.stream_id != stream.cuda_stream:
             self._lasting.add(stream.cuda_stream)
 
