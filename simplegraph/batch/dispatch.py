@@ -24,8 +24,8 @@ class Dispatch(NamedTuple):
 
     Attributes:
         mode: how to run it: NONE, PIECEWISE or FULL.
-        descriptor: the graph's key, padded; for NONE the batch without padding.
-        reason: why it runs this way.
+        descriptor: the padded shape, which is the graph's key; for NONE the shape without padding.
+        reason: why the batch runs in this way.
         padding: padding rows, ``descriptor.num_tokens`` minus the batch's own.
     """
 
@@ -37,7 +37,7 @@ class Dispatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Graphs:
-    """All graphs of one kind: their mode, their sizes, and the batches that they take."""
+    """All graphs of one kind: their mode, their sizes, and the batches that they serve."""
 
     mode: CudaGraphMode
     sizes: Sequence[int]
@@ -45,7 +45,7 @@ class _Graphs:
     config: CudaGraphConfig
 
     def accept(self, batch: BatchDescriptor, *, allow_full: bool) -> int | Reason:
-        """Return the padded size in tokens, or the reason why these graphs cannot take the batch."""
+        """Return the padded size in tokens, or the reason why these graphs cannot serve the batch."""
         full, config = self.mode is CudaGraphMode.FULL, self.config
         if full and not (allow_full and self.uniform_query_len in (None, batch.uniform_query_len)):
             return Reason.MIXED_BATCH
@@ -65,13 +65,13 @@ class _Graphs:
 
 
 class Dispatcher:
-    """Decides how each batch runs: FULL if there is such a graph for it, else PIECEWISE, else NONE.
+    """Decides how each batch runs: by a FULL graph if there is one for it, else a PIECEWISE graph, else NONE.
 
     Args:
         config: modes, sizes and limits.
-        support: what the attention backend can do inside a full graph. A mode beyond it is downgraded, with a warning
-            that names the cost.
-        lora_cases: the counts of active LoRAs to capture; a batch takes the smallest that holds its own.
+        support: the support level of the attention backend. A mode that needs more is lowered, with a warning that
+            names the cost.
+        lora_cases: the counts of active LoRAs to capture; a batch uses the smallest count that covers its own.
         requests: True if full graphs for mixed batches have the number of requests in their key, as attention
             metadata needs. None stands for True if `max_num_seqs` is set.
 
@@ -98,7 +98,7 @@ class Dispatcher:
         self.mode, message = resolve_mode(config.mode, support, config.uniform_query_len)
         if message is not None:
             logger.warning("simplegraph: %s", message)
-        self._graphs: list[_Graphs] = []  # the kinds of graphs that the mode has, in the order they are tried
+        self._graphs: list[_Graphs] = []  # the kinds of graphs of the mode, in the order in which they are tried
         decode, mixed = self.mode.decode_mode(), self.mode.mixed_mode()
         if decode is CudaGraphMode.FULL and mixed is not decode:
             sizes = uniform_decode_sizes(config)
@@ -116,15 +116,15 @@ class Dispatcher:
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """Decide how a batch runs. A repeated question costs one dictionary lookup.
+        """Decide how a batch runs. Answers are cached.
 
         Args:
             num_tokens: rows of the batch, or tokens of all its requests together.
-            num_reqs: requests in the batch; None if they are unknown or do not matter.
-            uniform_query_len: tokens of each request when all have the same number, else None. Uniform decode
-                graphs take the batch when it equals the configuration's.
+            num_reqs: requests in the batch; None if their number is unknown or does not matter.
+            uniform_query_len: tokens of each request if all have the same number, else None. Uniform decode graphs
+                serve the batch if it equals the configuration's `uniform_query_len`.
             num_active_loras: LoRA adapters in use.
-            allow_full: False when something in this batch (a cascade, a profiler) rules out a full graph.
+            allow_full: False if something in this batch (a cascade, a profiler) rules out a full graph.
 
         Raises:
             CaptureSizeError: the batch is empty.
@@ -141,7 +141,7 @@ class Dispatcher:
         return answer
 
     def agreed(self, mode: CudaGraphMode, size: int, num_active_loras: int, *, num_tokens: int) -> Dispatch:
-        """Decide how ranks run that have agreed on a mode and a size: the same key on each of them.
+        """Decide how ranks run a step after they agreed on a mode and a size: with the same key on each rank.
 
         Args:
             mode: the lowest mode that a rank needs.
@@ -163,7 +163,7 @@ class Dispatcher:
         return Dispatch(*chosen, Reason.OTHER_RANKS, chosen[1].num_tokens - num_tokens)
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        """List everything to capture as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
+        """List all graphs to capture as (FULL or PIECEWISE, key), largest first, so that the pool need not grow."""
         pairs = [
             (graphs.mode, graphs.key(size, lora_case, requests=self._requests))
             for graphs, lora_case in itertools.product(self._graphs, self.lora_cases)
@@ -172,7 +172,7 @@ class Dispatcher:
         return sorted(pairs, key=lambda pair: pair[1], reverse=True)
 
     def advice(self, batch: Dispatch) -> str:
-        """Describe a batch that no graph serves, and name the setting that would change that, if there is one."""
+        """Describe a batch that no graph serves, and the setting that would change that, if there is one."""
         size, config = batch.descriptor.num_tokens, self.config
         if batch.reason is Reason.SIZE_NOT_CAPTURED:
             return f"batch size {size}: add {size} to capture_sizes"
@@ -214,13 +214,13 @@ class Dispatcher:
 def resolve_mode(
     mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int = 1
 ) -> tuple[CudaGraphMode, str | None]:
-    """Resolve the mode to use with attention of the given support.
+    """Lower a mode to the support level of the attention.
 
     Returns:
-        The mode, and None; or a lower mode and a message saying what was lowered, why, what it costs and what
-        the alternatives are. Piecewise runs are correct only if the attention is an eager break.
+        The mode, and None; or a lower mode, and a message that names the change, its cause, its cost and alternatives.
+        Piecewise runs are correct only if the attention is an eager break.
 
-    Source: vLLM #49547, where a silent downgrade cost 16%. The cost named is an eager break measured on an H200.
+    Source: vLLM #49547, where a silent downgrade cost 16%. The named cost is that of an eager break on an H200.
     """
     single, uniform = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH
     if support is AttentionCGSupport.ALWAYS or not mode.has_full():

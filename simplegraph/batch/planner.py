@@ -1,4 +1,4 @@
-"""The planner: chooses the capture sizes that waste the fewest padded tokens of a histogram of batches."""
+"""The planner: chooses the capture sizes with the fewest padding tokens for a histogram of batches."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class SizePlan:
 
 
 def plan_sizes(histogram: Mapping[int, float], num_graphs: int) -> SizePlan:
-    """Choose the capture sizes with the fewest padding tokens; an exact optimum, not a heuristic.
+    """Choose the capture sizes with the fewest padding tokens; the result is an exact optimum.
 
     >>> plan_sizes({3: 100, 7: 10, 8: 1}, num_graphs=2).sizes
     (3, 8)
 
     Args:
-        histogram: batch size (rows or tokens) -> how often it was seen; counts may be weights.
-        num_graphs: the most sizes to choose. Fewer are chosen if more would save nothing.
+        histogram: batch size (rows or tokens) -> its count; counts may be weights.
+        num_graphs: the most sizes to choose. Fewer are chosen if further sizes would save nothing.
 
     Returns:
-        The plan. The largest batch seen is always covered.
+        The plan. It always covers the largest batch.
 
     Raises:
         ConfigError: the histogram is empty, or a size, a count or `num_graphs` is invalid.
@@ -136,18 +136,18 @@ def _choose_sizes(points: Sequence[int], weights: Sequence[int], num_graphs: int
 
 
 class _Costs:
-    """The cost of padding runs of points, each to its last one.
+    """The cost of padding consecutive points to the last of them.
 
     Args:
         points: ascending.
-        weights: of each.
+        weights: the weight of each point.
     """
 
     def __init__(self, points: Sequence[int], weights: Sequence[int]) -> None:
         self._points = points
         self._counts = list(itertools.accumulate(weights, initial=0))
         self._tokens: list[int] = list(itertools.accumulate(map(operator.mul, points, weights), initial=0))
-        self.impossible = points[-1] * self._counts[-1] + 1  # above all padding together
+        self.impossible = points[-1] * self._counts[-1] + 1  # more than any possible padding
 
     def cost(self, start: int, end: int) -> int:
         """Return the cost of ``points[start:end]``."""
@@ -155,13 +155,13 @@ class _Costs:
         return size * count - (self._tokens[end] - self._tokens[start])
 
     def one_more_size(self, layer: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Compute the least costs of one more size, and for each the index in `layer` that it comes from.
+        """Compute the least costs with one more size, and for each cost the index in `layer` from which it comes.
 
         Args:
-            layer: entry i is the least cost of exactly k sizes that hold the first i points.
+            layer: entry i is the least cost of exactly k sizes for the first i points.
         """
         costs, origins = [self.impossible] * len(layer), [0] * len(layer)
-        # The best origin never moves back as points are added, so each entry bounds the search on both of its sides.
+        # The best index never decreases as points are added, so each entry bounds the search for its neighbours.
         ranges = [(1, len(layer), 0, len(layer) - 1)]
         while ranges:
             low, high, first, last = ranges.pop()

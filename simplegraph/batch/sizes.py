@@ -21,9 +21,9 @@ class BatchDescriptor:
 
     Attributes:
         num_tokens: rows of the batch, or tokens of all its requests together.
-        num_reqs: requests in it; None where they are unknown or do not matter. A graph captured for another
-            count can hang in attention, so the count is part of the key (vLLM #35918).
-        uniform_query_len: tokens of each request in a uniform decode batch; None for a mixed one.
+        num_reqs: requests in the batch; None if their number is unknown or does not matter. A graph for another number
+            can hang in attention, so the number is part of the key (vLLM #35918).
+        uniform_query_len: tokens of each request in a uniform decode batch; None for a mixed batch.
         num_active_loras: LoRA adapters in use.
 
     Raises:
@@ -71,7 +71,7 @@ class BatchDescriptor:
 
 
 def _int(descriptor: BatchDescriptor, name: str) -> int:
-    """Store the field as a Python int, from numpy's too, and return it."""
+    """Convert a field to a Python int, also from NumPy's integers, and return it."""
     value = getattr(descriptor, name)
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -82,10 +82,10 @@ def _int(descriptor: BatchDescriptor, name: str) -> int:
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:
-    """Return the sizes captured by default: 1, 2, 4, multiples of 8 up to 256, multiples of 16 above.
+    """Return the default capture sizes: 1, 2, 4, multiples of 8 up to 256, multiples of 16 above.
 
     Args:
-        largest: the largest size, in rows or tokens; always in the list, on the grid or not.
+        largest: the largest size, in rows or tokens; it is in the list even if it is not on the grid.
 
     Raises:
         CaptureSizeError: `largest` is below 1.
@@ -114,8 +114,8 @@ def mixed_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
 def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
     """Return the sizes, in tokens, of graphs for uniform decode only; ascending multiples of `uniform_query_len`.
 
-    Sizes above the largest possible decode batch are replaced by that batch's own size, even if it is not on the
-    grid: otherwise the batches just below the limit would have no graph.
+    Sizes above the largest possible decode batch are replaced by the size of that batch, even if it is not on the grid:
+    otherwise batches just below the limit would have no graph.
 
     Source: vLLM #57355.
     """
@@ -127,7 +127,7 @@ def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
 
 
 def _largest_decode(config: CudaGraphConfig) -> int | None:
-    """Return the tokens in the largest uniform decode batch that can occur, or None if nothing bounds it."""
+    """Return the number of tokens of the largest possible uniform decode batch; None if it has no bound."""
     query_len = config.uniform_query_len
     limits: list[int] = []
     if config.max_num_seqs is not None:
@@ -138,7 +138,7 @@ def _largest_decode(config: CudaGraphConfig) -> int | None:
 
 
 def padded_size(sizes: Sequence[int], size: int) -> int | None:
-    """Return the smallest captured size that holds `size`, or None if all are smaller.
+    """Return the smallest captured size that is at least `size`; None if there is none.
 
     >>> padded_size([1, 2, 4, 8], 3)
     4

@@ -1,5 +1,5 @@
-"""Makes several ranks agree on what is captured, what is dropped, and how a step runs; moves no data of a model.
+"""Makes several ranks agree on captures, on dropped graphs, and on the mode and size of steps; moves no model data.
 
-ranks  what is asked of ranks, and the answers of a single one
-group  several ranks: exchanges answers within a time limit, keeps captures together, agrees on a step's shape
+ranks  `SingleRank`, the questions that ranks ask each other, with the answers of a single rank
+group  several ranks: `RankGroup` keeps captures together, `ShapeConsensus` agrees on a step's shape
 """

@@ -1,11 +1,11 @@
-"""Groups of ranks: together in their captures, in one mode and padded size at every step. Not loaded for one rank.
+"""Groups of ranks, which capture together and run each step in one mode and padded size. Not loaded for one rank.
 
-A collective that one rank replays and another runs eagerly hangs, or worse: NCCL requires that all ranks launch it
-from the graph of the same capture. So all ranks capture the same sizes, with the same settings, in the same order, and
-a size that fails on one rank is dropped on all.
+If one rank replays a collective and another runs it eagerly, it hangs, or worse: NCCL requires that all ranks
+launch it from the graph of the same capture. So all ranks capture the same sizes, with the same settings, in the same
+order, and a size that fails on one rank is dropped on all ranks.
 
-They exchange answers over the store that the process group was made with, within a time limit. A collective would not
-do: if it times out or a peer dies, its group is unusable and cannot say which rank is missing.
+Ranks exchange answers over the store of the process group, within a time limit. A collective is not suitable: after a
+timeout or the end of a rank, its group is unusable, and does not tell which rank is missing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger("simplegraph")
 
 _ALL_CAME = "all"
 _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
-_torch: Any = dist  # for attributes without types; builds without distributed do not have them
-_made: collections.Counter[str] = collections.Counter()  # RankGroups by process group: ranks number them alike
+_torch: Any = dist  # for attributes without types, or that some builds of torch lack
+_made: collections.Counter[str] = collections.Counter()  # the number of RankGroups of each process group
 
 
 class Rendezvous:
-    """Lets the ranks of a group meet, once for every question and in the same order.
+    """Lets the ranks of a group exchange answers, question after question, in the same order on all ranks.
 
     Args:
         name: the same on all ranks, and unique among the rendezvous of this process group.
@@ -63,15 +63,15 @@ class Rendezvous:
             self._store = _torch.PrefixStore(f"simplegraph/{name}", store)
 
     def ask(self, question: str, answer: Any) -> list[Any]:
-        """Return each rank's answer, in order of ranks, as soon as all have come.
+        """Return the answers of all ranks, in the order of ranks, as soon as all have answered.
 
         Args:
-            question: names this meeting; it is an error if another rank comes for a different one.
+            question: the name of the question; it is an error if another rank answers a different question.
             answer: this rank's answer, any JSON value.
 
         Raises:
-            RankError: a rank did not come in time, came for another question, or left with an exception; raised on
-                every rank that came.
+            RankError: a rank did not answer in time, answered another question, or left with an exception. Raised on
+                every rank that answered.
         """
         if self.size == 1:
             return [answer]
@@ -80,13 +80,13 @@ class Rendezvous:
         return [word["answer"] for word in words]
 
     def leave(self, error: BaseException) -> None:
-        """Tell the other ranks, at their next meeting, that this rank has failed and why; does not wait."""
+        """Report this rank's error to the other ranks at their next question, without waiting."""
         if self.size == 1:
             return
         cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         try:
             self._store.set(self._key(self.rank), json.dumps({"left": cause}))
-        except RuntimeError as lost:  # the exception being raised says more, and the others will time out
+        except RuntimeError as lost:  # the original exception is raised, and the other ranks time out
             logger.warning("simplegraph: rank %d could not tell the others: %s", self.rank, lost)
         self._round += 1
 
@@ -142,10 +142,10 @@ class Rendezvous:
 
 
 def require_group(group: Any, timeout: float = 1.0) -> Any:
-    """Return the process group; the default one for None.
+    """Return the process group; the default group for None.
 
     Raises:
-        ConfigError: there is none, it was destroyed, this rank is not in it, or `timeout` is invalid.
+        ConfigError: there is no such group, it was destroyed, this rank is not in it, or `timeout` is invalid.
     """
     if not timeout > 0:
         raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
@@ -165,16 +165,16 @@ def require_group(group: Any, timeout: float = 1.0) -> Any:
 
 
 class RankGroup(SingleRank):
-    """The ranks whose graphs hold collectives with each other. Construct it on all of them, in the same order.
+    """The ranks whose graphs contain collectives with each other. Construct it on all ranks, in the same order.
 
     Pass it as `ranks` to `wrap` or `CudaGraphManager`. One group may serve several models that all ranks capture in
     the same order.
 
     Args:
         group: a `torch.distributed` process group of these ranks; None for all ranks.
-        communicators: further groups whose collectives the graphs hold, if there are any beside `group`.
-        timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
-            A hang in a collective of eager code, warmups included, ends at that group's own timeout.
+        communicators: further groups whose collectives the graphs contain, beside `group`.
+        timeout: seconds that a rank waits for the others around a capture, before the waiting ranks raise `RankError`.
+            A hang in a collective of eager code, warmups included, ends at the timeout of the process group.
 
     Raises:
         ConfigError: torch.distributed is not initialised, this rank is not in a group, or `timeout` is invalid.
@@ -191,11 +191,11 @@ class RankGroup(SingleRank):
         name = str(self._group.group_name)
         _made[name] += 1
         self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
-        # Private to torch, since the public functions take as long as a replay.
+        # Private to torch: the public functions take as long as a replay.
         self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
 
     def check_alive(self) -> None:
-        """Refuse to replay after a process group was destroyed; cheap enough for every replay.
+        """Refuse to replay after a process group was destroyed. Fast, since it runs at every replay.
 
         Raises:
             ReplayError: a process group was destroyed, so a graph's collectives have no peers.
@@ -209,7 +209,7 @@ class RankGroup(SingleRank):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Wrap an action of all ranks: an exception on one rank is raised on the others as well."""
+        """Surround an action of all ranks: an exception on one rank raises a RankError on the others."""
         try:
             yield
         except RankError:
@@ -222,13 +222,13 @@ class RankGroup(SingleRank):
         """Start a capture session: compare the ranks' plans, set up communicators, synchronize.
 
         Args:
-            settings: everything that must be the same on all ranks, by name.
+            settings: settings that must be equal on all ranks, by name.
             captures: the graphs to capture, in order, as text.
             device: the device to capture on.
 
         Raises:
             ConfigError: settings differ, or a group cannot communicate from this device.
-            RankError: the ranks are about to capture different graphs, or one did not come.
+            RankError: the ranks would capture different graphs, or a rank did not answer.
         """
         self.check_alive()
         self._check_backends(device.torch_device.type)
@@ -250,7 +250,7 @@ class RankGroup(SingleRank):
         self._ask("the begin of a capture", None)
 
     def _connect(self, device: torch.device) -> None:
-        """Run a first collective of every communicator, which sets it up; that is not allowed inside a capture."""
+        """Run a first collective on every communicator, since its setup is not allowed inside a capture."""
         try:
             for group in self._groups:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -277,16 +277,16 @@ class RankGroup(SingleRank):
 
 
 def _difference(values: Sequence[str]) -> str:
-    """Say which rank has another value than rank 0; empty if none has."""
+    """Describe the first rank whose value differs from rank 0's; empty if there is none."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     return "" if other is None else f"rank 0 has {values[0] or 'none'}, rank {other} has {values[other] or 'none'}"
 
 
 class ShapeConsensus:
-    """Agrees by one small all-reduce on the CPU. Construct it on all ranks of the group, in the same order.
+    """Lets ranks agree on a step by a small all-reduce on the CPU. Construct it on all ranks, in the same order.
 
-    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one rank exchanges
-    nothing.
+    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. With one rank, nothing is
+    exchanged.
 
     Args:
         group: a `torch.distributed` process group of the ranks; None for all ranks.
@@ -302,11 +302,11 @@ class ShapeConsensus:
         members = require_group(group, timeout)
         self.rank: int = dist.get_rank(members)
         self.size: int = dist.get_world_size(members)
-        self._numbers = array.array("q", [0, 0, 0])  # written as Python numbers, reduced as a tensor
+        self._numbers = array.array("q", [0, 0, 0])  # the same memory as Python numbers and as a tensor
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
         self._group: Any = None
         if self.size > 1:
-            # A separate group: always on the CPU, and not ordered with the model's collectives.
+            # A separate group, since it must be on the CPU, and not be ordered with the model's collectives.
             self._group = dist.new_group(
                 dist.get_process_group_ranks(members),
                 backend="gloo",

@@ -1,4 +1,4 @@
-"""What ranks ask each other around captures and steps, and the answers of a model that has one rank."""
+"""The questions that ranks ask each other around captures and steps, with the answers of a single rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from simplegraph.device.protocol import GraphDevice
 
 
 class Stopwatch(dict[str, float]):
-    """Seconds of wall time by part; parts may come again, but not within each other."""
+    """Seconds of wall time by part. A part may be timed several times, but parts must not nest."""
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the seconds that a block takes, whatever happens in it."""
+        """Add the seconds of the block to a part, also if it raises."""
         started = time.perf_counter()
         try:
             yield
@@ -25,10 +25,10 @@ class Stopwatch(dict[str, float]):
 
 
 class SingleRank:
-    """The ranks of a model that has one, and the questions that `RankGroup` asks all of its.
+    """The single rank of a model without other ranks; `RankGroup` asks the same questions of several ranks.
 
     Attributes:
-        seconds: what the parts of the last capture session took; see `CaptureSummary`.
+        seconds: the times of the parts of the last capture session; see `CaptureSummary`.
     """
 
     rank: int = 0
@@ -41,14 +41,14 @@ class SingleRank:
         """Refuse to replay after a process group was destroyed; see `RankGroup.check_alive`."""
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap an action of all ranks: an exception on one rank is raised on the others as well."""
+        """Surround an action of all ranks: an exception on one rank raises a RankError on the others."""
         return contextlib.nullcontext()
 
     def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
         """Start a capture session; see `RankGroup.begin`."""
 
     def failure(self, operation: str, error: Exception | None) -> tuple[int, str] | None:
-        """Return the first rank on which the operation failed and its message; None if it succeeded on all ranks.
+        """Return (first rank on which the operation failed, its message); None if it succeeded on all ranks.
 
         Raises:
             RankError: a rank did not come, or is at another point of the program.
@@ -56,10 +56,10 @@ class SingleRank:
         return self.failures(operation, {} if error is None else {operation: error}).get(operation)
 
     def failures(self, operation: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
-        """Return what failed on any rank, by name: the first rank that it failed on, and its message.
+        """Return the failures of all ranks: name -> (first rank that failed, its message).
 
         Args:
-            operation: the operation that was tried, for messages.
+            operation: the name of the operation, for messages.
             errors: errors of this rank, by name.
 
         Raises:
@@ -100,10 +100,10 @@ class Vote(NamedTuple):
 
 
 class Consensus(Protocol):
-    """Protocol by which ranks agree; an engine that has such an exchange already may pass its own."""
+    """Protocol of an agreement of ranks on a step. An engine may pass an implementation of its own."""
 
     def agree(self, vote: Vote) -> Vote:
-        """Return the outcome, the same on each rank: the lowest mode, the largest of the other numbers.
+        """Return the same outcome on each rank: the lowest mode, and the largest of the other numbers.
 
         Raises:
             RankError: the ranks did not reach an agreement.
